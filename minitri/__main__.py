@@ -7,7 +7,8 @@ import sys
 from importlib import import_module
 
 from minitri import __version__
-from minitri.cli.exits import clean_exits, is_piped
+from minitri.cli.exits import NO_TEXT, clean_exits, is_piped
+from minitri.errors import InputError
 
 HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
 
@@ -34,14 +35,28 @@ FOLDERS = ("chat", "serve", "bench", "selftest")
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `minitri` and `python -m minitri`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv in (["-h"], ["--help"]) or (not argv and not is_piped()):
+    if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin and sys.stdin.isatty()):
         answer(HELP)
     elif argv == ["--version"]:
         answer(f"minitri {__version__}\n")
+    with clean_exits():
+        check_words(argv)
     name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
     if name in ON_DISK:
         import_module("minitri.on_disk").PROGRAMS[name](argv)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
+
+
+def check_words(argv: list[str]) -> None:
+    """Raises `InputError` where there is nothing to do, or for the name of a program misspelled."""
+    if not argv and not is_piped():
+        raise InputError(NO_TEXT)
+    if argv and argv[0].isalpha() and argv[0] not in FILES + FOLDERS:
+        from difflib import get_close_matches  # imports re
+
+        for name in get_close_matches(argv[0].lower(), FILES + FOLDERS, 1, 0.8):
+            advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
+            raise InputError(f"there is no program {argv[0]}; {advice}")
 
 
 def answer(text: str) -> None:

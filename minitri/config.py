@@ -111,7 +111,7 @@ class ModelConfig:
         if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "
-                "that; use another --nproc-per-node, or another model"
+                "that; use another number of GPUs, or another model"
             )
         shares = {name: getattr(self, name) // count for name in SPLIT}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)

@@ -10,7 +10,17 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting, a prompt."""
+    """Bad input: a file, a flag, a setting, a prompt.
+
+    Settings are spelled as parameters, such as `budget=30`, or the message begins with `budget is`.
+    `ways` out of it come last. A program spells all that as flags, and leaves out the ways that it
+    does not have; see `in_flags` of `cli/arguments.py`.
+    """
+
+    def __init__(self, message: str, *ways: str) -> None:
+        super().__init__("; ".join([message, " or ".join(ways)] if ways else [message]))
+        self.message = message
+        self.ways = ways
 
 
 def shorten(text: object, limit: int = 200) -> str:
@@ -39,5 +49,9 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # libraries raise all kinds over damaged files
-        kind = type(error).__name__
-        raise InputError(f"{problem} ({kind}: {shorten(error, 120)}); {advice}") from error
+        reason = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        elif type(error) is ValueError and str(error):
+            reason = str(error)
+        raise InputError(f"{problem} ({shorten(reason, 140)}); {advice}") from error

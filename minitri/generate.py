@@ -4,12 +4,13 @@ Text, or with --json one JSON object, goes to standard output, everything else t
 Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
-from minitri.cli.exits import clean_imports, is_piped, program
+from minitri.cli.exits import NO_TEXT, clean_imports, is_piped, program
 
 with clean_imports():
     import argparse
     import dataclasses
     import json
+    import sys
     from typing import TYPE_CHECKING
 
     from minitri import GenerationConfig, InputError, SamplingParams
@@ -18,6 +19,7 @@ with clean_imports():
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
     from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
+    from minitri.errors import shorten
     from minitri.fields import between
     from minitri.loading.named_models import table
     from minitri.log import log
@@ -36,7 +38,7 @@ class GenerateFlags:
     """Many: a file with a JSON object a line, such as {"prompt": "Once", "id": 7, "seed": 3,
     "max_new_tokens": 40, "temperature": 0.6}; writes one a line, too, as each is done; - is
     standard input."""
-    batch_size: int = between(MAX_ROWS, 1)
+    batch_size: int = between(MAX_ROWS, 1, 1024)
     """Prompts of a file that run at a time, if memory allows."""
     chat: bool = False
     """The prompt is a message: put it into the model's chat template."""
@@ -66,7 +68,9 @@ def build_parser() -> arguments.OneLineParser:
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     arguments.add_flags(parser, *arguments.MODEL)
-    group = arguments.add_prompt_flags(parser, default="standard input if piped, else demo")
+    group = arguments.add_prompt_flags(
+        parser, default="standard input if piped; demo at a terminal"
+    )
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = arguments.names_of(GenerateFlags)
@@ -96,7 +100,10 @@ def run_command(args: argparse.Namespace) -> int:
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)
     engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
-    sampling, seed = boot.sampling_of(args, engine)
+    source = " of --demo" if args.demo else f" of {shorten(args.prompt_file)}"
+    source = {"-": " of standard input", None: source * args.demo}.get(args.prompt_file, source)
+    work = f"prompt: {len(prompt)} tokens{source}"
+    sampling, seed = boot.sampling_of(args, engine, work)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )
@@ -106,13 +113,15 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def choose_prompt(args: argparse.Namespace) -> None:
-    """What is piped to standard input, or else the beginning of the demo."""
+    """What is piped to standard input; at a terminal the beginning of the demo. Raises
+    `InputError` where there is neither."""
     if not args.demo and join().ask_first(is_piped):
-        log.info("prompt: standard input")
         args.prompt_file = "-"
-    elif args.max_prompt_tokens is None:
-        args.max_prompt_tokens = arguments.DEMO_PROMPT_TOKENS
-        log.info("prompt: the first %d tokens of --demo", args.max_prompt_tokens)
+    elif args.demo or join().ask_first(sys.stdin.isatty):
+        args.demo = True
+        args.max_prompt_tokens = args.max_prompt_tokens or arguments.DEMO_PROMPT_TOKENS
+    else:
+        raise InputError(NO_TEXT)
 
 
 def show(args: argparse.Namespace, engine: "Engine", run: "Generation") -> str:

@@ -41,13 +41,13 @@ def running(models: Models) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise InputError(
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
-            "lower max_new_tokens or prefill_chunk"
+            "lower max_new_tokens= or prefill_chunk="
         ) from None
     except NotFiniteError:
         names = [it.config.name for it in (model, models.draft) if it is not None]
         raise InputError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
-            "weights are damaged: get them again; or they overflow: try --dtype float32"
+            "weights are damaged: get them again; or they overflow: try dtype=float32"
         ) from None
 
 

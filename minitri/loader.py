@@ -62,8 +62,8 @@ def load(
     if tokenizer is None:
         owner = shorten(config.draft_of)
         raise InputError(
-            f"{config.name} is a drafter for {owner}, not a model; give it as --draft, and {owner} "
-            "as --model"
+            f"{config.name} is a drafter for {owner}, not a model; give it as draft=, and {owner} "
+            "as model="
         )
     opened_draft = open_drafter(choice, tokenizer, progress)
     defaults = read_sampling(target.checkpoint.generation_config, config.name)

@@ -97,7 +97,7 @@ class GenerationConfig:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.on_chip is not None and not self.offload:
-            refuse(self, "on_chip", "which means nothing without offload; add --offload")
+            refuse(self, "on_chip", "it means nothing without offload=True; add that")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not (isinstance(stop, Sequence) and all(isinstance(it, str) and it for it in stop)):
             refuse(self, "stop", "it must be strings of at least one character, such as ('END',)")
@@ -206,7 +206,7 @@ class SpeculationConfig:
             refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
         depth = parse_tree(self.tree)[1]
         if depth and self.gamma1 not in (None, depth):
-            refuse(self, "gamma1", f"but tree is {self.tree}; leave one of them out")
+            refuse(self, "gamma1", f"but tree={self.tree}; leave one of them out")
 
     def budget_for(self, num_prompt_tokens: int) -> int:
         """Tokens in the retrieval cache of a prompt of this length."""

@@ -127,7 +127,7 @@ def join_pieces(pieces: Path, folder: Path) -> None:
     print(f"{len(joined)} tensors in {folder}")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m tools.weight_pieces", description=__doc__)
     parser.add_argument("source", help="a model; with --join a folder of pieces")
     parser.add_argument("folder", type=Path, help="where to write")

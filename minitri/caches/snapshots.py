@@ -79,12 +79,15 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(name)} for {model}"
     with explain(problem, "read the text again and save it again"):
+        if Path(name).is_dir():
+            raise ValueError("it is a folder")
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
             found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
-                raise ValueError(f"its {fact} is {facts.get(fact)}, {model} has {value}")
+                found_fact = shorten(facts.get(fact), 40)
+                raise ValueError(f"its {fact} is {found_fact}, {model} has {shorten(value, 40)}")
         num_tokens = len(found.get("tokens", ()))
         shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
         is_whole = shapes == origin.tensors(num_tokens)

@@ -38,7 +38,7 @@ class StreamingCache(Cache):
             raise InputError(
                 f"the drafter {config.name} holds {config.context_length} tokens but its window "
                 f"needs {slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
-                "guesses); lower --num-recent-tokens, --num-sink-tokens or the gammas"
+                "guesses); lower num_recent_tokens=, num_sink_tokens= or the gammas"
             )
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         self.raw_keys, keys, values = (

@@ -71,7 +71,7 @@ def run_command(args: argparse.Namespace) -> None:
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     arguments.speculation_of(args)
     arguments.warn_of_ignored(args)
-    documents = [(file, read_document(file)) for file in args.document]
+    documents = [(file, read_document(file, "--document")) for file in args.document]
 
     def begin(tokenizer: Tokenizer, config: ModelConfig) -> Conversation:
         talk = Conversation(tokenizer, system=args.system, documents=documents)

@@ -75,7 +75,7 @@ class Chat:
         self._engine = engine
         self._talk = talk
         self._args = args
-        self._sampling, self._seed = sampling_of(args, engine, SAMPLING)
+        self._sampling, self._seed = sampling_of(args, engine, otherwise=SAMPLING)
         self._max_new_tokens: int = args.max_new_tokens
         self._last: Generation | None = None
         if args.load is not None:
@@ -98,7 +98,7 @@ class Chat:
             else:
                 getattr(self, f"do_{name}")(value.strip())
         except InputError as error:
-            log.error("%s", error)
+            log.error("%s", arguments.in_flags(error, self._args.flags))
         except KeyboardInterrupt:
             tell("stopped")
 
@@ -145,7 +145,7 @@ class Chat:
 
     def do_document(self, file: str) -> None:
         old = self._talk.opening
-        documents = [*old.documents, (file, read_document(file))]
+        documents = [*old.documents, (file, read_document(file, "/document"))]
         self._read(self._talk.opening_of(old.system, documents))
         tell(self._documents())
 

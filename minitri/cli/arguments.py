@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
@@ -94,6 +94,17 @@ class OneLineParser(argparse.ArgumentParser):
         self.add_argument("--version", action="version", version=f"minitri {__version__}")
         text = "no progress, log or statistics on standard error"
         self.add_argument("-q", "--quiet", action="store_true", help=text)
+        text = "more about files, kernels and memory on standard error"
+        self.add_argument("-v", "--verbose", action="store_true", help=text)
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """The flag of every setting by its name."""
+        found: dict[str, str] = {}
+        for action in self._actions:
+            for flag in (it for it in action.option_strings[::-1] if it.startswith("--")):
+                found |= {flag[2:].replace("-", "_"): flag, action.dest: flag}
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{shorten(message, 400)}; see --help")
@@ -151,6 +162,25 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
 def as_flag(name: str) -> str:
     """How a setting is spelled."""
     return f"--{name.replace('_', '-')}"
+
+
+def in_flags(error: InputError, flags: Mapping[str, str]) -> str:
+    """What went wrong, in the words of a program that has these flags, by the names of settings:
+    settings as its flags, and of the ways out those whose settings it has."""
+    setting = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
+
+    def spelled(match: re.Match[str]) -> str:
+        flag = flags.get(match[1])
+        if flag is None:
+            return match[0]
+        if match[2] == "False":
+            return f"--no-{flag[2:]}"
+        return f"{flag} " if match[2] == "" else flag
+
+    ways = [it for it in error.ways if all(one[1] in flags for one in setting.finditer(it))]
+    text = setting.sub(spelled, str(InputError(error.message, *ways)))
+    name, is_first, rest = text.partition(" is ")
+    return f"{flags[name]} is {rest}" if is_first and name in flags else text
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from minitri import InputError, ModelConfig, SamplingParams
 from minitri.cli.arguments import model_of, taken
 from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
-from minitri.cli.report import outline
+from minitri.cli.report import outline, where
 from minitri.errors import shorten
 from minitri.loading.prompt_ids import draw_seed
 from minitri.loading.tokenizer import Tokenizer
@@ -38,7 +38,7 @@ def boot(
         needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
         raise InputError(f"--bitwise needs {needs}; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
-        log.info("KV snapshot: %d tokens", engine.load_kv(file))
+        log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     return engine, made[0]
 
 
@@ -63,10 +63,11 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine
 def sampling_of(
     args: argparse.Namespace,
     engine: "Engine",
+    work: str = "",
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
     """Sampling by the flags, or as the model's files say, or else `otherwise`; and the seed, drawn
-    if need be."""
+    if need be. Logs the line in front of all work, of which `work` is a part."""
     sampling = taken(SamplingParams, args)
     is_known = engine.sampling_defaults != SamplingParams()
     found = {
@@ -76,17 +77,25 @@ def sampling_of(
     }
     if args.temperature != 0 and found:
         source = " as the model's generation_config.json says" if is_known else ""
-        log.info("sampling%s: %s; --temperature 0 is greedy", source, found)
+        log.debug("sampling%s: %s; --temperature 0 is greedy", source, found)
         sampling = dataclasses.replace(sampling, **found)
     seed = args.seed
     if seed is None and sampling.temperature:
         seed = join().ask_first(draw_seed)
-        log.info("seed %d; the text may follow the clock, too: --seed makes it repeatable", seed)
+        log.debug("the text may follow the clock, too: --seed makes it repeatable")
+    plain = vars(SamplingParams())
+    chosen = [f"{it} {to}" for it, to in vars(sampling).items() if to != plain[it]] or ["greedy"]
+    facts = where(engine.model)
+    work = "; ".join(filter(None, [work, ", ".join(chosen)]))
+    work += f", seed {seed}" if sampling.temperature else ""
+    log.info("%s, %s on %s; %s", engine.config.name, facts["dtype"], facts["device"], work)
     return sampling, seed or 0
 
 
 def check_save_kv(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for a file that cannot be written."""
+    if args.save_kv is not None and Path(args.save_kv).is_dir():
+        raise InputError(f"--save-kv {shorten(args.save_kv)} is a folder; name a file")
     if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
         raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 

@@ -27,12 +27,12 @@ MARKS = (  # that of UTF-32 begins like that of UTF-16
 )
 
 
-def read_document(file: str) -> str:
-    """The text of a file, or of standard input (`-`). Raises `InputError`."""
-    name = "standard input" if file == "-" else shorten(file)
+def read_document(file: str, flag: str) -> str:
+    """The text of the file of a flag, or of standard input (`-`). Raises `InputError`."""
+    name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     if Path(file).is_dir():
-        raise InputError(f"the document {name} is a folder; give the files in it")
-    with explain(f"cannot read the document {name}", "give text, PDF or HTML"):
+        raise InputError(f"{name} is a folder; give the files in it")
+    with explain(f"{name} cannot be read", "give text, PDF or HTML"):
         content = read_bytes(file)
         start = content[:512].lstrip().lower()
         if start.startswith(b"%pdf"):

@@ -18,8 +18,16 @@ from minitri.errors import InputError
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
-    from argparse import ArgumentParser, Namespace
+    from argparse import Namespace
     from collections.abc import Callable
+
+    from minitri.cli.arguments import OneLineParser
+
+
+NO_TEXT = (
+    "there is no text: standard input is neither a pipe nor a terminal; give one in quotes, a file "
+    "with --prompt-file, or --demo"
+)
 
 
 @contextlib.contextmanager
@@ -47,7 +55,7 @@ def clean_imports() -> Iterator[None]:
 
 
 def program(
-    build_parser: "Callable[[], ArgumentParser]",
+    build_parser: "Callable[[], OneLineParser]",
     run_command: "Callable[[Namespace], int | None]",
     parallel: bool = False,
 ) -> "Callable[..., None]":
@@ -57,6 +65,7 @@ def program(
         with clean_exits():
             import logging
 
+            from minitri.cli.arguments import in_flags
             from minitri.parallel.ranks import join
 
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
@@ -69,12 +78,17 @@ def program(
             if ranks.rank:
                 _mute()
             args = parser.parse_args(argv)
+            args.flags = parser.flags
             args.quiet |= ranks.rank > 0
             log = logging.getLogger("minitri")
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
-            log.setLevel(logging.WARNING if args.quiet else logging.INFO)
+            level = logging.DEBUG if args.verbose else logging.INFO
+            log.setLevel(logging.WARNING if args.quiet else level)
             log.disabled = ranks.rank > 0
-            sys.exit(run_command(args) or 0)
+            try:
+                sys.exit(run_command(args) or 0)
+            except InputError as error:
+                raise InputError(in_flags(error, args.flags)) from None
 
     return main
 
@@ -96,7 +110,7 @@ def clean_exits() -> Iterator[None]:
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
-        raise _end(2, f"{error}; install it: pip install 'minitri[gguf,serve]'") from None
+        raise _end(2, f"{error}; install it: pip install 'minitri[all]'") from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None

@@ -20,23 +20,28 @@ MAX_PROMPT_BYTES = 16 << 20
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
     """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo."""
     if prompt is None:
-        prompt = demo_text() if file is None else read_text(file)
+        prompt = demo_text() if file is None else read_text(file, "--prompt-file")
     if not prompt:
         raise InputError("the prompt is empty; give at least one character")
     return prompt
 
 
-def read_text(file: str) -> str:
-    """What a file or standard input (`-`) holds. Raises `InputError` unless that is text."""
-    return join().ask_first(lambda: _read_text(file))
+def read_text(file: str, flag: str) -> str:
+    """What the file of a flag or standard input (`-`) holds. Raises `InputError` unless that is
+    text."""
+    return join().ask_first(lambda: _read_text(file, flag))
 
 
-def _read_text(file: str) -> str:
-    name = "standard input" if file == "-" else shorten(file)
-    with explain(f"cannot read {name}", "give UTF-8 text"):
+def _read_text(file: str, flag: str) -> str:
+    name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
+    with explain(f"{name} cannot be read", "give a file of UTF-8 text"):
+        if Path(file).is_dir():
+            raise InputError(f"{name} is a folder; give a file of UTF-8 text")
         content = read_bytes(file)
         if b"\0" in content:
             raise ValueError("it has a NUL")
+        if not content:
+            raise InputError(f"{name} is empty; give at least one character")
         return content.decode("utf-8-sig")
 
 
@@ -73,7 +78,9 @@ def encode(
     end = len(ids) - num_common(ids[::-1], empty[start:][::-1])
     num_cut = len(ids) - (args.max_prompt_tokens or len(ids))
     if 0 < num_cut < end - start:
-        log.info("prompt: only its first %d tokens", args.max_prompt_tokens)
+        log.debug("prompt: only its first %d tokens", args.max_prompt_tokens)
         ids = ids[: end - num_cut] + ids[end:]
-    check_prompt(ids, config, num_new)
+    room = config.context_length - num_new
+    ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
+    check_prompt(ids, config, num_new, *ways)
     return ids

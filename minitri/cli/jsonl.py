@@ -19,7 +19,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.cli.arguments import SAMPLING
+from minitri.cli.arguments import SAMPLING, in_flags
 from minitri.cli.boot import boot, conclude, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
@@ -38,10 +38,10 @@ def run_lines(
     args: argparse.Namespace, generation: GenerationConfig, speculation: SpeculationConfig
 ) -> None:
     """Answers every line of --prompts. Raises `InputError` at last if some were wrong."""
-    numbered = enumerate(read_text(args.prompts).splitlines(), 1)
+    numbered = enumerate(read_text(args.prompts, "--prompts").splitlines(), 1)
     lines = [(number, line) for number, line in numbered if line.strip()]
     engine, _ = boot(args)
-    sampling, seed = sampling_of(args, engine)
+    sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
     heads: list[dict[str, Any]] = []
     requests = []
     for index, (number, line) in enumerate(lines):
@@ -53,7 +53,7 @@ def run_lines(
             requests.append(request_of(fields, args, engine, default))
             heads.append(head)
         except InputError as error:
-            write(head, {"error": str(error)})
+            write(head, {"error": in_flags(error, args.flags)})
     if requests:
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
@@ -62,7 +62,9 @@ def run_lines(
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         num_wrong = len(lines) - len(requests)
-        raise InputError(f"{num_wrong} of {len(lines)} lines of {shorten(args.prompts)} were wrong")
+        file = shorten(args.prompts)
+        problem = f"{num_wrong} of {len(lines)} lines of --prompts {file} were wrong"
+        raise InputError(f"{problem}; the answers with an error say which, and why")
 
 
 def read_line(line: str) -> dict[str, Any]:

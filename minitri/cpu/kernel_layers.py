@@ -218,7 +218,7 @@ def keep_quantized(
         num_kept += 1
         kept += names
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
-    log.info("%d of %d matrices stay quantized", num_kept, len(layers))
+    log.debug("%d of %d matrices stay quantized", num_kept, len(layers))
     return kept
 
 

@@ -102,11 +102,11 @@ def allocate_full_cache(
             needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
         elif generation.offload:
-            raise InputError("--offload is for GPUs, and this is none; leave it out")
+            raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
             return FullCache.allocate(config, B, capacity, **where)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
-        log.info(placed, on_chip, config.num_layers, device)
+        log.debug(placed, on_chip, config.num_layers, device)
         return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
         needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize

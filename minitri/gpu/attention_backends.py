@@ -156,7 +156,7 @@ def choose_attention(
         log.warning("attention triton is not used on %s (%s); it is slow", device, problem)
         return GpuAttention()
     raise InputError(
-        f"--attention {wanted} fails on {device} in {dtype} ({problem}); use --attention auto"
+        f"attention={wanted} fails on {device} in {dtype} ({problem}); use attention=auto"
     )
 
 

@@ -153,6 +153,9 @@ def choose_on_chip(
     raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
         f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
-        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}; shorten the "
-        "text, or use --offload, a smaller model, dtype or --prefill-chunk, or more GPUs (torchrun)"
+        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
+        "shorten the text",
+        "use offload=True",
+        "use a smaller model, dtype= or prefill_chunk=",
+        "use more GPUs (torchrun)",
     )

@@ -80,7 +80,7 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
     """A copy of a model with linear layers in 4 or 8 bits; it shares the rest. Raises `InputError`
     if the kernel does not work on the device, or if there is no room."""
     multiply = multiply_math
-    wanted = f"--draft-weights int{bits} cannot be had on {model.device}"
+    wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if model.device.type == "cuda":
         if problem := problem_with(partial(check_kernel, model, bits)):
             raise InputError(f"{wanted} ({problem}); leave it out")

@@ -38,7 +38,11 @@ Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, by its ending, or else a Hugging Face folder."""
+    """A GGUF file, by its ending, or else a Hugging Face folder. Raises `InputError`."""
+    if path.is_file() and path.suffix != ".gguf":
+        raise InputError(f"{path} is a file but no .gguf; give such a file, or a model's folder")
+    if path.is_dir() and not (path / "config.json").exists():
+        raise InputError(f"{path} has no config.json; give a folder in the Hugging Face layout")
     return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
 
 
@@ -75,7 +79,7 @@ def load_model(
         packed = keep_quantized(model, placements(model), checkpoint.quantized())
     if native and not packed:
         raise InputError(
-            f"--weights native needs a GGUF file with matrices of {', '.join(BITS)} and the "
+            f"weights=native needs a GGUF file with matrices of {', '.join(BITS)} and the "
             f"compiled kernels, which {config.name} on {device} does not have; leave it out"
         )
     _fill(model, checkpoint.tensors(config, packed), checkpoint.path, progress)
@@ -101,7 +105,7 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if not similarity > MIN_SIMILARITY:
         raise InputError(
             f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose "
-            f"embeddings are not those of {lent.name}; use another, or --draft suffix"
+            f"embeddings are not those of {lent.name}; use another, or draft=suffix"
         )
     assert isinstance(model.lm_head, TrimmedHead)
     ids = model.lm_head.token_ids

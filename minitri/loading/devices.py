@@ -34,8 +34,10 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
             return torch.device("cpu")
         if device.type == "cuda" and (device.index or 0) < num_gpus:
             return device
+    others = f" or cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ""
     raise InputError(
-        f"device {name!r} is not there; use cpu, or with one of {num_gpus} GPUs cuda or cuda:N"
+        f"device={name!r} is not there (PyTorch {torch.__version__} sees {num_gpus} GPUs); use "
+        f"device=cpu{others}"
     )
 
 
@@ -57,7 +59,7 @@ def attention_for(
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
-        raise InputError(f"--attention {wanted} is for GPUs; leave it out on the {device.type}")
+        raise InputError(f"attention={wanted} is for GPUs; leave it out on the {device.type}")
     kernels = kernels_for(device, config)
     return kernels.attend if kernels is not None else attend_cpu
 
@@ -77,7 +79,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
         return copy_in_few_bits(model, int(wanted.removeprefix("int")))
     if wanted == "int8" or not has_kernels:
         raise InputError(
-            f"--draft-weights {wanted} cannot be had of {model.config.name} on {model.device}: "
+            f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}: "
             "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
     copy = quantized_copy(model)

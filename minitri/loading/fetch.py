@@ -126,11 +126,16 @@ def _is_in_hub_cache(repo: str) -> bool:
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
     """Safetensors if the repository has them, else .bin files."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import constants, snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     from minitri.loading.hf_folder import weight_files
 
+    if constants.HF_HUB_OFFLINE and not local_only:
+        raise InputError(
+            f"the hub repository {shorten(repo, 60)} is not on this machine, and HF_HUB_OFFLINE "
+            "keeps it from being fetched; unset that, or give a folder or file"
+        )
     (enable_progress_bars if progress else disable_progress_bars)()
     with explain(_problem(repo), _ADVICE):
         for weights in ("*.safetensors", "*.bin"):

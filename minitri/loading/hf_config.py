@@ -104,14 +104,18 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
-            "which --rope-scaling cannot replace; leave it out"
+            "which rope_scaling= cannot replace; leave it out"
         )
-    with explain(f"--rope-scaling {text!r} is not KIND:FACTOR", "write for example yarn:4"):
+    problem = f"rope_scaling={text!r} is not KIND:FACTOR"
+    with explain(problem, "write for example yarn:4"):
         kind, factor = text.split(":")
         if kind == "default":
             raise ValueError("it stretches nothing")
         base = config.rope.original_context or config.context_length
-        rope = RopeConfig(config.rope.theta, kind, float(factor), base)
+        try:
+            rope = RopeConfig(config.rope.theta, kind, float(factor), base)
+        except InputError as error:
+            raise InputError(f"rope_scaling={text!r}: {error}") from None
         return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
 
 

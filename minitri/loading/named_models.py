@@ -5,6 +5,7 @@ A row holds what must be known before any file is read. Its shape serves `minitr
 """
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -79,7 +80,8 @@ def table() -> str:
 
 def unknown_model(name: str) -> InputError:
     """The error for a model that is neither a name, nor a path, nor a hub repository."""
+    near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
     return InputError(
-        f"unknown model {name!r}; give a folder or file, a hub repository ORG/NAME, or one of "
-        f"{', '.join(MODELS)}"
+        f"unknown model {name!r}; give a folder or file, a hub repository by its ORG/NAME, or a "
+        f"name of `minitri --list-models`, such as {near}"
     )

@@ -34,7 +34,7 @@ class OpenModel:
             # NCCL takes its memory before the model does.
             join().sum(torch.zeros(1, device=self._device))
         located = join().ask_first(lambda: locate(choice.model, progress=progress))
-        log.info("weights: %s", located.path)
+        log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
         self.config = self.checkpoint.config(located.name)
         if located.context:
@@ -58,7 +58,7 @@ class OpenModel:
             progress=self._progress,
             ranks=join() if target is None else Ranks(),  # a drafter is whole on every rank
         )
-        log.info(
+        log.debug(
             "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
             self.config.name,
             model.device,
@@ -83,7 +83,8 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
         return drafter
     except InputError as error:
         if choice.draft != "auto":
-            raise
+            problem = f"draft={shorten(name, 60)}: {error.message}"
+            raise InputError(problem, *error.ways) from None
         log.warning("%s; suffix lookup takes its place", error)
         return None
 

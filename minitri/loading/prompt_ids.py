@@ -40,8 +40,9 @@ def _as_list(prompt: Any) -> list[Any]:
     return list(prompt)
 
 
-def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
-    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens."""
+def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
+    """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens. `ways` out
+    are those that the caller has for a prompt that is too long."""
     if not ids:
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:
@@ -50,12 +51,15 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int) -> None:
                 f"prompt has token id {token}; {config.name} has ids from 0 to "
                 f"{config.vocab_size - 1}"
             )
-    if len(ids) + num_new > config.context_length:
-        raise InputError(
-            f"prompt has {len(ids)} tokens but {config.name} holds {config.context_length} minus "
-            f"max_new_tokens={num_new}; shorten it (--max-prompt-tokens), lower --max-new-tokens, "
-            "or stretch the context (--rope-scaling)"
+    room = config.context_length - num_new
+    if len(ids) > room:
+        problem = (
+            f"the prompt has {len(ids)} tokens but {config.name} holds {config.context_length}"
         )
+        fewer = f"shorten it to {room} tokens" if room > 0 else "lower max_new_tokens="
+        base = config.rope.original_context or config.context_length
+        longer = f"stretch the context with rope_scaling=yarn:{-(-(len(ids) + num_new) // base)}"
+        raise InputError(f"{problem} minus max_new_tokens={num_new}", *ways or [fewer], longer)
 
 
 def draw_seed() -> int:

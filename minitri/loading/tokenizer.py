@@ -137,5 +137,5 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
             raise InputError(
                 f"the drafter {draft_name} has another vocabulary: its token {token} is "
                 f"{theirs!r}, the target's is {ours!r}; use a drafter of the target's family, or "
-                "--draft suffix"
+                "draft=suffix"
             )

@@ -13,10 +13,10 @@ with clean_imports():
     import os
     import socket
 
-    from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
-    from minitri.errors import explain
+    from minitri.errors import explain, shorten
     from minitri.fields import between
     from minitri.settings import MAX_ROWS
 
@@ -32,7 +32,7 @@ class ServeFlags:
 
     context: int | None = between(None, 1)
     """Tokens of a prompt and its answer, for which each row takes memory. Default: at most 8192."""
-    batch_size: int = between(MAX_ROWS, 1)
+    batch_size: int = between(MAX_ROWS, 1, 1024)
     """Requests that run at a time."""
     max_queue: int = between(64, 1)
     """Requests that wait for a row; more are answered with 503."""
@@ -67,6 +67,8 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     arguments.warn_of_ignored(args)
+    if args.api_key == "":
+        raise InputError("--api-key is empty, so that all could send it; give a text")
     with clean_imports():  # what the server needs: no flag is wrong any more
         import uvicorn  # an extra, without which --help works
 
@@ -74,11 +76,15 @@ def run_command(args: argparse.Namespace) -> None:
         from minitri.serve.app import Service
         from minitri.serve.protocol import Protocol
         from minitri.worker import Worker
-    with explain(f"cannot listen at {args.host}, port {args.port}", "choose another"):
+    problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
+    with explain(problem, "choose another --host or --port"):
         listener = socket.create_server((args.host, args.port))
     with listener:  # clients may connect while the model is loaded
         engine, _ = boot(args)
-        context = args.context or min(DEFAULT_CONTEXT, engine.config.context_length)
+        most = engine.config.context_length
+        context = args.context or min(DEFAULT_CONTEXT, most)
+        if not 1 < context <= most:
+            raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
         names = list(dict.fromkeys([engine.config.name, args.model]))
         open_run = functools.partial(
             engine.open,

@@ -34,7 +34,7 @@ def test_a_text_is_read_in_its_encoding_and_others_than_utf_8_are_told(
     file = tmp_path / "text.txt"
     file.write_bytes(text.encode(encoding))
     with caplog.at_level("INFO", "minitri"):
-        assert read_document(str(file)) == text
+        assert read_document(str(file), "--document") == text
     assert len(caplog.messages) == ("utf-8" not in encoding)
 
 
@@ -51,10 +51,10 @@ def pdf(text: str) -> bytes:
 def test_the_text_of_pdf_and_html_is_read(tmp_path):
     file = tmp_path / "file"
     file.write_bytes(pdf("It was a dark night."))
-    assert read_document(str(file)) == "It was a dark night."
+    assert read_document(str(file), "--document") == "It was a dark night."
     page = "<!DOCTYPE html><style>p {}</style><h1>Ré &amp; Mi</h1><p>It <b>was</b>\n   dark.<p>End."
     file.write_text(page, encoding="utf-8")
-    assert read_document(str(file)) == "Ré & Mi\n\nIt was\ndark.\nEnd."
+    assert read_document(str(file), "--document") == "Ré & Mi\n\nIt was\ndark.\nEnd."
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_has_no_text_is_named_in_one_line(tmp_path, content, message):
     file = tmp_path / "file"
     file.write_bytes(content)
     with pytest.raises(InputError, match=message.replace("FILE", str(file))) as raised:
-        read_document(str(file))
+        read_document(str(file), "--document")
     assert "\n" not in str(raised.value)
 
 

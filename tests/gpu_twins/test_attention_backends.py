@@ -163,8 +163,8 @@ def wrong():
         ("auto", absent, "math"),
         ("auto", wrong, "math"),
         ("flash", right, "flash"),
-        ("flash", absent, "--attention flash .*range must be a power of 2.*--attention auto"),
-        ("triton", wrong, "--attention triton .*--attention auto"),
+        ("flash", absent, "attention=flash .*range must be a power of 2.*attention=auto"),
+        ("triton", wrong, "attention=triton .*attention=auto"),
     ],
 )
 def test_our_kernel_is_the_default_and_what_is_asked_for_works_or_is_refused(

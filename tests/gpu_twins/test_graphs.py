@@ -58,7 +58,7 @@ def test_a_capture_that_fails_says_how_to_go_without():
     def step(inputs):
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    with pytest.raises(InputError, match="operation not permitted .* --no-cuda-graphs"):
+    with pytest.raises(InputError, match="operation not permitted .* cuda_graphs=False"):
         GraphPool(CPU).run(step, torch.zeros(1))
 
 

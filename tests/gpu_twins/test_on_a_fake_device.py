@@ -135,7 +135,7 @@ def test_numbers_that_stay_on_the_host_are_noticed(function, device, cuda):
 def test_what_a_graph_cannot_hold_is_refused_in_one_line(function, old, new, problem, cuda):
     """In a pass of a model, and in a verdict: numbers of the host, which it would keep for good."""
     old, new = (text.replace("arange(", "torch.arange(") for text in (old, new))
-    match = f"{problem}.*--no-cuda-graphs"
+    match = f"{problem}.*cuda_graphs=False"
     with mutated(Mutant("asks", function, old, new, "")):
         with pytest.raises(InputError, match=match) as caught:
             engine_of("math").complete([1] * 40, method="naive", generation=UNTIL_4)
@@ -202,7 +202,7 @@ def test_a_device_that_is_not_there_is_refused_in_one_line(driver_works, name, m
     """One of two that there are, or any where the driver is too old: its devices are counted."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: driver_works)
-    with pytest.raises(InputError, match=rf"'{name}' is not there; .* {2 * driver_works} GPUs"):
+    with pytest.raises(InputError, match=rf"'{name}' is not there .* {2 * driver_works} GPUs"):
         choose_device(name)
     assert choose_device("auto").type == ("cuda" if driver_works else "cpu")
 

@@ -101,7 +101,7 @@ def test_an_engine_places_as_many_layers_as_fit():
     exact = needs.on_device(32) - RESERVE
     assert chosen(GenerationConfig(), 141) == chosen(GenerationConfig(), exact / GIB) == 32
     for wanted, device_gib, host_gib, message in (
-        (GenerationConfig(), (exact - 1) / GIB, 256, "KV cache of 32 of 32 layers .* --offload"),
+        (GenerationConfig(), (exact - 1) / GIB, 256, "KV cache of 32 of 32 layers .* offload=True"),
         (offload(on_chip=33), 141, 256, "KV cache of 33 of 32 layers"),
         (offload(on_chip=31), 72, 256, "KV cache of 31 of 32 layers on the device, got 72.00"),
         (offload(), 12, 256, "KV cache of 0 of 32 layers on the device, got 12.00"),

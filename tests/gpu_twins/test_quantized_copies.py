@@ -185,6 +185,6 @@ def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
         execution=Execution(),
         config=SimpleNamespace(name="tiny"),
     )
-    with pytest.raises(InputError, match=f"--draft-weights {wanted} .*{problem}"):
+    with pytest.raises(InputError, match=f"draft_weights={wanted} .*{problem}"):
         retrieval_copy(model, wanted)
     assert retrieval_copy(model, "auto") is None

@@ -141,7 +141,7 @@ def test_a_layer_stays_quantized_where_all_its_parts_have_as_many_bits(weights, 
         ({"o_proj": "Q8_0"}, 9),
     ):
         path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
-        with caplog.at_level(logging.INFO, "minitri"):
+        with caplog.at_level(logging.DEBUG, "minitri"):
             model = load(path).model
         assert f"{num_kept} of 9 matrices stay quantized" in caplog.text
         caplog.clear()
@@ -189,12 +189,12 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):
     dense, fine = (write(weights, tmp_path / f"{kind}.gguf", kind) for kind in ("F16", "Q4_0"))
     for path in (weights.path, dense):
-        with pytest.raises(InputError, match="--weights native needs a GGUF file"):
+        with pytest.raises(InputError, match="weights=native needs a GGUF file"):
             load(path)
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
-    with pytest.raises(InputError, match="--weights native needs .* the compiled kernels"):
+    with pytest.raises(InputError, match="weights=native needs .* the compiled kernels"):
         load(fine)
-    with pytest.raises(InputError, match="--draft-weights int4 .* needs the compiled kernels"):
+    with pytest.raises(InputError, match="draft_weights=int4 .* needs the compiled kernels"):
         load(fine, "auto", draft_weights="int4")
 
 

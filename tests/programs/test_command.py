@@ -42,7 +42,14 @@ def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
 
 
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
-    assert run(model=None) == run("-h", model=None) == (0, command.HELP, "")
+    assert run("help", model=None) == run("-h", model=None) == (0, command.HELP, "")
+    for words, model in (((), None), (("-n", "9"), "x")):  # no terminal, no pipe, no text
+        done = run(*words, model=model)
+        assert (done.code, done.err.count("\n")) == (2, 1)
+        assert "there is no text" in done.err
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    assert run(model=None) == (0, command.HELP, "")
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
     monkeypatch.setattr(command, "is_piped", lambda: True)
     monkeypatch.setattr(generate, "main", lambda argv: sys.exit(7))
     assert run(model=None).code == 7
@@ -111,7 +118,7 @@ def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, wo
         monkeypatch.setattr(sys, "stdin", stdin)
         done = run(*words)
         assert done[:2] == (0, wanted)
-        assert ("prompt: standard input" in done.err) == (not words)
+        assert ("tokens of standard input; greedy" in done.err) == (not words)
         assert stdin.read() == ("" if not words else PROMPT)
 
 
@@ -124,7 +131,7 @@ def test_the_first_tokens_of_a_prompt_are_kept_and_it_is_told(engine, run, run_l
     text = " ".join(f"{PROMPT} {n}." for n in range(100))
     flags = ("--max-prompt-tokens", "20")
     assert encoded(engine, text, max_prompt_tokens=20) == engine.tokenizer.encode(text)[:20]
-    done = run(text, *flags, "--json")
+    done = run(text, *flags, "--json", "-v")
     assert (done.code, done.json["num_prompt_tokens"]) == (0, 20)
     assert "prompt: only its first 20 tokens" in done.err
     assert run_lines({"prompt": text}, flags=flags).json["num_prompt_tokens"] == 20
@@ -184,21 +191,22 @@ SAID = "sampling as the model's generation_config.json says: "
 def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advised):
     model = advised(temperature=0.6, top_p=0.9)
     flags = (PROMPT, "--seed", "4", "--json")
-    done = run(*flags, model=model)
+    done = run(*flags, "-v", model=model)
     assert (done.code, done.json["temperature"]) == (0, 0.6)
     assert f"{SAID}{{'temperature': 0.6, 'top_p': 0.9}}" in done.err
+    assert "; temperature 0.6, top_p 0.9, seed 4\n" in run(*flags, model=model).err
     sampled = run(*flags, "--temperature", "0.6", "--top-p", "0.9").json["token_ids"]
     greedy = run(*flags).json["token_ids"]
     assert done.json["token_ids"] == sampled
-    done = run(*flags, "--temperature", "0", model=model)
+    done = run(*flags, "-v", "--temperature", "0", model=model)
     assert done.json["token_ids"] == greedy
     assert SAID not in done.err
-    assert f"{SAID}{{'top_p': 0.9}}" in run(*flags, "--temperature", "2", model=model).err
+    assert f"{SAID}{{'top_p': 0.9}}" in run(*flags, "-v", "--temperature", "2", model=model).err
     asked = {"prompt": PROMPT}, {"prompt": PROMPT, "temperature": 0}, {"prompt": "x", "seed": 3}
     done = run_lines(*asked, flags=("--seed", "4"), model=model)
     assert [done.lines[n]["token_ids"] for n in (1, 2)] == [sampled, greedy]
     done = run_lines(*asked, model=model)
-    [drawn] = re.findall(r"^seed (\d+);", done.err, re.MULTILINE)
+    [drawn] = re.findall(r"; 3 prompts; .*, seed (\d+)$", done.err, re.MULTILINE)
     assert [done.lines[n]["seed"] for n in (1, 3)] == [int(drawn), 3]
     assert not any("seed " in run(PROMPT, *flags).err for flags in ((), ("--seed", "5")))
 

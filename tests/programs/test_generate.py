@@ -23,8 +23,12 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     code, out, err = run(PROMPT)
     assert code == 0
     assert "prefill" not in out
-    for word in ("weights: ", "tokens/s", "% guessed"):
-        assert word in err
+    first, last = err.splitlines()
+    assert re.fullmatch(r"tiny, float32 on cpu; prompt: \d+ tokens; greedy", first)
+    assert all(word in last for word in ("tokens/s", "% guessed"))
+    more = run(PROMPT, "--verbose").err
+    assert [line.split()[0] for line in more.splitlines()[:2]] == ["weights:", "tiny"]
+    assert more.count("\n") == 4
     assert run(PROMPT, "--quiet") == (0, out, "")
 
 
@@ -48,6 +52,7 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     assert run("--prompt-file", str(file)).out == run("--prompt-file", "-").out == wanted
     assert run(PROMPT, "--max-prompt-tokens", "3", "--json").json["num_prompt_tokens"] == 3
     monkeypatch.setattr(arguments, "DEMO_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for flags in (("--demo",), ()):
         assert run(*flags, "--json").json["num_prompt_tokens"] == 100
 
@@ -118,7 +123,9 @@ def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(folder, as_json):
     command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), PROMPT]
     command += ["--rope-scaling", "linear:1000", "--max-new-tokens", "400000", "--ignore-eos"]
     process = subprocess.Popen([*command, *["--json"] * as_json], **PIPES)
-    while "context" not in process.stderr.readline():  # the last line of the log before work begins
+    while (
+        "prompt: " not in process.stderr.readline()
+    ):  # the last line of the log before work begins
         pass
     first = "" if as_json else process.stdout.read(1)
     time.sleep(1)

@@ -141,7 +141,7 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
         (folder, "float32", "linear:2", "rope"),
     ):
         engine = minitri.load(name, device="cpu", dtype=dtype, rope_scaling=rope)
-        with pytest.raises(InputError, match=f"KV snapshot .* its {fact} is"):
+        with pytest.raises(InputError, match=f"KV snapshot .*its {fact} is"):
             engine.load_kv(saved[0])
     for missing in (tmp_path / "missing", tmp_path):
         with pytest.raises(InputError, match="KV snapshot"):

@@ -70,9 +70,13 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
 
 def two_rates(text: str) -> tuple[float, float]:
     """A flag's value such as 0.46,0.92."""
-    draft, retrieval = map(float, text.split(","))
+    try:
+        draft, retrieval = map(float, text.split(","))
+    except ValueError:
+        draft = retrieval = -1.0
     if not (0 <= draft <= 1 and 0 <= retrieval <= 1):
-        raise ValueError
+        message = f"{text!r} is not two numbers from 0 to 1, such as 0.46,0.92"
+        raise argparse.ArgumentTypeError(message)
     return draft, retrieval
 
 
