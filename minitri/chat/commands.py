@@ -10,17 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minitri import GenerationConfig, InputError, ModelConfig, SamplingParams, Token
+from minitri.chat import words
 from minitri.chat.conversation import Conversation, Opening, Turn
-from minitri.chat.words import (
-    ALIASES,
-    COMMANDS,
-    ENDINGS,
-    FORGOTTEN,
-    HELP,
-    PARTLY_READ,
-    UNANSWERED,
-    unknown_command,
-)
 from minitri.cli import arguments
 from minitri.cli.boot import sampling_of
 from minitri.cli.documents import read_document
@@ -86,13 +77,13 @@ class Chat:
     def obey(self, line: str) -> None:
         """Does what a line says; what is wrong with it is told."""
         name, _, value = line[1:].partition(" ")
-        name = ALIASES.get(name, name)
-        takes, _ = COMMANDS.get(name, ("", ""))
+        name = words.ALIASES.get(name, name)
+        takes, _ = words.COMMANDS.get(name, ("", ""))
         try:
             if not line.startswith("/"):
                 self._complete(self._talk.turns, Turn(line))
-            elif name not in COMMANDS:
-                raise InputError(unknown_command(name))
+            elif name not in words.COMMANDS:
+                raise InputError(words.unknown_command(name))
             elif takes.isalpha() and not value:
                 raise InputError(f"/{name} needs {takes}")
             else:
@@ -103,7 +94,7 @@ class Chat:
             tell("stopped")
 
     def do_help(self, _: str) -> None:
-        tell(HELP)
+        tell(words.HELP)
 
     def do_show(self, _: str) -> None:
         talk = self._talk
@@ -215,7 +206,7 @@ class Chat:
             return
         num_read = num_common(self._engine.held_tokens, talk.beginning) - opening.num_first
         talk.open(opening, min(num_read, talk.num_kept))
-        tell(PARTLY_READ.format(talk.num_kept, opening.num_tokens))
+        tell(words.PARTLY_READ.format(talk.num_kept, opening.num_tokens))
 
     def _complete(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Answers a question, or goes on with its answer, after these turns."""
@@ -232,7 +223,7 @@ class Chat:
             )
         num_turns = 1 + len(earlier)
         if len(turns) < num_turns:
-            log.info(FORGOTTEN.format(num_turns - len(turns), num_turns - 1))
+            log.info(words.FORGOTTEN.format(num_turns - len(turns), num_turns - 1))
         num_new = min(self._max_new_tokens, room)
         reason = self._run(prompt, num_new, colored if self._args.color else plain)
         print(flush=True)
@@ -242,7 +233,7 @@ class Chat:
         [row] = self._last.rows
         ids = row.token_ids
         if not ids:
-            tell(UNANSWERED)
+            tell(words.UNANSWERED)
             return
         end = tokenizer.token(ids[-1]) if reason == "eos" else ""
         if talk.stops:  # the tokens may be those of a stop string, too
@@ -250,10 +241,10 @@ class Chat:
         if reason == "length" and num_new < self._max_new_tokens:
             reason = "full"
         whole = [*turn.token_ids, *ids], turn.text + row.text
-        done = Turn(turn.question, *whole, end or "", is_cut=reason in ENDINGS)
+        done = Turn(turn.question, *whole, end or "", is_cut=reason in words.ENDINGS)
         talk.turns = [*turns[:-1], done]
         if done.is_cut:
-            log.info("(%s)", ENDINGS[reason].format(len(row.token_ids)))
+            log.info("(%s)", words.ENDINGS[reason].format(len(row.token_ids)))
 
     def _run(self, prompt: list[int], num_new: int, show: Callable[[Token], str]) -> str:
         """Lets the model write, and shows it; returns how it ended."""
