@@ -11,42 +11,41 @@ is asked for the next event. Nothing here prints.
 
 import contextlib
 import dataclasses
-import functools
+import os
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
+from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
-from minitri.fields import changed, check_names
-from minitri.generation import Generation, running
+from minitri.fields import with_fields
+from minitri.generation import Generation, filters_of, make_row, running
 from minitri.gpu.allocation import allocate_full_cache, most_rows
-from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, draw_seed, encode_prompts
-from minitri.memory import MemoryShape
-from minitri.requests import Completion, Event, Request, Row, expect
-from minitri.resources import Resources
+from minitri.loading.prompt_ids import Prompt, as_seeds, encode_prompts
+from minitri.loading.tokenizer import Tokenizer
+from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.model.llama import Llama
+from minitri.requests import Completion, Event, Request
 from minitri.runner import score
 from minitri.settings import (
     MAX_ROWS,
-    AllFields,
-    CallSettings,
+    TEXT_FIELDS,
     GenerationConfig,
-    RunFields,
     SamplingParams,
     SpeculationConfig,
-    TextFields,
 )
 
 if TYPE_CHECKING:
     from minitri.loading.chat_template import Message
-    from minitri.worker import Job
+    from minitri.worker import Worker
 
 LEAST_ROOM = 4096
 """Tokens that rows of `agenerate` have room for, if the context has."""
 ALONE = SpeculationConfig("autoregressive")
 
 
-class Engine(Resources):
+class Engine:
     """A model and its tokenizer, ready to generate any number of times, one after the other.
 
     It keeps the caches, and on a GPU the captured graphs, of the last run, until `release`. The
@@ -57,6 +56,65 @@ class Engine(Resources):
     Threads take turns at using one engine; a forked process cannot use it.
     """
 
+    def __init__(
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        draft: Llama | None = None,
+        retrieval_model: Llama | None = None,
+        drafter: Drafter | None = None,
+        sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    ) -> None:
+        """`draft`, `retrieval_model` and `drafter` guess: see `Models`."""
+        self.config = model.config
+        self.tokenizer = tokenizer
+        self.sampling_defaults = sampling_defaults
+        """What the model's generation_config.json recommends; nothing here applies it."""
+        self.snapshot_note = ""
+        models = Models(model, retrieval_model or model, draft, drafter)
+        self._memory: MemoryPool | None = MemoryPool(models)
+        self._worker: Worker | None = None
+
+    def __repr__(self) -> str:
+        if self._memory is None:
+            return f"Engine({self.config.name!r}, closed)"
+        where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        context = f"{self.config.context_length} tokens of context"
+        return f"Engine({self.config.name!r}, drafter {self.drafter_name}, {where}, {context})"
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise InputError(
+            "an engine is neither pickled nor copied, as it holds weights, caches and threads; "
+            "load it in each process, and send prompts and texts"
+        )
+
+    @property
+    def _pool(self) -> MemoryPool:
+        if self._memory is None:
+            raise InputError(f"the engine of {self.config.name} is closed; load it again")
+        return self._memory
+
+    @property
+    def models(self) -> Models:
+        return self._pool.models
+
+    @property
+    def model(self) -> Llama:
+        return self.models.target
+
+    @property
+    def drafter_name(self) -> str:
+        """Of the object that guesses first, of the draft model, or `suffix`."""
+        if self.models.drafter is not None:
+            return type(self.models.drafter).__name__
+        return self.models.draft.config.name if self.models.draft is not None else "suffix"
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -65,7 +123,7 @@ class Engine(Resources):
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         seed: int | Sequence[int] | None = None,
-        **fields: Unpack[AllFields],
+        **fields: Any,
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
@@ -80,21 +138,17 @@ class Engine(Resources):
         """
         return self._run(*self._asked(prompts, sampling, generation, speculation, seed, **fields))
 
-    def chat(
-        self, messages: "str | Sequence[Message]", **settings: Unpack[CallSettings]
-    ) -> Generation:
+    def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to a conversation, as `generate` does: a list of messages
         such as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`,
         also if the model is not made for conversations."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
-    def complete(self, prompt: Prompt, **settings: Unpack[CallSettings]) -> Completion:
+    def complete(self, prompt: Prompt, **settings: Any) -> Completion:
         """All that a model says after one prompt; `settings` are those of `generate`."""
         return self.generate(prompt, **settings).result()
 
-    async def agenerate(
-        self, prompt: Prompt, **settings: Unpack[CallSettings]
-    ) -> AsyncGenerator[Event, None]:
+    async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
         """For asyncio, the events of one prompt: `async for event in engine.agenerate("Once")`;
         `settings` are those of `generate`.
 
@@ -106,26 +160,24 @@ class Engine(Resources):
         """
         import asyncio  # takes a while, like the worker
 
-        from minitri.worker import Worker
+        from minitri.worker import Job, Worker
 
-        requests, _, speculation = await asyncio.to_thread(self._asked, prompt, **settings)
-        if len(requests) != 1 or self._pool.models.target.execution.ranks.count > 1:
-            raise InputError("agenerate takes one prompt, on a model of one process; use generate")
-        await asyncio.to_thread(self._make_row, 0, requests[0])  # checks it
+        request, settings = await asyncio.to_thread(self._shared, prompt, **settings)
         if self._worker is None:
-            self._worker = Worker(self._open_for, self._suits)
-        speculation = dataclasses.replace(speculation, timed=not speculation.coupled)
-        async with contextlib.aclosing(self._worker.events(requests[0], speculation)) as events:
-            async for event in events:
+            self._worker = Worker(self._open_for)
+        job = Job(request, settings)
+        self._worker.submit(job)
+        try:
+            async for event in job.events():
                 yield event
+        finally:
+            job.is_cancelled = True
 
     async def achat(
-        self, messages: "str | Sequence[Message]", **settings: Unpack[CallSettings]
+        self, messages: "str | Sequence[Message]", **settings: Any
     ) -> AsyncGenerator[Event, None]:
         """`chat` for asyncio; see `agenerate`."""
-        import asyncio
-
-        prompt = await asyncio.to_thread(self.tokenizer.encode_chat, messages)
+        prompt = self.tokenizer.encode_chat(messages)
         async with contextlib.aclosing(self.agenerate(prompt, **settings)) as events:
             async for event in events:
                 yield event
@@ -134,11 +186,11 @@ class Engine(Resources):
         """How likely the model finds a text, read once: the natural logarithms of the probabilities
         of its tokens but for the first, (N - 1,) float32 on the CPU, before temperature and filters
         (`tokenizer.encode` tells the N tokens). Raises `InputError`."""
-        ids = self._make_row(0, Request(text, 0, max_new_tokens=1)).prompt
+        ids = make_row(0, Request(text, 0, max_new_tokens=1), self.model, self.tokenizer).prompt
         if len(ids) < 2:
             raise InputError("the text is one token, after which nothing is scored; give more")
         run = GenerationConfig(1)
-        with running(self._pool.models):
+        with running(self.models):
             full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
@@ -149,22 +201,20 @@ class Engine(Resources):
         batch_size: int = MAX_ROWS,
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
-        **fields: Unpack[RunFields],
+        **fields: Any,
     ) -> Generation:
         """Starts a run over any number of requests, at most `batch_size` of them at a time, fewer
         where memory is short.
 
-        Events name requests by their numbers, from 0 on. Of `generation` counts what is of a run,
-        such as `prefill_chunk`, for which `fields` are, too; like the method. Raises `InputError`
-        before any work, and names the request.
+        Events name requests by their numbers, from 0 on. Of `generation` and `fields` counts what
+        is of a run, such as `prefill_chunk` and `method`. Raises `InputError` before any work, and
+        names the request.
         """
-        _check_size(batch_size)
-        check_names(fields, RunFields.__annotations__, TextFields.__annotations__)
+        generation, config = _of_run(batch_size, generation, speculation, fields)
         listed = list(requests)
         if not listed:
             raise InputError("there are no requests; give at least one")
-        generation = changed(generation, fields)
-        return self._run(listed, generation, _as_config(speculation, fields), batch_size)
+        return self._run(listed, generation, config, batch_size)
 
     def open(
         self,
@@ -173,7 +223,7 @@ class Engine(Resources):
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(reserve=4096),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
-        **fields: Unpack[RunFields],
+        **fields: Any,
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
@@ -182,19 +232,15 @@ class Engine(Resources):
         numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
         there is no room.
         """
-        check_names(fields, RunFields.__annotations__, TextFields.__annotations__)
-        generation = changed(generation, fields)
+        generation, config = _of_run(batch_size, generation, speculation, fields)
         room = generation.reserve
-        _check_size(batch_size)
         if not 1 < room <= self.config.context_length:
             raise InputError(
                 f"reserve is {room} tokens; give from 2 to {self.config.context_length}, the "
                 f"context of {self.config.name}"
             )
-        run = dataclasses.replace(generation, max_new_tokens=1)
-        shape = MemoryShape((1,) * batch_size, sampling, run, _as_config(speculation, fields))
-        make_row = functools.partial(self._make_row, shape=shape)
-        return Generation([], shape, self._pool, make_row)
+        shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
+        return Generation([], shape, self._pool, self.tokenizer)
 
     def _asked(
         self,
@@ -203,18 +249,17 @@ class Engine(Resources):
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         seed: int | Sequence[int] | None = None,
-        **fields: Unpack[AllFields],
+        **fields: Any,
     ) -> tuple[list[Request], GenerationConfig, SpeculationConfig]:
         """A request for each prompt of `generate`, and settings of their run."""
-        check_names(fields, AllFields.__annotations__)
-        expect(sampling, SamplingParams)
-        expect(generation, GenerationConfig)
+        given = {SamplingParams: sampling, GenerationConfig: generation}
+        config = _as_config(speculation)
+        sampling, generation, config = with_fields(fields, {**given, SpeculationConfig: config})
         ids = encode_prompts(prompts, self.tokenizer)
         seeds = [None] * len(ids) if seed is None else as_seeds(seed, len(ids))
-        sampling, generation = changed(sampling, fields), changed(generation, fields)
         pairs = zip(ids, seeds, strict=True)
         requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-        return requests, generation, _as_config(speculation, fields)
+        return requests, generation, config
 
     def _run(
         self,
@@ -224,13 +269,12 @@ class Engine(Resources):
         batch_size: int | None = None,
     ) -> Generation:
         """At most `batch_size` at a time, as far as memory allows; None: all at once."""
-        pool = self._pool
         if all(isinstance(it, Request) and it.seed is None for it in requests):
             speculation = dataclasses.replace(speculation, timed=True)
         rows = []
         for number, request in enumerate(requests):
             try:
-                rows.append(self._make_row(number, request))
+                rows.append(make_row(number, request, self.model, self.tokenizer))
             except InputError as error:
                 where = f"request {number}: " if len(requests) > 1 else ""
                 raise InputError(f"{where}{error}") from None
@@ -239,81 +283,91 @@ class Engine(Resources):
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         if batch_size is not None:
             lengths = lengths[: self._most_rows(run, speculation, lengths)]
-        sampling = self._captured_filters([request.sampling for request in requests], run)
+        sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
-        return Generation(rows, shape, pool)
+        return Generation(rows, shape, self._pool)
 
     def _most_rows(
         self, run: GenerationConfig, speculation: SpeculationConfig, lengths: list[int]
     ) -> int:
-        draft = self.draft.config if self.draft else None
+        draft = self.models.draft.config if self.models.draft else None
         host = self._pool.host.num_free_bytes
         return most_rows(self.model, draft, run, speculation, lengths, host)
 
-    def _open_for(self, job: "Job") -> Generation:
-        """An open run for a request of `agenerate`, with room for longer ones."""
-        asked, speculation = job.request.generation, job.speculation or ALONE
-        num_tokens = len(job.request.prompt) + asked.max_new_tokens
-        room = max(asked.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
-        run = asked.for_run(min(room, self.config.context_length))
-        num_rows = self._most_rows(run, speculation, [room] * MAX_ROWS)
-        how: dict[str, Any] = {"generation": run, "speculation": speculation}
-        return self.open(batch_size=num_rows, sampling=job.request.sampling, **how)
+    def _shared(self, prompt: Prompt, **settings: Any) -> tuple[Request, dict[str, Any]]:
+        """A request of `agenerate`, and the settings of a run that it shares with its equals."""
+        if self.model.execution.ranks.count > 1:
+            raise InputError("agenerate is for a model of one process; use generate")
+        [request], generation, speculation = self._asked([prompt], **settings)
+        row = make_row(0, request, self.model, self.tokenizer)
+        num_tokens = len(row.prompt) + generation.max_new_tokens
+        room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
+        run = generation.for_run(min(room, self.config.context_length))
+        speculation = dataclasses.replace(speculation, timed=not speculation.coupled)
+        shared: dict[str, Any] = {"generation": run, "speculation": speculation}
+        if self.model.device.type == "cuda":  # where graphs have filters
+            shared["sampling"] = request.sampling
+        return row.request, shared
 
-    def _suits(self, run: Generation, job: "Job") -> bool:
-        """Whether a request of `agenerate` may join a run."""
-        wanted = job.request.generation.for_run(run.shape.generation.reserve), job.speculation
-        if wanted != (run.shape.generation, run.shape.speculation):
-            return False
-        try:
-            self._make_row(0, job.request, run.shape)
-        except InputError:
-            return False
-        return True
+    def _open_for(self, shared: dict[str, Any]) -> Generation:
+        """A run for requests of `agenerate`."""
+        run = shared["generation"]
+        num_rows = self._most_rows(run, shared["speculation"], [run.reserve] * MAX_ROWS)
+        return self.open(batch_size=num_rows, **shared)
 
-    def _make_row(self, number: int, request: Request, shape: MemoryShape | None = None) -> Row:
-        """A request, checked, also by the shape of an open run."""
-        expect(request, Request)
-        [ids] = encode_prompts([request.prompt], self.tokenizer)
-        check_prompt(ids, self.config, request.generation.max_new_tokens)
-        expect(request.speculation, bool)
-        if (seed := request.seed) is None:
-            seed = self.model.execution.ranks.ask_first(draw_seed)
-        request = dataclasses.replace(request, seed=as_seeds([seed], 1)[0])
-        if shape is not None:
-            num_tokens = len(ids) + request.generation.max_new_tokens
-            if num_tokens > (room := shape.generation.reserve):
-                raise InputError(
-                    f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
-                    "shorten the prompt, lower max_new_tokens, or reserve more"
-                )
-            captured = dataclasses.replace(shape.sampling, temperature=1.0)  # it has a form, too
-            self._captured_filters([captured, request.sampling], shape.generation)
-        return Row(number, request, ids, self.tokenizer)
+    @property
+    def held_tokens(self) -> list[int]:
+        """The longest text whose K and V are kept from the last run, or come from a snapshot."""
+        return list(held.tokens) if (held := self._pool.held) is not None else []
 
-    def _captured_filters(
-        self, wanted: list[SamplingParams], run: GenerationConfig
-    ) -> SamplingParams:
-        """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
-        first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
-        if others and self.model.device.type == "cuda" and run.cuda_graphs:
-            raise InputError(
-                f"captured graphs have filters of one kind, got {first} and {others[0]}; give "
-                "every request the same kinds, or switch cuda_graphs off"
-            )
-        return first
+    def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
+        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
+        complete; returns how many tokens. Raises `InputError`."""
+        with running(self.models):
+            return self._pool.save(os.fsdecode(path), note)
+
+    def load_kv(self, path: str | os.PathLike[str]) -> int:
+        """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
+        `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
+        `InputError` if it is damaged, or not of this model, dtype and RoPE."""
+        held, self.snapshot_note = self._pool.load(os.fsdecode(path))
+        return len(held.tokens)
+
+    def release(self) -> None:
+        """Frees the caches and graphs that are kept from one run to the next."""
+        with self.models.lock:
+            self._pool.clear()
+
+    def close(self) -> None:
+        """Ends all runs, also those of asyncio, and frees caches, graphs and weights. Whatever is
+        asked for then raises `InputError`."""
+        if self._memory is not None:
+            if self._worker is not None:
+                self._worker.close()
+            for run in [*self._memory.runs]:
+                run.close()
+            self._memory.clear()
+            self._memory = None
 
 
-def _as_config(
-    speculation: SpeculationConfig | bool, fields: Mapping[str, Any]
-) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing; but for these fields."""
+def _as_config(speculation: SpeculationConfig | bool) -> SpeculationConfig:
+    """What to speculate: settings, the default ones, or nothing."""
     if isinstance(speculation, bool):
-        speculation = SpeculationConfig("auto") if speculation else ALONE
-    expect(speculation, SpeculationConfig)
-    return changed(speculation, fields)
+        return SpeculationConfig("auto") if speculation else ALONE
+    return speculation
 
 
-def _check_size(batch_size: int) -> None:
+def _of_run(
+    batch_size: int,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig | bool,
+    fields: Mapping[str, Any],
+) -> list[Any]:
+    """The settings of a run over requests which have their own."""
     if not isinstance(batch_size, int) or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
+    for name in fields:
+        if name in TEXT_FIELDS:
+            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
+    given = {GenerationConfig: generation, SpeculationConfig: _as_config(speculation)}
+    return with_fields(fields, given)

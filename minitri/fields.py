@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import MAX_COUNT, InputError, shorten
@@ -29,19 +29,24 @@ def changed(settings: T, values: Mapping[str, Any]) -> T:
     return dataclasses.replace(settings, **own)  # type: ignore[type-var]
 
 
-def check_names(
-    given: Collection[str], known: Collection[str], others: Collection[str] = ()
-) -> None:
-    """Raises `InputError` unless all names of keywords are known. `others` belong to a request."""
-    for name in given:
-        near = difflib.get_close_matches(name, known, 1)
-        if name in others and name not in known:
-            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
+def with_fields(values: Mapping[str, Any], given: Mapping[type, Any]) -> list[Any]:
+    """Settings of these kinds, with the values in the places of their fields. Raises `InputError`
+    for settings of another kind, and for a name that none of them has."""
+    for kind, settings in given.items():
+        expect(settings, kind)
+    known = [name for settings in given.values() for name in vars(settings)]
+    for name in values:
         if name not in known:
-            advice = (
-                f"did you mean {near[0]}?" if near else shorten("there are " + ", ".join(known))
-            )
-            raise InputError(f"{shorten(name, 60)} is not a setting; {advice}")
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise InputError(f"{shorten(name, 60)} is not a setting; {shorten(advice)}")
+    return [changed(settings, values) for settings in given.values()]
+
+
+def expect(given: object, kind: type) -> None:
+    """Raises `InputError` unless it is of this kind."""
+    if not isinstance(given, kind):
+        raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
 
 
 def brief(settings: Any) -> str:

@@ -10,7 +10,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -19,9 +20,14 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
+from minitri.fields import expect
 from minitri.gpu.streams import synchronize
+from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompts
+from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
+from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
 
 
@@ -60,15 +66,15 @@ class Generation(Iterator[Event]):
         rows: list[Row],
         shape: MemoryShape,
         pool: MemoryPool,
-        make_row: Callable[[int, Request], Row] | None = None,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Takes memory of this shape from the `pool` until its end. With `make_row`, which checks a
-        request with its number, it goes on until it is closed."""
+        """Takes memory of this shape from the `pool` until its end. With a `tokenizer` it takes more
+        requests, until it is closed."""
         self._pool = pool
         self.shape = shape
         self._model = pool.models.target
         self.rows = rows
-        self._make_row = make_row
+        self._tokenizer = tokenizer
         self._waiting = deque(rows)
         self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
@@ -101,7 +107,7 @@ class Generation(Iterator[Event]):
     def results(self) -> list[End]:
         """The whole outputs in the order of the prompts; runs to the end. Raises `InputError` if
         the run was closed before."""
-        if self._make_row is not None:
+        if self._tokenizer is not None:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
             pass
@@ -110,10 +116,20 @@ class Generation(Iterator[Event]):
         return [row.end(self.stats) for row in self.rows]
 
     def submit(self, request: Request) -> int:
-        """Adds a request, between two events; returns its number, by which events name it."""
-        if self._make_row is None:
+        """Adds a request, between two events; returns its number, by which events name it. Raises
+        `InputError` if there is no room for it, or if what is captured has other filters."""
+        if self._tokenizer is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
-        row = self._make_row(self._num_requests, request)
+        row = make_row(self._num_requests, request, self._model, self._tokenizer)
+        run = self.shape.generation
+        num_tokens = len(row.prompt) + request.generation.max_new_tokens
+        if num_tokens > run.reserve:
+            raise InputError(
+                f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
+                "shorten the prompt, lower max_new_tokens, or reserve more"
+            )
+        captured = replace(self.shape.sampling, temperature=1.0)  # it has a form, too
+        filters_of([captured, request.sampling], self._model, run)
         self._num_requests += 1
         self._waiting.append(row)
         return row.number
@@ -137,7 +153,7 @@ class Generation(Iterator[Event]):
                 self._admit(stack)
                 if self._running:
                     yield from self._advance(stack)
-                elif self._make_row is not None:
+                elif self._tokenizer is not None:
                     yield Idle()
                 else:
                     break
@@ -184,7 +200,7 @@ class Generation(Iterator[Event]):
                 del self._reading[b]
             yield progress
             is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
-            may_wait = is_on_device and (any(active) or self._make_row is not None)
+            may_wait = is_on_device and (any(active) or self._tokenizer is not None)
             if self._reading and not may_wait:
                 return
         ready = [b for b in self._running if not active[b] and b not in self._reading]
@@ -201,7 +217,7 @@ class Generation(Iterator[Event]):
 
     def _num_left(self) -> float:
         """Tokens that the longest running text may still get; no limit where others follow."""
-        if self._waiting or self._make_row is not None:
+        if self._waiting or self._tokenizer is not None:
             return math.inf
         rows = self._running.values()
         return max(it.request.generation.max_new_tokens - len(it.token_ids) for it in rows)
@@ -239,3 +255,27 @@ class Generation(Iterator[Event]):
             if row.finish_reason not in (None, CANCELLED):
                 self._leave(stack, b)
                 yield row.end(self.stats)
+
+
+def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> Row:
+    """The row of a request, which is checked. Raises `InputError`."""
+    expect(request, Request)
+    expect(request.speculation, bool)
+    [ids] = encode_prompts([request.prompt], tokenizer)
+    check_prompt(ids, model.config, request.generation.max_new_tokens)
+    seed = request.seed
+    if seed is None:
+        seed = model.execution.ranks.ask_first(draw_seed)
+    [seed] = as_seeds([seed], 1)
+    return Row(number, replace(request, seed=seed), ids, tokenizer)
+
+
+def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
+    """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
+    first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
+    if others and model.device.type == "cuda" and run.cuda_graphs:
+        raise InputError(
+            f"captured graphs have filters of one kind, got {first} and {others[0]}; give every "
+            "request the same kinds, or switch cuda_graphs off"
+        )
+    return first

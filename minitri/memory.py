@@ -19,6 +19,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
@@ -236,6 +237,27 @@ class MemoryPool:
         """The longest text whose K and V are kept."""
         row = self._kept.prefix.longest if self._kept is not None else None
         return row or self.snapshot
+
+    def save(self, name: str, note: str) -> int:
+        """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
+        if (held := self.held) is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(name, held, self._origin(), note)
+
+    def load(self, name: str) -> tuple[HeldRow, str]:
+        """Opens a file of `save` as the `snapshot`; returns that and its note."""
+        self.snapshot, note = read_snapshot(name, self._origin())
+        return self.snapshot, note
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on."""
+        model = self.models.target
+        if model.execution.ranks.count > 1 or not model.execution.fingerprint:
+            raise InputError(
+                f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
+                "from a file, or is divided among processes"
+            )
+        return Origin(model.config, model.dtype, model.execution.fingerprint)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

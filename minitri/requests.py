@@ -3,14 +3,13 @@ typed events in the order in which they happen."""
 
 import html
 from dataclasses import dataclass, field
-from typing import Any, Unpack
+from typing import Any
 
-from minitri.errors import InputError, shorten
-from minitri.fields import brief, changed, check_names
+from minitri.fields import brief, with_fields
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
-from minitri.settings import GenerationConfig, SamplingParams, TextFields
+from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stats import RowStats, Stats
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
@@ -89,7 +88,7 @@ Completion = End
 Event = PrefillProgress | Token | End | Idle
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(init=False)
 class Request:
     """A text to go on with, and how: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
 
@@ -110,23 +109,14 @@ class Request:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: bool = True,
-        **fields: Unpack[TextFields],
+        **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
-        expect(sampling, SamplingParams)
-        expect(generation, GenerationConfig)
-        check_names(fields, TextFields.__annotations__)
-        values: dict[str, Any] = {"prompt": prompt, "seed": seed, "speculation": speculation}
-        values["sampling"] = changed(sampling, fields)
-        values["generation"] = changed(generation, fields)
-        for name, value in values.items():
-            object.__setattr__(self, name, value)  # as it is frozen
-
-
-def expect(given: object, kind: type) -> None:
-    """Raises `InputError` unless it is of this kind."""
-    if not isinstance(given, kind):
-        raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
+        self.prompt = prompt
+        self.seed = seed
+        self.speculation = speculation
+        given = {SamplingParams: sampling, GenerationConfig: generation}
+        self.sampling, self.generation = with_fields(fields, given)
 
 
 CANCELLED = "cancelled"

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from minitri.errors import check_unicode
 from minitri.fields import between, check_fields, one_of, refuse
@@ -106,9 +106,13 @@ class GenerationConfig:
         object.__setattr__(self, "stop", tuple(stop))
 
     def for_run(self, reserve: int) -> "GenerationConfig":
-        """What of this belongs to an open run, with room for texts of `reserve` tokens."""
-        names = ("prefill_chunk", "offload", "on_chip", "cuda_graphs")
-        return GenerationConfig(1, reserve=reserve, **{it: getattr(self, it) for it in names})
+        """What of this belongs to a run, with room for texts of `reserve` tokens."""
+        own = {name: value for name, value in vars(self).items() if name not in TEXT_FIELDS}
+        return GenerationConfig(1, **own | {"reserve": reserve})
+
+
+TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", "logprobs")
+"""Settings of a text. All others are of a run, which many texts may share."""
 
 
 def parse_tree(tree: str) -> tuple[int, int]:
@@ -248,53 +252,3 @@ class SpeculationConfig:
 def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
     """What the autotuner may choose from: what is given, if it is."""
     return open_to if gamma is None else (gamma,)
-
-
-class TextFields(TypedDict, total=False):
-    """Keywords in place of fields of `SamplingParams` and `GenerationConfig`: those of one text."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    max_new_tokens: int
-    stop: Sequence[str]
-    ignore_eos: bool
-    logprobs: int | None
-
-
-class RunFields(TypedDict, total=False):
-    """The same of `GenerationConfig` and `SpeculationConfig`: those of a run."""
-
-    reserve: int
-    prefill_chunk: int
-    offload: bool
-    on_chip: int | None
-    cuda_graphs: bool
-    method: str
-    policy: Any
-    gamma1: int | None
-    gamma2: int | None
-    budget: int | None
-    chunk_size: int
-    num_sink_tokens: int
-    num_recent_tokens: int
-    observation_window: int
-    rebuild_stride: int
-    coupled: bool
-    timed: bool
-    verification: str
-    tree: str
-
-
-class AllFields(TextFields, RunFields):
-    """Both."""
-
-
-class CallSettings(AllFields, total=False):
-    """Keywords of `Engine.generate`, and of what is like it."""
-
-    sampling: SamplingParams
-    generation: GenerationConfig
-    speculation: SpeculationConfig | bool
-    seed: int | Sequence[int] | None

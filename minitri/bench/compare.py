@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minitri import End, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri.caches.prefixes import num_common
 from minitri.log import log
-from minitri.stats import num_common
 
 if TYPE_CHECKING:
     from minitri import Engine

@@ -20,7 +20,6 @@ from minitri.cli.terminal import colored, nothing, plain, stream
 from minitri.errors import MAX_COUNT, explain, shorten
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds, check_prompt
 from minitri.log import log
-from minitri.stats import num_common
 
 if TYPE_CHECKING:
     from minitri import Engine, Generation
@@ -195,6 +194,8 @@ class Chat:
     def _read(self, opening: Opening, most: int = MAX_COUNT) -> None:
         """Begins with this opening, and reads of its documents what the flags keep, at most so many
         tokens; Ctrl-C keeps what was read."""
+        from minitri.caches.prefixes import num_common  # imports torch
+
         talk = self._talk
         talk.open(opening, min(most, num_kept(opening, self._engine.config, self._args)))
         if (num_cut := opening.num_tokens - talk.num_kept) > 0:

@@ -11,7 +11,6 @@ from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
 from minitri.parallel.ranks import join
-from minitri.stats import num_common
 
 MAX_PROMPT_BYTES = 16 << 20
 """Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
@@ -65,6 +64,8 @@ def encode(
     prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
     """Token ids of a prompt by the flags. The text alone is cut, not BOS or the chat template."""
+
+    from minitri.caches.prefixes import num_common  # imports torch
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):
