@@ -70,7 +70,7 @@ def load(
     if before_weights is not None:
         before_weights(tokenizer, config)
     loaded = target.load()
-    retrieval_model = retrieval_copy(loaded, draft_weights)
+    retrieval_model = retrieval_copy(loaded, draft_weights, target.load_quantized)
     draft_model = opened_draft.load(loaded) if opened_draft is not None else None
     fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
     join().check_same("model files", (config, defaults, fingerprints))

@@ -12,6 +12,7 @@ from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from minitri.loading.devices import attention_name, choose_device, choose_dtype
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.named_models import ModelChoice
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
@@ -44,6 +45,19 @@ class OpenModel:
         self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table
         if self.config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
+
+    def load_quantized(self, model: Llama) -> Llama | None:
+        """The same model with the few bits that a GGUF file has, to propose for the one that was
+        loaded from it; None if the file has more."""
+        file = self.checkpoint
+        is_as_stored = self._choice.weights == "native"
+        if is_as_stored or not isinstance(file, GgufFile) or not file.is_in_4_bits():
+            return None
+        quantized = load_model(
+            file, self.config, dtype=model.dtype, device=model.device, native=True
+        )
+        quantized.lent_embedding = model.embed
+        return quantized
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""

@@ -172,7 +172,10 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
         path = write(weights, tmp_path / "4.gguf", kind)
         assert load(path).retrieval_model is None
         assert load(path, draft_weights="int4").retrieval_model is None
-        assert load(path, "auto").retrieval_model is not None
+        stored, twin = load(path).model, load(path, "auto").retrieval_model
+        assert twin.num_bytes == stored.num_bytes
+        for ours, theirs in zip(twin.layers.parameters(), stored.layers.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
     engine = load(path)
     model, twin = engine.model, engine.retrieval_model
