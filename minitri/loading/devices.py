@@ -1,7 +1,6 @@
 """What a model runs on: device, number type, and the attention that suits both."""
 
 import os
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
@@ -70,14 +69,9 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
 
 
-def retrieval_copy(
-    model: Llama,
-    wanted: str,
-    from_file: Callable[[Llama], Llama | None] = lambda _: None,
-) -> Llama | None:
+def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
-    the model does, which may have as few itself. Of a file in 4 bits, where that can be read as it
-    is, it is what `from_file` gives. Raises `InputError` if it cannot be had."""
+    the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
     has_kernels = model.execution.is_row_invariant
     if wanted == "same" or (wanted == "auto" and not has_kernels):
         return None
@@ -88,8 +82,6 @@ def retrieval_copy(
             f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}: "
             "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
-    if (stored := from_file(model)) is not None:
-        return stored
     copy = quantized_copy(model)
     return copy if copy.num_bytes else None  # None: the model has as few bits itself
 

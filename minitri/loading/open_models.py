@@ -10,7 +10,7 @@ import torch
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
-from minitri.loading.devices import attention_name, choose_device, choose_dtype
+from minitri.loading.devices import attention_name, choose_device, choose_dtype, kernels_for
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
@@ -46,18 +46,19 @@ class OpenModel:
         if self.config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
 
-    def load_quantized(self, model: Llama) -> Llama | None:
-        """The same model with the few bits that a GGUF file has, to propose for the one that was
-        loaded from it; None if the file has more."""
+    def load_quantized(self) -> Llama | None:
+        """The model with the few bits of its GGUF file, which may propose for the one that `load`
+        gives; None if the file has more, or a copy is not wanted."""
         file = self.checkpoint
-        is_as_stored = self._choice.weights == "native"
-        if is_as_stored or not isinstance(file, GgufFile) or not file.is_in_4_bits():
+        is_wanted = self._choice.draft_weights in ("auto", "int4")
+        if self._choice.weights == "native" or not is_wanted or join().count > 1:
             return None
-        quantized = load_model(
-            file, self.config, dtype=model.dtype, device=model.device, native=True
-        )
-        quantized.lent_embedding = model.embed
-        return quantized
+        if not isinstance(file, GgufFile) or not file.is_in_4_bits():
+            return None
+        if kernels_for(self._device, self.config) is None:
+            return None
+        dtype = choose_dtype(self._choice.dtype, self._device)
+        return load_model(file, self.config, dtype=dtype, device=self._device, native=True)
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
