@@ -8,6 +8,7 @@ Imports next to nothing, so that it can guard the imports that take seconds.
 import atexit
 import contextlib
 import errno
+import gc
 import os
 import signal
 import stat
@@ -35,6 +36,7 @@ def clean_imports() -> Iterator[None]:
     """`clean_exits` for the seconds that importing PyTorch takes, where extension modules lose
     exceptions, so that Ctrl-C ends the program at once."""
     before = signal.signal(signal.SIGINT, _stop_at_once)
+    gc.disable()  # what is imported stays: to look for cycles in it takes 0.15 s of the start
     import shutil
     import warnings
 
@@ -51,6 +53,8 @@ def clean_imports() -> Iterator[None]:
             os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
             yield
     finally:
+        gc.freeze()
+        gc.enable()
         signal.signal(signal.SIGINT, before)
 
 
