@@ -54,6 +54,7 @@ def clean_imports() -> Iterator[None]:
             yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules look for what was never freed
         gc.enable()
         signal.signal(signal.SIGINT, before)
 
