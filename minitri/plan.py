@@ -179,7 +179,9 @@ def run_command(args: argparse.Namespace) -> int:
         return 0
     speed = f"{site.machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
     if not site.is_cpu:
-        speed += f"; host memory at {site.machine.link_bytes_per_second / 1e9:.3g} GB/s"
+        speed += (
+            f"; host: {args.host_memory} GiB at {site.machine.link_bytes_per_second / 1e9:.3g} GB/s"
+        )
     print(
         f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}\n"
         f"{f'{args.gpus} x ' * (args.gpus > 1)}{site.name}: {site.gib:.1f} GiB at {speed}\n\n"
