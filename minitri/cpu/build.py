@@ -22,9 +22,8 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
-IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"}
-IDENTITY |= {"CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"}
-"""Its lines that tell one kind of processor from another; others change with the clock."""
+IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
+"""How its lines begin that tell one kind of processor from another, and do not change."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
@@ -57,10 +56,9 @@ def built_library(source: Path) -> Path:
 def _instructions() -> list[str]:
     """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
     with suppress(OSError):
-        lines = CPUINFO.read_text("utf-8", "replace").splitlines()
-        found = {line for line in lines if line.partition(":")[0].strip() in IDENTITY}
-        if any(line.startswith(("flags", "Features")) for line in found):
-            return [os.uname().machine, *sorted(found)]
+        lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
+        if any(line.startswith(IDENTITY[-3:-1]) for line in lines):
+            return sorted(line for line in lines if line.startswith(IDENTITY))
     macros = _compile(_compiler(), "-E", "-dM", "-include", "cstdlib", os.devnull)
     return sorted(macros.splitlines())
 
