@@ -151,7 +151,12 @@ def test_filters_that_an_open_run_has_not_captured_are_refused(cuda):
 @pytest.mark.parametrize(
     ("total_gib", "host_gib", "placement", "problem"),
     [
-        (5, 64, {}, "KV cache of .* on the device, got 5.00 .*--offload"),
+        (
+            5,
+            64,
+            {},
+            "on the device, got 5.00 .*; shorten the text, use offload=True, .* or use more",
+        ),
         (3, 64, HOSTED, "on the device, got 3.00 .*; shorten the text"),
         (141, 2, HOSTED, "and 2.00; shorten the text"),
         (141, 2, {"offload": True}, None),
