@@ -58,7 +58,6 @@ def engine_of(backend, weights="same"):
 
 
 PASSES = {"probs", "verdict"}
-TREES = {*PASSES, "probs_of_tree"}
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,11 @@ TREES = {*PASSES, "probs_of_tree"}
     [
         ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
         ({"method": "auto"}, {}, "auto", "same", {*PASSES, "probs_after", "round"}),
-        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", TREES),
+        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", PASSES),
         ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
         ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
         ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),
-        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", TREES),
+        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", PASSES),
         ({"method": "triforce"}, HOSTED, "triton", "int8", {*PASSES, "round"}),
         (
             {"method": "triforce", "coupled": True},
