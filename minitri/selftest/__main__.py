@@ -91,10 +91,10 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     sampling = arguments.taken(SamplingParams, args)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    with clean_imports():  # of PyTorch: no flag is wrong any more
-        from minitri.selftest.comparisons import SelfTest
-        from minitri.selftest.distribution_test import FALSE_ALARM
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    from minitri.selftest.comparisons import SelfTest  # with PyTorch
+    from minitri.selftest.distribution_test import FALSE_ALARM
+
     test = SelfTest(engine, prompt, args)
     results = []
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
