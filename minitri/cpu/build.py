@@ -45,6 +45,13 @@ def load_library(source: Path) -> ctypes.CDLL:
     return library
 
 
+def has_kernels() -> bool:
+    """Whether the kernels are built, or can be."""
+    with suppress(OSError, InputError):
+        return built_library(SOURCE).exists() or bool(_compiler())
+    return False
+
+
 def built_library(source: Path) -> Path:
     """Where the library is once it is built. Raises `OSError` or `InputError`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))

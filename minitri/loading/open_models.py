@@ -73,15 +73,8 @@ class OpenModel:
             progress=self._progress,
             ranks=join() if target is None else Ranks(),  # a drafter is whole on every rank
         )
-        log.debug(
-            "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
-            self.config.name,
-            model.device,
-            str(model.dtype).removeprefix("torch."),
-            attention_name(model.attend),
-            self.config.context_length,
-            self.config.rope.describe(),
-        )
+        facts = (model.dtype, attention_name(model.attend), self.config.rope.describe())
+        log.debug("%s: %s, attention %s, RoPE %s", self.config.name, *facts)
         return model
 
 

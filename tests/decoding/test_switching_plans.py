@@ -20,7 +20,7 @@ TRIFORCE = StepPlan("triforce", 1, 2)
 def forced(monkeypatch, plans) -> None:
     schedule = itertools.cycle(plans)
 
-    def choose(tuner, num_left):
+    def choose(tuner):
         tuner.plan = next(schedule)
         return tuner.plan
 

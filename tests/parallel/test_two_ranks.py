@@ -204,7 +204,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
         ("different model files", lambda: load_other(["plain", "again"][rank])),
         ("different prompts", lambda: engine.generate([PROMPTS[rank]])),
         ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
-        ("--draft-weights int4", lambda: load(folder, "plain", draft_weights="int4")),
+        ("draft_weights=int4", lambda: load(folder, "plain", draft_weights="int4")),
         ("one GPU for 2 ranks", lambda: load(folder, "plain", device="cuda:0")),
         ("rank 0 cannot read it", lambda: join().ask_first(fail)),
     ]

@@ -106,7 +106,7 @@ generate --rope-scaling yarn | ^--rope-scaling 'yarn' is not KIND:FACTOR
 generate --rope-scaling yarn:0 | ^--rope-scaling 'yarn:0': RoPE factor is 0.0
 generate --rope-scaling magic:2 | ^--rope-scaling 'magic:2': RoPE kind is 'magic'
 generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
-generate --save-kv empty-folder | ^--save-kv empty-folder is a folder
+generate --save-kv empty-folder | ^--save-kv: cannot write empty-folder
 generate --load-kv /nowhere/x | no KV snapshot /nowhere/x for tiny \(.*No such file
 generate --load-kv binary | no KV snapshot binary for tiny \(Safetensor
 generate --load-kv empty-folder | no KV snapshot empty-folder for tiny \(it is a folder\)
