@@ -2,18 +2,15 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
-from minitri.loading.devices import retrieval_copy
 from minitri.loading.hf_config import read_sampling
 from minitri.loading.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.loading.open_models import OpenModel, open_drafter
 from minitri.loading.tokenizer import Tokenizer
-from minitri.model.llama import Llama
 from minitri.parallel.ranks import join
 
 
@@ -71,21 +68,8 @@ def load(
     defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
         before_weights(tokenizer, config)
-    loaded, retrieval_model = _read_weights(target, draft_weights)
+    loaded, retrieval_model = target.load_with_copy()
     draft_model = opened_draft.load(loaded) if opened_draft is not None else None
     fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
     join().check_same("model files", (config, defaults, fingerprints))
     return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)
-
-
-def _read_weights(target: OpenModel, draft_weights: str) -> tuple[Llama, Llama | None]:
-    """The model, and the copy that guesses with the retrieval cache, if there is to be one."""
-    with ThreadPoolExecutor(1) as pool:  # together they take half as long as one after the other
-        quantized = pool.submit(target.load_quantized)
-        loaded = target.load()
-        copy = quantized.result()
-    if copy is None:
-        return loaded, retrieval_copy(loaded, draft_weights)
-    if not target.config.tie_word_embeddings:
-        copy.embed_tokens = loaded.embed_tokens
-    return loaded, copy

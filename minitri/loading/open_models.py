@@ -3,6 +3,7 @@
 So whatever is wrong with a prompt or a drafter is found before the minutes that large weights take.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -10,7 +11,13 @@ import torch
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
-from minitri.loading.devices import attention_name, choose_device, choose_dtype, kernels_for
+from minitri.loading.devices import (
+    attention_name,
+    choose_device,
+    choose_dtype,
+    kernels_for,
+    retrieval_copy,
+)
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
@@ -46,9 +53,21 @@ class OpenModel:
         if self.config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
 
-    def load_quantized(self) -> Llama | None:
-        """The model with the few bits of its GGUF file, which may propose for the one that `load`
-        gives; None if the file has more, or a copy is not wanted."""
+    def load_with_copy(self) -> tuple[Llama, Llama | None]:
+        """The model, and what proposes for it with the retrieval cache if that has fewer bits: the
+        same matrices as a GGUF file has them, or a copy that is quantized here."""
+        with ThreadPoolExecutor(1) as pool:  # together they take half as long as in turns
+            quantized = pool.submit(self._load_quantized)
+            model = self.load()
+            copy = quantized.result()
+        if copy is None:
+            return model, retrieval_copy(model, self._choice.draft_weights)
+        if not self.config.tie_word_embeddings:
+            copy.embed_tokens = model.embed_tokens
+        return model, copy
+
+    def _load_quantized(self) -> Llama | None:
+        """None if the file has more bits, or a copy is not wanted or of no use."""
         file = self.checkpoint
         is_wanted = self._choice.draft_weights in ("auto", "int4")
         if self._choice.weights == "native" or not is_wanted or join().count > 1:
