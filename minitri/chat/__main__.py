@@ -28,10 +28,11 @@ with clean_imports():
     from minitri.loading.prompt_ids import MAX_SEED, as_seeds
     from minitri.loading.tokenizer import Tokenizer
     from minitri.log import log
+    from minitri.requests import Row
     from minitri.stats import num_common
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation
+    from minitri import Engine
 
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
 """Where the model's files recommend nothing: greedy answers come to repeat themselves."""
@@ -50,7 +51,6 @@ class Chat:
         sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
         own = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         self._settings: dict[str, Any] = {**vars(sampling), **own}
-        self._last: Generation | None = None
         if args.load is not None:
             self.do_load(args.load)
         else:
@@ -157,7 +157,7 @@ class Chat:
         """Goes on with this conversation, and reads its documents; Ctrl-C keeps what was read."""
         self.talk, beginning = talk, talk.beginning
         is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
-        if talk.documents and not is_read and self._run(beginning, 1) == "interrupted":
+        if talk.documents and not is_read and self._run(beginning, 1)[0] == "interrupted":
             num_read = num_common(self._engine.held_tokens, beginning)
             self.talk = replace(talk, most=max(num_read, len(talk.start)))
             tell(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
@@ -175,42 +175,36 @@ class Chat:
             raise InputError(f"{problem}; ask something shorter, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
-        reason = self._run(prompt, min(most_new, room), show=True)
+        reason, row = self._run(prompt, min(most_new, room), show=True)
         print(flush=True)
         self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
-        assert self._last is not None
-        log.debug(outline(self._last))
-        [row] = self._last.rows
-        ids = row.token_ids
-        if not ids:
-            tell("stopped before the answer began; the question is not kept")
-            return
         if reason == "length" and room < most_new:
             reason = "full"
-        if reason in ENDINGS:
+        ids = row.token_ids
+        if is_cut := reason in ENDINGS:
             log.info("(%s after %d tokens; /continue goes on)", ENDINGS[reason], len(ids))
         if talk.stops:  # the tokens may be those of a stop string, too
             ids = talk.tokenizer.encode_marked(row.text)
-        done = Turn(turn.question, [*turn.token_ids, *ids], is_cut=reason in ENDINGS)
+        done = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], done])
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> str:
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> tuple[str, Row]:
         """Lets the model write, and shows it; returns how it ended."""
         context = self._engine.config.context_length
         reserve = min(context, len(self.talk.beginning) + TALK_TOKENS)
         own = {"max_new_tokens": num_new, "reserve": reserve, "stop": self.talk.stops}
-        self._last = self._engine.generate(
-            prompt,
-            sampling=changed(SamplingParams(), self._settings),
-            generation=arguments.taken(GenerationConfig, self._args, **own),
-            speculation=arguments.speculation_of(self._args),
-            seed=self._settings["seed"],
-        )
-        try:
-            with self._last as run:
-                return stream(run, show=show, color=self._args.color, quiet=self._args.quiet)[0]
-        except KeyboardInterrupt:  # a second one stops at once
-            return "interrupted"
+        reason = "interrupted"
+        with contextlib.suppress(KeyboardInterrupt):  # of a second one, which stops at once
+            with self._engine.generate(
+                prompt,
+                sampling=changed(SamplingParams(), self._settings),
+                generation=arguments.taken(GenerationConfig, self._args, **own),
+                speculation=arguments.speculation_of(self._args),
+                seed=self._settings["seed"],
+            ) as run:
+                reason, _ = stream(run, show=show, color=self._args.color, quiet=self._args.quiet)
+        log.debug(outline(run))
+        return reason, run.rows[0]
 
 
 def commands() -> dict[str, str]:

@@ -117,13 +117,10 @@ class Conversation:
         return found
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest turns that fit in `most` tokens, the last in any case. Where one has to go, a
-        quarter of their room is made free, so that not every question begins by reading others."""
-        if len(self.ids(turns)) <= most:
-            return turns
-        most -= (most - len(self.beginning)) // 4
+        """The latest turns that fit in `most` tokens, the last in any case. A quarter of them goes
+        at a time, so that not every question begins by reading others."""
         while len(turns) > 1 and len(self.ids(turns)) > most:
-            turns = turns[1:]
+            turns = turns[(len(turns) + 3) // 4 :]
         return turns
 
     def as_note(self) -> str:
