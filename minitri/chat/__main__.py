@@ -176,7 +176,6 @@ class Chat:
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         reason, row = self._run(prompt, min(most_new, room), show=True)
-        print(flush=True)
         self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
         if reason == "length" and room < most_new:
             reason = "full"
@@ -193,16 +192,18 @@ class Chat:
         context = self._engine.config.context_length
         reserve = min(context, len(self.talk.beginning) + TALK_TOKENS)
         own = {"max_new_tokens": num_new, "reserve": reserve, "stop": self.talk.stops}
+        run = self._engine.generate(
+            prompt,
+            sampling=changed(SamplingParams(), self._settings),
+            generation=arguments.taken(GenerationConfig, self._args, **own),
+            speculation=arguments.speculation_of(self._args),
+            seed=self._settings["seed"],
+        )
         reason = "interrupted"
-        with contextlib.suppress(KeyboardInterrupt):  # of a second one, which stops at once
-            with self._engine.generate(
-                prompt,
-                sampling=changed(SamplingParams(), self._settings),
-                generation=arguments.taken(GenerationConfig, self._args, **own),
-                speculation=arguments.speculation_of(self._args),
-                seed=self._settings["seed"],
-            ) as run:
-                reason, _ = stream(run, show=show, color=self._args.color, quiet=self._args.quiet)
+        with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
+            reason, _ = stream(run, show=show, color=self._args.color, quiet=self._args.quiet)
+        if show:
+            print(flush=True)
         log.debug(outline(run))
         return reason, run.rows[0]
 

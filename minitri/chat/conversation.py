@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from minitri.config import ModelConfig
 from minitri.errors import MAX_COUNT, InputError, explain
@@ -24,8 +25,7 @@ TALK_TOKENS = 4096
 MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """A text to ask about, or its beginning."""
 
     name: str
@@ -34,8 +34,7 @@ class Document:
     """Tokens of all of it."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A question and its answer, or the beginning of one."""
 
     question: str
@@ -93,13 +92,14 @@ class Conversation:
         if kept > room:
             factor = -(-(context - room + kept) // context)
             raise InputError(
-                f"the documents have {kept} tokens but {config.name} has room for {room} and for "
-                "questions and answers; --fit keeps what fits of each, --max-prompt-tokens N N "
-                f"tokens in all, --rope-scaling yarn:{factor} stretches the context"
+                f"the text has {len(self.start) + kept} tokens but {config.name} has room for "
+                f"{len(self.start) + room} in front of questions and answers; --fit keeps what "
+                "fits of each document, --max-prompt-tokens N N tokens in all, "
+                f"--rope-scaling yarn:{factor} stretches the context"
             )
         documents = []
         for it in self.documents:
-            ids = it.token_ids[: it.size * kept // total]
+            ids = it.token_ids[: it.size * kept // max(1, total)]
             if len(ids) < it.size:
                 log.info("%s: its first %d of %d tokens", it.name, len(ids), it.size)
             documents.append(Document(it.name, ids, it.size))
@@ -125,14 +125,13 @@ class Conversation:
 
     def as_note(self) -> str:
         """All of it, for `restored`."""
-        parts = [[vars(it) for it in part] for part in (self.documents, self.turns)]
-        return json.dumps([self.system, *parts, self.most])
+        return json.dumps([self.system, self.documents, self.turns, self.most])
 
     def restored(self, note: str) -> "Conversation":
         """The conversation of a note. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
             system, documents, turns, most = json.loads(note)
-            parts = [Document(**it) for it in documents], [Turn(**it) for it in turns]
+            parts = [Document(*it) for it in documents], [Turn(*it) for it in turns]
             return Conversation(self.tokenizer, system, *parts, most)
 
     def _around_question(self, previous: Turn | None) -> tuple[str, str]:

@@ -9,7 +9,6 @@ import logging
 import re
 from importlib import import_module
 
-from minitri import InputError
 from minitri.cli.inputs import read_file
 from minitri.errors import shorten
 from minitri.log import log
@@ -22,18 +21,15 @@ def read_document(file: str, flag: str) -> str:
     """The text of the file of a flag, or of standard input (`-`). Raises `InputError`."""
 
     def read(content: bytes) -> str:
-        try:
-            text, kind = _text_of(content)
-        except ModuleNotFoundError as error:
-            advice = "install it: pip install 'minitri[documents]'"
-            raise InputError(f"{flag} {shorten(file)}: {error}; {advice}") from None
+        text, kind = _text_of(content)
         if not text.strip():
             raise ValueError("it has no text")
         if kind:
             log.info("%s: read as %s", shorten(file), kind)
         return text
 
-    return read_file(file, flag, "text, PDF or HTML", read)
+    wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
+    return read_file(file, flag, wanted, read)
 
 
 def _text_of(content: bytes) -> tuple[str, str]:

@@ -68,7 +68,7 @@ def test_the_text_of_pdf_and_html_is_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"\x7fELF\2\1\1" + bytes(range(256)) * 9, "--document FILE .*; give text, PDF or HTML"),
+        (b"\x7fELF\2\1\1" + bytes(range(256)) * 9, "--document FILE .*; give text, or PDF or HTML"),
         (b"a\0b", "control characters|no text"),
         (b"\xff\xfe\0", "no known encoding|UnicodeDecodeError"),
         (b"%PDF-1.4\nbroken", "--document FILE cannot be read"),
