@@ -34,6 +34,8 @@ with clean_imports():
 if TYPE_CHECKING:
     from minitri import Engine
 
+tell = log.warning
+"""Says what a command was asked for, with --quiet, too."""
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
 """Where the model's files recommend nothing: greedy answers come to repeat themselves."""
 ENDINGS = {"length": "cut", "interrupted": "stopped", "full": "the context is full"}
@@ -214,11 +216,6 @@ def commands() -> dict[str, str]:
     return {name: text for name, text in named if name}
 
 
-def tell(text: str) -> None:
-    """The answer to a command."""
-    print(text, file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class ChatFlags:
     """What this program alone is asked for."""
@@ -292,10 +289,8 @@ def typed_lines() -> Iterator[str]:
             line = input("> " if is_terminal else "").strip()
         except UnicodeDecodeError:
             raise InputError("standard input is not UTF-8 text; convert it") from None
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            if not is_terminal:
+        except (EOFError, KeyboardInterrupt) as end:
+            if not is_terminal or isinstance(end, EOFError):
                 return
             line = ""
             tell("\n/quit or Ctrl-D leaves")

@@ -93,9 +93,8 @@ class Conversation:
             factor = -(-(context - room + kept) // context)
             raise InputError(
                 f"the text has {len(self.start) + kept} tokens but {config.name} has room for "
-                f"{len(self.start) + room} in front of questions and answers; --fit keeps what "
-                "fits of each document, --max-prompt-tokens N N tokens in all, "
-                f"--rope-scaling yarn:{factor} stretches the context"
+                f"{len(self.start) + room} and for questions and answers; --fit keeps what fits, "
+                f"--max-prompt-tokens N N tokens, --rope-scaling yarn:{factor} stretches that"
             )
         documents = []
         for it in self.documents:

@@ -13,9 +13,6 @@ from minitri.cli.inputs import read_file
 from minitri.errors import shorten
 from minitri.log import log
 
-BLOCKS = re.compile("p|div|li|tr|br|title|blockquote|pre|h[1-6]")
-"""Elements of HTML that stand on lines of their own."""
-
 
 def read_document(file: str, flag: str) -> str:
     """The text of the file of a flag, or of standard input (`-`). Raises `InputError`."""
@@ -41,7 +38,7 @@ def _text_of(content: bytes) -> tuple[str, str]:
         return "\n".join(page.extract_text() for page in pages), "PDF"
     if re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
         page = import_module("bs4").BeautifulSoup(content, "html.parser")
-        for block in page(lambda it: BLOCKS.fullmatch(it.name)):
+        for block in page(re.compile("^(p|div|li|tr|br|title|blockquote|pre|h[1-6])$")):
             block.insert_before("\n")  # before, too: many paragraphs are not closed
             block.insert_after("\n")
         return re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip(), "HTML"
