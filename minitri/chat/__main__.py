@@ -223,7 +223,7 @@ class ChatFlags:
     fit: bool = False
     """Keep of the documents what fits the context, with room for questions and answers."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep N tokens of the documents, of each its beginning."""
+    """Keep N tokens of the documents: the longest are cut."""
     system: str | None = None
     """How the model is to behave."""
     load: str | None = None

@@ -81,11 +81,12 @@ class Conversation:
         return replace(self, documents=[*self.documents, Document(name, ids, len(ids))])
 
     def fitted(self, config: ModelConfig, args: argparse.Namespace) -> "Conversation":
-        """This conversation with what the flags keep of its documents: of each the beginning, in
-        proportion to its length. Raises `InputError` if that is more than the context holds."""
+        """This conversation with what the flags keep of its documents: the longest are cut to one
+        length. Raises `InputError` if that is more than the context holds."""
         context = config.context_length
         room = context - len(self.start) - min(TALK_TOKENS, context // 4)
-        total = sum(document.size for document in self.documents)
+        sizes = sorted(document.size for document in self.documents)
+        total = sum(sizes)
         kept = min(total, args.max_prompt_tokens or total)
         if args.fit:
             kept = max(0, min(kept, room))
@@ -96,9 +97,15 @@ class Conversation:
                 f"{len(self.start) + room} and for questions and answers; --fit keeps what fits, "
                 f"--max-prompt-tokens N N tokens, --rope-scaling yarn:{factor} stretches that"
             )
+        share = 0
+        for number, size in enumerate(sizes):
+            share = kept // (len(sizes) - number)
+            if size > share:
+                break
+            kept -= size
         documents = []
         for it in self.documents:
-            ids = it.token_ids[: it.size * kept // max(1, total)]
+            ids = it.token_ids[:share]
             if len(ids) < it.size:
                 log.info("%s: its first %d of %d tokens", it.name, len(ids), it.size)
             documents.append(Document(it.name, ids, it.size))
