@@ -89,9 +89,9 @@ def config_of(name: str) -> ModelConfig:
     if (shape := shape_of(name)) is not None:
         return shape
     path = local_path(name)
+    found = path or config_folder(repository_of(name))
     with clean_imports():  # PyTorch, for files only
         from minitri.loading.checkpoint import open_checkpoint
-    found = path or config_folder(repository_of(name))
     return open_checkpoint(found).config(found.resolve().name if path else name)
 
 
