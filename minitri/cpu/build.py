@@ -64,7 +64,7 @@ def _instructions() -> list[str]:
     """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
     with suppress(OSError):
         lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
-        if any(line.startswith(IDENTITY[-3:-1]) for line in lines):
+        if any(line.startswith(("flags", "Features")) for line in lines):
             return sorted(line for line in lines if line.startswith(IDENTITY))
     macros = _compile(_compiler(), "-E", "-dM", "-include", "cstdlib", os.devnull)
     return sorted(macros.splitlines())
