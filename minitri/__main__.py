@@ -27,7 +27,7 @@ examples:
   minitri --list-models                 the models that have names; --version: of minitri
 """
 ON_DISK = ("pull", "list", "remove")
-"""Programs of on_disk.py."""
+"""Programs of cli/on_disk.py."""
 FILES = ("generate", "plan", *ON_DISK)
 FOLDERS = ("chat", "serve", "bench", "selftest")
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> None:
         check_words(argv)
     name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
     if name in ON_DISK:
-        import_module("minitri.on_disk").PROGRAMS[name](argv)
+        import_module("minitri.cli.on_disk").PROGRAMS[name](argv)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 

@@ -5,32 +5,29 @@
             if isinstance(event, minitri.Token):
                 print(event.text, end="", flush=True)
 
-`generate` checks its input at once and returns a `Generation`, an iterator that works only while it
-is asked for the next event. Nothing here prints.
+`generate` returns a `Generation`, which works only while it is asked for the next event.
 """
 
 import contextlib
 import dataclasses
 import os
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
-from minitri.errors import InputError, shorten
-from minitri.fields import with_fields
+from minitri.errors import InputError
 from minitri.generation import Generation, filters_of, make_row, running
 from minitri.gpu.allocation import allocate_full_cache, most_rows
-from minitri.loading.prompt_ids import Prompt, as_seeds, encode_prompts
+from minitri.loading.prompt_ids import Prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.requests import Completion, Event, Request
+from minitri.requests import ALONE, Completion, Event, Request, requests_of, run_settings
 from minitri.runner import score
 from minitri.settings import (
     MAX_ROWS,
-    TEXT_FIELDS,
     GenerationConfig,
     SamplingParams,
     SpeculationConfig,
@@ -42,7 +39,6 @@ if TYPE_CHECKING:
 
 LEAST_ROOM = 4096
 """Tokens that rows of `agenerate` have room for, if the context has."""
-ALONE = SpeculationConfig("autoregressive")
 
 
 class Engine:
@@ -80,7 +76,9 @@ class Engine:
             return f"Engine({self.config.name!r}, closed)"
         where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
         context = f"{self.config.context_length} tokens of context"
-        return f"Engine({self.config.name!r}, drafter {self.drafter_name}, {where}, {context})"
+        return (
+            f"Engine({self.config.name!r}, drafter {self.models.drafter_name}, {where}, {context})"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -108,13 +106,6 @@ class Engine:
     def model(self) -> Llama:
         return self.models.target
 
-    @property
-    def drafter_name(self) -> str:
-        """Of the object that guesses first, of the draft model, or `suffix`."""
-        if self.models.drafter is not None:
-            return type(self.models.drafter).__name__
-        return self.models.draft.config.name if self.models.draft is not None else "suffix"
-
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
@@ -136,7 +127,9 @@ class Engine:
         rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
         is empty, too long, or has tokens outside the vocabulary.
         """
-        return self._run(*self._asked(prompts, sampling, generation, speculation, seed, **fields))
+        return self._run(
+            *requests_of(self.tokenizer, prompts, sampling, generation, speculation, seed, **fields)
+        )
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to a conversation, as `generate` does: a list of messages
@@ -210,7 +203,7 @@ class Engine:
         is of a run, such as `prefill_chunk` and `method`. Raises `InputError` before any work, and
         names the request.
         """
-        generation, config = _of_run(batch_size, generation, speculation, fields)
+        generation, config = run_settings(batch_size, generation, speculation, fields)
         listed = list(requests)
         if not listed:
             raise InputError("there are no requests; give at least one")
@@ -232,7 +225,7 @@ class Engine:
         numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
         there is no room.
         """
-        generation, config = _of_run(batch_size, generation, speculation, fields)
+        generation, config = run_settings(batch_size, generation, speculation, fields)
         room = generation.reserve
         if not 1 < room <= self.config.context_length:
             raise InputError(
@@ -241,25 +234,6 @@ class Engine:
             )
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
         return Generation([], shape, self._pool, self.tokenizer)
-
-    def _asked(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: SpeculationConfig | bool = True,
-        seed: int | Sequence[int] | None = None,
-        **fields: Any,
-    ) -> tuple[list[Request], GenerationConfig, SpeculationConfig]:
-        """A request for each prompt of `generate`, and settings of their run."""
-        given = {SamplingParams: sampling, GenerationConfig: generation}
-        config = _as_config(speculation)
-        sampling, generation, config = with_fields(fields, {**given, SpeculationConfig: config})
-        ids = encode_prompts(prompts, self.tokenizer)
-        seeds = [None] * len(ids) if seed is None else as_seeds(seed, len(ids))
-        pairs = zip(ids, seeds, strict=True)
-        requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-        return requests, generation, config
 
     def _run(
         self,
@@ -298,7 +272,7 @@ class Engine:
         """A request of `agenerate`, and the settings of a run that it shares with its equals."""
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
-        [request], generation, speculation = self._asked([prompt], **settings)
+        [request], generation, speculation = requests_of(self.tokenizer, [prompt], **settings)
         row = make_row(0, request, self.model, self.tokenizer)
         num_tokens = len(row.prompt) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
@@ -348,26 +322,3 @@ class Engine:
                 run.close()
             self._memory.clear()
             self._memory = None
-
-
-def _as_config(speculation: SpeculationConfig | bool) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing."""
-    if isinstance(speculation, bool):
-        return SpeculationConfig("auto") if speculation else ALONE
-    return speculation
-
-
-def _of_run(
-    batch_size: int,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig | bool,
-    fields: Mapping[str, Any],
-) -> list[Any]:
-    """The settings of a run over requests which have their own."""
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
-    for name in fields:
-        if name in TEXT_FIELDS:
-            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
-    given = {GenerationConfig: generation, SpeculationConfig: _as_config(speculation)}
-    return with_fields(fields, given)

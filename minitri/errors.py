@@ -13,12 +13,12 @@ class InputError(ValueError):
     """Bad input: a file, a flag, a setting, a prompt.
 
     Settings are spelled as parameters, such as `budget=30`, or the message begins with `budget is`.
-    `ways` out of it come last. A program spells all that as flags, and leaves out the ways that it
-    does not have; see `in_flags` of `cli/arguments.py`.
+    `ways` out of it come last; a program leaves out those that it does not have, see `in_flags`.
     """
 
     def __init__(self, message: str, *ways: str) -> None:
-        super().__init__("; ".join([message, " or ".join(ways)] if ways else [message]))
+        choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))
+        super().__init__("; ".join(filter(None, (message, choice))))
         self.message = message
         self.ways = ways
 

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from minitri.errors import MAX_COUNT, InputError, shorten
@@ -35,12 +35,17 @@ def with_fields(values: Mapping[str, Any], given: Mapping[type, Any]) -> list[An
     for kind, settings in given.items():
         expect(settings, kind)
     known = [name for settings in given.values() for name in vars(settings)]
-    for name in values:
+    check_names(values, known)
+    return [changed(settings, values) for settings in given.values()]
+
+
+def check_names(names: Iterable[str], known: Collection[str]) -> None:
+    """Raises `InputError` for a name that is not known, with the nearest one."""
+    for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
             advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
             raise InputError(f"{shorten(name, 60)} is not a setting; {shorten(advice)}")
-    return [changed(settings, values) for settings in given.values()]
 
 
 def expect(given: object, kind: type) -> None:

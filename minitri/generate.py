@@ -18,7 +18,7 @@ with clean_imports():
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
     from minitri.cli.report import report
-    from minitri.cli.terminal import LEGEND, colored, nothing, plain, stream
+    from minitri.cli.terminal import LEGEND, stream
     from minitri.errors import shorten
     from minitri.fields import between
     from minitri.loading.named_models import table
@@ -126,12 +126,9 @@ def choose_prompt(args: argparse.Namespace) -> None:
 
 def show(args: argparse.Namespace, engine: "Engine", run: "Generation") -> str:
     """Writes a run's text or JSON as it goes; returns how it finished."""
-    write = colored if args.color else plain
-    if args.json:
-        write = nothing
-    elif args.color:
+    if args.color and not args.json:
         log.info(LEGEND)
-    finish_reason, tokens = stream(run, write, quiet=args.quiet)
+    finish_reason, tokens = stream(run, quiet=args.quiet, show=not args.json, color=args.color)
     end = json.dumps(report(engine, run, args, finish_reason, tokens)) if args.json else ""
     print(end, flush=True)
     return finish_reason

@@ -6,7 +6,6 @@ steps of rows that are further on.
 """
 
 import contextlib
-import math
 import os
 import time
 from collections import deque
@@ -50,7 +49,7 @@ def running(models: Models) -> Iterator[None]:
             "lower max_new_tokens= or prefill_chunk="
         ) from None
     except NotFiniteError:
-        names = [it.config.name for it in (model, models.draft) if it is not None]
+        names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
         raise InputError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged: get them again; or they overflow: try dtype=float32"
@@ -68,8 +67,8 @@ class Generation(Iterator[Event]):
         pool: MemoryPool,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Takes memory of this shape from the `pool` until its end. With a `tokenizer` it takes more
-        requests, until it is closed."""
+        """Takes memory of this shape from the `pool` until its end. With a `tokenizer` it takes
+        more requests, until it is closed."""
         self._pool = pool
         self.shape = shape
         self._model = pool.models.target
@@ -209,18 +208,11 @@ class Generation(Iterator[Event]):
             emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
         elif any(active):
-            emitted = stack.step(self._num_left())
+            emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
         else:
             return
         yield from self._emit(stack, emitted)
-
-    def _num_left(self) -> float:
-        """Tokens that the longest running text may still get; no limit where others follow."""
-        if self._waiting or self._tokenizer is not None:
-            return math.inf
-        rows = self._running.values()
-        return max(it.request.generation.max_new_tokens - len(it.token_ids) for it in rows)
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()

@@ -7,7 +7,6 @@ from minitri.config import ModelConfig
 from minitri.drafters.plugin import Drafter
 from minitri.engine import Engine
 from minitri.errors import InputError, shorten
-from minitri.loading.devices import retrieval_copy
 from minitri.loading.hf_config import read_sampling
 from minitri.loading.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.loading.open_models import OpenModel, open_drafter
@@ -69,8 +68,7 @@ def load(
     defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
         before_weights(tokenizer, config)
-    loaded = target.load()
-    retrieval_model = retrieval_copy(loaded, draft_weights)
+    loaded, retrieval_model = target.load_with_copy()
     draft_model = opened_draft.load(loaded) if opened_draft is not None else None
     fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
     join().check_same("model files", (config, defaults, fingerprints))

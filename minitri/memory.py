@@ -59,6 +59,13 @@ class Models:
     process: int = field(default_factory=os.getpid)
     """The one that loaded them."""
 
+    @property
+    def drafter_name(self) -> str:
+        """Of the object that guesses first, of the draft model, or `suffix`."""
+        if self.drafter is not None:
+            return type(self.drafter).__name__
+        return self.draft.config.name if self.draft is not None else "suffix"
+
 
 @dataclass(frozen=True)
 class MemoryShape:

@@ -11,7 +11,6 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    import math
     from typing import Any
 
     from minitri import InputError, ModelConfig
@@ -19,7 +18,7 @@ with clean_imports():
     from minitri.cli.hardware import ROWS, TABLE, Site, site_named, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
     from minitri.loading.fetch import (
         LOOKUPS,
         config_folder,
@@ -27,10 +26,10 @@ with clean_imports():
         local_path,
         repository_of,
     )
-    from minitri.loading.named_models import MODELS, shape_of
+    from minitri.loading.named_models import shape_of
     from minitri.log import log
     from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
-    from minitri.settings import DTYPES, StepPlan
+    from minitri.settings import DTYPES, GenerationConfig, StepPlan
 
 
 ACCEPTANCE = (0.46, 0.92)
@@ -90,9 +89,9 @@ def config_of(name: str) -> ModelConfig:
     if (shape := shape_of(name)) is not None:
         return shape
     path = local_path(name)
+    found = path or config_folder(repository_of(name))
     with clean_imports():  # PyTorch, for files only
         from minitri.loading.checkpoint import open_checkpoint
-    found = path or config_folder(repository_of(name))
     return open_checkpoint(found).config(found.resolve().name if path else name)
 
 
@@ -100,7 +99,10 @@ def demand_of(args: argparse.Namespace) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     context = args.context or config.context_length
-    warn_if_too_long(args.model, config, context)
+    if context > config.context_length:
+        advice = "it needs --rope-scaling, or take a lower --context"
+        told = (config.name, config.context_length, context, advice)
+        log.warning("%s holds %d tokens, not %d; %s", *told)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     return Demand(
         config,
@@ -113,18 +115,6 @@ def demand_of(args: argparse.Namespace) -> Demand:
         num_gpus=args.gpus,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
-
-
-def warn_if_too_long(model: str, config: ModelConfig, context: int) -> None:
-    """Says that a context is beyond the model's, and how it is stretched."""
-    trained = config.rope.original_context or config.context_length
-    trained = MODELS[model].trained if model in MODELS else trained
-    if context > config.context_length:
-        log.warning(
-            "%s holds %d tokens, not %d; run it with --rope-scaling yarn:%d, or take a lower "
-            "--context",
-            *(config.name, config.context_length, context, math.ceil(context / trained)),
-        )
 
 
 def workload(needs: Demand, on_chip: int) -> Workload:
@@ -161,11 +151,11 @@ def site_of(args: argparse.Namespace) -> Site:
     site = Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
     if args.cpu or args.gpu:
         site = this_machine() if args.cpu else site_named(args.gpu)
+    if site.is_cpu and args.gpus > 1:
+        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     machine = site.machine
     if args.link_gb_s:
         machine = dataclasses.replace(machine, link_bytes_per_second=1e9 * args.link_gb_s)
-    if site.is_cpu and args.gpus > 1:
-        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     return site._replace(gib=args.gpu_memory or site.gib, machine=machine)
 
 
@@ -176,75 +166,57 @@ def run_command(args: argparse.Namespace) -> int:
         return 0
     needs = demand_of(args)
     site = site_of(args)
-    room = (site.gib * GIB - CONTEXT, 0 if site.is_cpu else args.host_memory * GIB / args.gpus)
     L = needs.config.num_layers
-    most = needs.most_on_chip(room[0])
-    best = L if site.is_cpu else most or 0
-    placements: dict[int, Any] = {}
-    for on_chip in sorted({L, best, best if site.is_cpu else 0}, reverse=True):
-        work = workload(needs, on_chip)
-        placements[on_chip] = {
-            "on_chip": on_chip,
-            "device_bytes": needs.on_device(on_chip),
-            "host_bytes": needs.on_host(on_chip),
-            "fits": needs.on_device(on_chip) <= room[0] and needs.on_host(on_chip) <= room[1],
-            "parts": needs.parts(on_chip),
-            "predicted_ms": predict(work, site.machine, needs.speculation.plans),
-        }
+    host_bytes = 0 if site.is_cpu else args.host_memory * GIB / args.gpus
+    wanted = GenerationConfig(offload=True, on_chip=L if site.is_cpu else None)
+    best = choose_on_chip(needs, wanted, site.gib * GIB - CONTEXT, host_bytes)
+    choices = sorted({L} if site.is_cpu else {L, best, 0}, reverse=True)
+    placements = {on_chip: placement(needs, site, host_bytes, on_chip) for on_chip in choices}
     if args.json:
-        machine = {key: it for key, it in vars(site.machine).items() if math.isfinite(it)}
-        hardware = {"name": site.name, "gib": site.gib, "source": site.source, **machine}
-        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": most}
-        facts |= {"model_context": needs.config.context_length, "hardware": hardware}
+        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
+        facts |= {"model_context": needs.config.context_length, "hardware": site._asdict()}
         print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
-    else:
-        show(args, needs, site, placements, best)
-    if not placements[best]["fits"]:
-        raise InputError(nothing_fits(needs, site, best, room))
-    return 0
-
-
-def show(
-    args: argparse.Namespace, needs: Demand, site: Site, placements: dict[int, Any], best: int
-) -> None:
-    """The plan as a table, and what the bytes of the best placement are for."""
-    place = "in memory" if site.is_cpu else "on the GPU"
-    host = "" if site.is_cpu else f"; host memory: {args.host_memory} GiB at "
-    link = f"{site.machine.link_bytes_per_second / 1e9:.3g} GB/s" * (not site.is_cpu)
+        return 0
+    speed = f"{site.machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
+    if not site.is_cpu:
+        speed += (
+            f"; host: {args.host_memory} GiB at {site.machine.link_bytes_per_second / 1e9:.3g} GB/s"
+        )
     print(
         f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}\n"
-        f"{f'{args.gpus} x ' * (args.gpus > 1)}{site.name}: {site.gib:.1f} GiB at "
-        f"{site.machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source}){host}{link}\n\n"
-        f"layers of KV  {'GiB':>10s}  {'GiB in host':>12s}         predicted ms/token\n"
-        f"{place:12s}  {place:>10s}  {'memory':>12s}  fits   alone  speculating  speedup  by"
+        f"{f'{args.gpus} x ' * (args.gpus > 1)}{site.name}: {site.gib:.1f} GiB at {speed}\n\n"
+        "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
     )
     print(*map(placement_line, placements.values()), sep="\n")
-    print(f"\nGiB {place} with the KV of {best} layers:")
+    print(f"\nGiB there with the KV of {best} layers:")
     for name, size in placements[best]["parts"].items():
         print(f"  {name:25s} {size / GIB:8.2f}")
     if args.explain:
         plan = placements[best]["predicted_ms"]["plan"]
         found = passes(workload(needs, best), plan, args.prefill_chunk)
         print(f"\n{pass_table(found, site.machine)}\nConstants: {site.machine}")
+    return 0
 
 
-def nothing_fits(needs: Demand, site: Site, best: int, room: tuple[float, float]) -> str:
-    """What is missing, in a line."""
-    text = f"{needs.config.name} with {needs.num_tokens} tokens needs "
-    text += f"{needs.on_device(best) / GIB:.2f} GiB on {site.name}, got {room[0] / GIB:.2f}"
-    ways = "take a lower --context or --prefill-chunk, a smaller model or --dtype"
-    if not site.is_cpu:
-        text += f", and {needs.on_host(best) / GIB:.2f} in host memory, got {room[1] / GIB:.2f}"
-        ways += ", a larger --gpu or --host-memory, or more --gpus"
-    return f"{text}; {ways}"
+def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
+    """The bytes with KV of so many layers on the device, and how fast that can be."""
+    fits = needs.on_device(on_chip) <= site.gib * GIB - CONTEXT
+    return {
+        "on_chip": on_chip,
+        "device_bytes": needs.on_device(on_chip),
+        "host_bytes": needs.on_host(on_chip),
+        "fits": fits and needs.on_host(on_chip) <= host_bytes,
+        "parts": needs.parts(on_chip),
+        "predicted_ms": predict(workload(needs, on_chip), site.machine, needs.speculation.plans),
+    }
 
 
 def placement_line(row: dict[str, Any]) -> str:
     """A placement as a row of the table."""
     ms = row["predicted_ms"]
     return (
-        f"{row['on_chip']:12d}  {row['device_bytes'] / GIB:10.2f}  {row['host_bytes'] / GIB:12.2f} "
-        f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:7.1f} {ms['cascade']:12.1f} "
+        f"{row['on_chip']:20d} {row['device_bytes'] / GIB:10.2f} {row['host_bytes'] / GIB:12.2f} "
+        f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:15.1f} {ms['cascade']:12.1f} "
         f"{ms['speedup']:8.2f}  {ms['plan']}"
     )
 

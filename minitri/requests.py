@@ -2,14 +2,16 @@
 typed events in the order in which they happen."""
 
 import html
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri.errors import InputError, shorten
 from minitri.fields import brief, with_fields
-from minitri.loading.prompt_ids import Prompt
+from minitri.loading.prompt_ids import Prompt, as_seeds, encode_prompts
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
-from minitri.settings import GenerationConfig, SamplingParams
+from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import RowStats, Stats
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
@@ -119,6 +121,7 @@ class Request:
         self.sampling, self.generation = with_fields(fields, given)
 
 
+ALONE = SpeculationConfig("autoregressive")
 CANCELLED = "cancelled"
 
 
@@ -165,3 +168,46 @@ class Row:
         reason = self.finish_reason or CANCELLED
         output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
         return End(self.number, *output, tuple(self.tokens), stats, self.stats)
+
+
+def requests_of(
+    tokenizer: Tokenizer,
+    prompts: Prompt | Sequence[Prompt],
+    sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
+    speculation: SpeculationConfig | bool = True,
+    seed: int | Sequence[int] | None = None,
+    **fields: Any,
+) -> tuple[list[Request], GenerationConfig, SpeculationConfig]:
+    """A request for each prompt of `generate`, and settings of their run."""
+    given = {SamplingParams: sampling, GenerationConfig: generation}
+    config = _as_config(speculation)
+    sampling, generation, config = with_fields(fields, {**given, SpeculationConfig: config})
+    ids = encode_prompts(prompts, tokenizer)
+    seeds = [None] * len(ids) if seed is None else as_seeds(seed, len(ids))
+    pairs = zip(ids, seeds, strict=True)
+    requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
+    return requests, generation, config
+
+
+def _as_config(speculation: SpeculationConfig | bool) -> SpeculationConfig:
+    """What to speculate: settings, the default ones, or nothing."""
+    if isinstance(speculation, bool):
+        return SpeculationConfig("auto") if speculation else ALONE
+    return speculation
+
+
+def run_settings(
+    batch_size: int,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig | bool,
+    fields: Mapping[str, Any],
+) -> list[Any]:
+    """The settings of a run over requests which have their own."""
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
+    for name in fields:
+        if name in TEXT_FIELDS:
+            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
+    given = {GenerationConfig: generation, SpeculationConfig: _as_config(speculation)}
+    return with_fields(fields, given)

@@ -2,7 +2,6 @@
 V once, however few tokens it computes. For the autotuner before it has measured anything, and for
 `python -m minitri.plan`."""
 
-import math
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -31,7 +30,7 @@ class Machine:
     """What each token of a block but the first of each row adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
     """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
-    flops_per_second: float = math.inf
+    flops_per_second: float = 1e18
 
 
 CPU = Machine(
@@ -47,13 +46,18 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 
 
+def card(speed: float, link: float, flops: float) -> Machine:
+    """A GPU by bytes and FLOPs per second. A layer is 12 launches in a CUDA graph, a pass a verdict
+    and a copy to the host; what several GPUs send to one another is left out."""
+    return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
+
+
 CARDS = {
-    gib: Machine(speed, speed, 25e9, 16e-6, 0.15e-3, flops_per_second=flops)
-    for gib, speed, flops in ((48, 1e12, 100e12), (80, 2e12, 200e12), (1e9, 4e12, 500e12))
+    48: card(1e12, 25e9, 100e12),
+    80: card(2e12, 25e9, 200e12),
+    1e9: card(4e12, 25e9, 500e12),
 }
-"""By memory in GiB: smaller cards, an A100 and an H200. A layer is 12 launches in a CUDA graph, a
-pass a verdict and a copy to the host; the link is PCIe 4.0 x16; what several GPUs send to one
-another is left out."""
+"""By memory in GiB: smaller cards, an A100 and an H200, with PCIe 4.0 x16."""
 
 
 def outline(config: ModelConfig) -> "Llama":

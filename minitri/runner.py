@@ -100,8 +100,9 @@ class ModelRunner:
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
         depths_T = F.pad(depths_T, (0, pad))
-        packed_4BT = pack_block(self.model, blocks, self.cache, size, depths_T)
-        return self._run(self.passes.read_tree, self.passes.probs_of_tree, packed_4BT, rule_TT)
+        packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
+        guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
+        return self._run(self.passes.read, self.passes.probs, packed_4BT, guesses_BN, rule_TT)
 
     def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
         """What the cache has not seen of each row; of a row that is not active any token."""

@@ -6,7 +6,6 @@
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -147,10 +146,10 @@ class Stack:
             self.cascade.catch_up()
         return emitted
 
-    def step(self, num_left: float = math.inf) -> list[Emitted]:
-        """A step of the cascade; `num_left` tokens at most are still of use to a row."""
+    def step(self) -> list[Emitted]:
+        """A step of the cascade."""
         with self._decoding():
-            emitted = self.cascade.step(num_left)
+            emitted = self.cascade.step()
             with self.meter.commit():
                 self._commit(emitted)
         return emitted

@@ -1,5 +1,6 @@
 """What a run did and how long it took: plain numbers, live while the run goes on."""
 
+import os.path
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -119,3 +120,8 @@ class Stats:
         """Decoded tokens of the whole batch per second of decoding; None before the first."""
         tokens = self.num_decoded_tokens
         return tokens / self.decode_seconds if tokens else None
+
+
+def num_common(tokens: list[int], prompt: list[int]) -> int:
+    """Tokens that two texts begin with."""
+    return len(os.path.commonprefix((tokens, prompt)))  # noqa: RUF071

@@ -47,14 +47,17 @@ class Job:
 class Worker:
     """Runs jobs, next to each other where they are of one kind."""
 
-    def __init__(self, open_run: Callable[[Any], Generation], *, stays_open: bool = False) -> None:
-        """`open_run` opens a run for jobs of a kind, which without jobs `stays_open`, or ends."""
+    def __init__(
+        self, open_run: Callable[[Any], Generation], run: Generation | None = None
+    ) -> None:
+        """`open_run` opens a run for jobs of a kind. With a `run`, for jobs of the kind None, the
+        one at hand stays open without jobs, too; else it ends."""
         self._open = open_run
-        self._stays_open = stays_open
+        self._stays_open = run is not None
+        self._run = run
         self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._next: Job | None = None
         self._jobs: dict[int, Job] = {}  # by their numbers in the run
-        self._run: Generation | None = None
         self._kind: Any = None
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1)

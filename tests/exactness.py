@@ -264,7 +264,7 @@ class ScheduledTuner(Autotuner):
         super().__init__(list(plans), lambda stage, num_guesses: 1.0, use_clock=False)
         self._schedule = itertools.cycle(plans)
 
-    def choose(self, num_left=None):
+    def choose(self):
         self.plan = next(self._schedule)
         return self.plan
 

@@ -69,7 +69,7 @@ test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
-    ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
+    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
 caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
@@ -161,7 +161,7 @@ test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
     => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
-    Stack.admit: self.source.restart(b, request.seed) => self.source.restart(b, 0)
+    Stack.admit: self.source.restart(b, request.seed or 0) => self.source.restart(b, 0)
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
   a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
@@ -271,7 +271,7 @@ serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
-    ModelRunner.output: probs_of_rows(logits_BNV, self.sampling)
+    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling)
     => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self.passes.vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed

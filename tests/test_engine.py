@@ -143,7 +143,7 @@ def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkey
     missing = "no-such-drafter"
     monkeypatch.setattr("minitri.loading.open_models.default_draft", lambda model: missing)
     engine = minitri.load(str(folder), dtype="float32", device="cpu")
-    assert engine.draft is None
+    assert engine.models.draft is None
     assert "suffix lookup takes its place" in caplog.text
     with pytest.raises(InputError, match=missing):
         minitri.load(str(folder), draft=missing, dtype="float32", device="cpu")

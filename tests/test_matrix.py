@@ -63,7 +63,7 @@ def engines() -> dict[str, Engine]:
     engine = tiny_engine(noise=0.02)
     target, config = engine.model, engine.config
     drafts = {
-        "near": engine.draft,
+        "near": engine.models.draft,
         "other": tiny_model(dataclasses.replace(config, num_layers=1), seed=5),
         "lookup": None,
         "fewer tokens": tiny_model(dataclasses.replace(config, vocab_size=200), seed=0),

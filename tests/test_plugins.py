@@ -62,7 +62,7 @@ def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri
 def test_a_drafter_is_given_to_load(folder):
     engine = minitri.load(str(folder), drafter=Bigrams(320), dtype="float32", device="cpu")
     assert complete(engine, GREEDY, "naive").stats.levels[0].num_draft_tokens
-    assert engine.drafter_name == "Bigrams"
+    assert engine.models.drafter_name == "Bigrams"
     for wrong in ({"drafter": 5}, {"drafter": Bigrams(320), "draft": "suffix"}):
         with pytest.raises(minitri.InputError, match="drafter"):
             minitri.load(str(folder), device="cpu", **wrong)

@@ -70,7 +70,7 @@ def chosen_plans(seed: int | None) -> Iterator[None]:
     """No clock, no warnings. With a seed, plans at random: any method, then any gammas."""
     rng = random.Random(seed)
 
-    def choose(tuner, num_left):
+    def choose(tuner):
         methods = sorted({plan.method for plan in tuner._plans})
         method = rng.choice(methods)
         tuner.plan = rng.choice([plan for plan in tuner._plans if plan.method == method])

@@ -67,7 +67,7 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     [
         ([], "no requests"),
         ([Request("fine"), Request("")], "request 1: .*empty"),
-        ([Request("fine"), Request([5] * 600)], "request 1: prompt has 600 tokens"),
+        ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
         ([Request("fine"), Request([-1])], "request 1: prompt has token id -1"),
         ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
         (["fine"], "'fine' where a Request"),

@@ -30,7 +30,6 @@ NEUTRAL: dict[str, Any] = {
     "SMOOTHING": 1.0,
     "HYSTERESIS": 1.0,
     "EXPLORATION": 1.0,
-    "STAKE": 0,
 }
 """Values that take each constant out."""
 WRONG = [(stage, factor) for stage in ("draft", "retrieval") for factor in (0.5, 2.0)]

@@ -323,7 +323,7 @@ def head_calls(engine: minitri.Engine) -> Iterator[list[str]]:
 
         return forward
 
-    models = {"target": engine.model, "draft": engine.draft}
+    models = {"target": engine.model, "draft": engine.models.draft}
     heads = {name: model.lm_head for name, model in models.items() if model is not None}
     for name, head in heads.items():
         head.forward = noted(name, head)  # type: ignore[assignment, method-assign]

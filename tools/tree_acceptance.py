@@ -42,7 +42,7 @@ def run(
     """A session that has made `num_new` tokens by this plan."""
     speculation = SpeculationConfig("naive", gamma1=plan.gamma1, tree=plan.tree)
     request = Request(prompt, seed, sampling, GenerationConfig(num_new))
-    models = Models(engine.model, engine.model, engine.draft)
+    models = Models(engine.model, engine.model, engine.models.draft)
     session = begin(models, [request], speculation)
     for _ in session.prefill(0):
         pass

@@ -119,7 +119,7 @@ def measure(
         return
     names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")
     report = {name: getattr(args, name) for name in names}
-    report |= {**facts, "draft": engine.drafter_name, "num_prompt_tokens": lengths}
+    report |= {**facts, "draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
     print(json.dumps({**report, "contestants": result}), flush=True)
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minitri import End, PrefillProgress, Request, SpeculationConfig, Stats
-from minitri.caches.prefixes import num_common
 from minitri.log import log
+from minitri.stats import num_common
 
 if TYPE_CHECKING:
     from minitri import Engine
@@ -129,19 +129,15 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 def table(result: Result) -> str:
     """The result for people."""
-    line = "{:24s} {:>22s} {:>20s} {:>6s} {:>17s} {:>9s}".format
-    lines = [
-        line("", "decoding", "speedup", "tokens", "guesses accepted", "prefill"),
-        line("", "ms/token", "", "a step", "retrieval  target", "s"),
-    ]
+    line = "{:24s} {:>22s} {:>20s} {:>11s} {:>18s} {:>15s} {:>9s}".format
+    accepted = ("retrieval accepted", "target accepted")
+    lines = [line("", "ms/token", "speedup", "tokens/step", *accepted, "prefill s")]
     reference = next(iter(result))
     for name, row in result.items():
         rates = (row["acceptance"].get(level) for level in ("retrieval", "target"))
-        accepted = "".join(f"{'' if rate is None else f'{rate:.3f}':>8s}" for rate in rates)
-        a_step = f"{row['tokens_per_step']:.2f}" if row["tokens_per_step"] else ""
-        prefill = f"{row['prefill_seconds']['median']:.2f}"
-        ms, speedup = _range(row["ms_per_token"], 1), _range(row["speedup"], 2)
-        lines.append(line(name, ms, speedup, a_step, accepted, prefill))
+        numbers = (row["tokens_per_step"], *rates, row["prefill_seconds"]["median"])
+        cells = ("" if it is None else f"{it:.2f}" for it in numbers)
+        lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
         if row["same_tokens"] and name != reference:
             counts = ", ".join(map(str, row["same_tokens"]))
             lines.append(f"{'':24s} the text of {reference} for {counts} tokens")
@@ -162,5 +158,5 @@ def conclusion(result: Result) -> str:
         return f"{reference} decodes {speed:.1f} tokens/s; --compare says what it gains"
     best = max(others, key=lambda name: result[name]["speedup"]["median"])
     gain = result[best]["speedup"]
-    text = f"{best} is {_range(gain, 2)} times as fast as {reference}"
-    return text if gain["min"] > 1 else f"nothing is always faster than {reference}; {text}"
+    doubt = "" if gain["min"] > 1 else f"nothing is always faster than {reference}; "
+    return f"{doubt}{best} is {_range(gain, 2)} times as fast as {reference}"

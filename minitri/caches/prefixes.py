@@ -7,7 +7,6 @@ which are put aside when its text ends.
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
-import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,11 +14,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-
-
-def num_common(tokens: list[int], prompt: list[int]) -> int:
-    """Tokens that two texts begin with."""
-    return len(os.path.commonprefix((tokens, prompt)))  # noqa: RUF071
+from minitri.stats import num_common
 
 
 @dataclass(frozen=True)

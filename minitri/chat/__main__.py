@@ -1,7 +1,8 @@
 """The chat: `minitri chat --document novel.txt`, then questions.
 
 Documents are read once; questions and answers stay in the KV cache. Answers go to standard output,
-everything else to standard error. Without a terminal every line of standard input is a question.
+everything else to standard error, what commands say with --quiet, too. Without a terminal every
+line of standard input is a question.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -9,31 +10,220 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import contextlib
-    import dataclasses
+    import difflib
     import sys
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator, Sequence
+    from dataclasses import dataclass, replace
+    from typing import TYPE_CHECKING, Any
 
-    from minitri import InputError, ModelConfig, SamplingParams
-    from minitri.chat.commands import SAMPLING, Chat, num_kept, tell
-    from minitri.chat.conversation import Conversation
-    from minitri.chat.words import COMMANDS, LEAVE
+    from minitri import GenerationConfig, InputError, ModelConfig, SamplingParams
+    from minitri.chat.conversation import TALK_TOKENS, Conversation, Turn
     from minitri.cli import arguments
-    from minitri.cli.boot import boot
+    from minitri.cli.boot import boot, sampling_of
     from minitri.cli.documents import read_document
-    from minitri.cli.terminal import LEGEND
-    from minitri.fields import between
+    from minitri.cli.report import outline
+    from minitri.cli.terminal import LEGEND, stream
+    from minitri.errors import MAX_COUNT, explain, shorten
+    from minitri.fields import between, changed, check_names
+    from minitri.loading.prompt_ids import MAX_SEED, as_seeds
     from minitri.loading.tokenizer import Tokenizer
     from minitri.log import log
+    from minitri.requests import Row
+    from minitri.stats import num_common
+
+if TYPE_CHECKING:
+    from minitri import Engine
+
+tell = log.warning
+"""Says what a command was asked for, with --quiet, too."""
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
+"""Where the model's files recommend nothing: greedy answers come to repeat themselves."""
+ENDINGS = {"length": "cut", "interrupted": "stopped", "full": "the context is full"}
+"""Why an answer ended, unless the model ended it."""
 
 
-@dataclasses.dataclass(frozen=True)
+class Chat:
+    """A conversation with an engine; its methods `do_NAME` are what /NAME does, and their
+    docstrings what /help says: first what it takes."""
+
+    def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
+        self.talk = talk
+        self._engine = engine
+        self._args = args
+        sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
+        own = {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        self._settings: dict[str, Any] = {**vars(sampling), **own}
+        if args.load is not None:
+            self.do_load(args.load)
+        else:
+            self._read(talk)
+
+    def obey(self, line: str) -> None:
+        """Does what a line says; what is wrong with it is told."""
+        name, _, value = line[1:].partition(" ")
+        if name in self._settings:
+            name, value = "sampling", f"{name}={value}"
+        try:
+            if not line.startswith("/"):
+                self._complete(self.talk.turns, Turn(line))
+            elif name not in commands():
+                near = difflib.get_close_matches(name, commands(), 1)
+                advice = f"did you mean /{near[0]}?" if near else "/help lists what there is"
+                raise InputError(f"there is no /{shorten(name, 40)}; {advice}")
+            elif commands()[name].startswith("FILE") and not value:
+                raise InputError(f"/{name} needs FILE")
+            else:
+                getattr(self, f"do_{name}")(value.strip())
+        except InputError as error:
+            log.error("%s", error)
+        except KeyboardInterrupt:
+            tell("stopped")
+
+    def do_help(self, _: str) -> None:
+        """this list"""
+        tell("\n".join(f"/{name} {text}" for name, text in commands().items()))
+
+    def do_show(self, _: str) -> None:
+        """the conversation"""
+        for turn in self._turns():
+            tell(f"> {turn.question}\n{self._engine.tokenizer.decode(turn.token_ids).strip()}")
+
+    def do_regenerate(self, _: str) -> None:
+        """answer the last question once more, with the next seed"""
+        *earlier, last = self._turns()
+        self._complete(earlier, Turn(last.question))
+
+    def do_continue(self, _: str) -> None:
+        """go on with an answer that was cut or stopped"""
+        *earlier, last = self._turns()
+        if not last.is_cut:
+            raise InputError("the last answer is complete; ask on, or /regenerate")
+        self._complete(earlier, last)
+
+    def do_sampling(self, values: str) -> None:
+        """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        for setting in values.split():
+            name, _, value = setting.partition("=")
+            check_names([name], self._settings)
+            with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
+                new = {**self._settings, name: type(self._settings[name])(value)}
+            changed(SamplingParams(), new)
+            GenerationConfig(new["max_new_tokens"])
+            as_seeds(new["seed"], 1)
+            self._settings = new
+        tell(", ".join(f"{name}={value}" for name, value in self._settings.items()))
+
+    def do_system(self, text: str) -> None:
+        """[TEXT] show how the model is told to behave, or change it"""
+        if text:
+            self._read(replace(self.talk, system=text))
+        tell(f"system: {self.talk.system or 'as the model has it'}")
+
+    def do_documents(self, file: str) -> None:
+        """[FILE] add a document; go on reading where Ctrl-C stopped; show the tokens of each"""
+        talk = self.talk
+        if file:
+            talk = talk.with_document(file, read_document(file, "/documents"))
+            talk = talk.fitted(self._engine.config, self._args)
+        self._read(replace(talk, most=MAX_COUNT))
+        shown = [f"{it.name}: {len(it.token_ids)} of {it.size} tokens" for it in talk.documents]
+        tell("\n".join(shown) or "there are no documents; /documents FILE adds one")
+
+    def do_reset(self, _: str) -> None:
+        """forget questions and answers, keep the documents"""
+        self.talk = replace(self.talk, turns=())
+        tell("questions and answers are forgotten")
+
+    def do_save(self, file: str) -> None:
+        """FILE: write the conversation and its KV cache to it"""
+        tell(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
+
+    def do_load(self, file: str) -> None:
+        """FILE: go on with the conversation in it"""
+        num_tokens = self._engine.load_kv(file)
+        self.talk = self.talk.restored(self._engine.snapshot_note)
+        if self.talk.turns:
+            self.do_show("")
+        tell(f"loaded {num_tokens} tokens from {file}")
+
+    def do_quit(self, _: str) -> None:
+        """leave, as Ctrl-D does; Ctrl-C stops an answer, or clears the line"""
+        sys.exit()
+
+    def _turns(self) -> Sequence[Turn]:
+        if not self.talk.turns:
+            raise InputError("there is no answer yet; ask something")
+        return self.talk.turns
+
+    def _read(self, talk: Conversation) -> None:
+        """Goes on with this conversation, and reads its documents; Ctrl-C keeps what was read."""
+        self.talk, beginning = talk, talk.beginning
+        is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
+        if talk.documents and not is_read and self._run(beginning, 1)[0] == "interrupted":
+            num_read = num_common(self._engine.held_tokens, beginning)
+            self.talk = replace(talk, most=max(num_read, len(talk.start)))
+            tell(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
+
+    def _complete(self, earlier: Sequence[Turn], turn: Turn) -> None:
+        """Answers a question, or goes on with its answer, after these turns."""
+        talk, context = self.talk, self._engine.config.context_length
+        most_new = self._settings["max_new_tokens"]
+        wanted = min(most_new, (context - len(talk.beginning)) // 2)
+        turns = talk.slide([*earlier, turn], context - wanted)
+        prompt = talk.ids(turns)
+        room = context - len(prompt)
+        if room < 1:
+            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
+            raise InputError(f"{problem}; ask something shorter, or /reset")
+        if (num_gone := 1 + len(earlier) - len(turns)) > 0:
+            log.info("the context is full: the oldest %d questions are forgotten", num_gone)
+        reason, row = self._run(prompt, min(most_new, room), show=True)
+        self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
+        if reason == "length" and room < most_new:
+            reason = "full"
+        ids = row.token_ids
+        if is_cut := reason in ENDINGS:
+            log.info("(%s after %d tokens; /continue goes on)", ENDINGS[reason], len(ids))
+        if talk.stops:  # the tokens may be those of a stop string, too
+            ids = talk.tokenizer.encode_marked(row.text)
+        done = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
+        self.talk = replace(talk, turns=[*turns[:-1], done])
+
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> tuple[str, Row]:
+        """Lets the model write, and shows it; returns how it ended."""
+        context = self._engine.config.context_length
+        reserve = min(context, len(self.talk.beginning) + TALK_TOKENS)
+        own = {"max_new_tokens": num_new, "reserve": reserve, "stop": self.talk.stops}
+        run = self._engine.generate(
+            prompt,
+            sampling=changed(SamplingParams(), self._settings),
+            generation=arguments.taken(GenerationConfig, self._args, **own),
+            speculation=arguments.speculation_of(self._args),
+            seed=self._settings["seed"],
+        )
+        reason = "interrupted"
+        with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
+            reason, _ = stream(run, show=show, color=self._args.color, quiet=self._args.quiet)
+        if show:
+            print(flush=True)
+        log.debug(outline(run))
+        return reason, run.rows[0]
+
+
+def commands() -> dict[str, str]:
+    """What may be typed: what it takes, in brackets if it may be left out, and what it does."""
+    named = ((name.partition("do_")[2], method.__doc__) for name, method in vars(Chat).items())
+    return {name: text for name, text in named if name}
+
+
+@dataclass(frozen=True)
 class ChatFlags:
     """What this program alone is asked for."""
 
     fit: bool = False
     """Keep of the documents what fits the context, with room for questions and answers."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the documents."""
+    """Keep N tokens of the documents: the longest are cut."""
     system: str | None = None
     """How the model is to behave."""
     load: str | None = None
@@ -49,7 +239,7 @@ def build_parser() -> arguments.OneLineParser:
         "chat",
         "--document novel.txt",
         "--document a.txt b.pdf --fit --system 'Answer in one sentence.' --temperature 0.6",
-        description=about + "While it runs: " + ", ".join(f"/{name}" for name in COMMANDS),
+        description=about + "While it runs: " + ", ".join(f"/{name}" for name in commands()),
     )
     arguments.add_flags(parser, *arguments.MODEL)
     text = "texts, PDF or HTML to ask about; may be given several times"
@@ -74,9 +264,10 @@ def run_command(args: argparse.Namespace) -> None:
     documents = [(file, read_document(file, "--document")) for file in args.document]
 
     def begin(tokenizer: Tokenizer, config: ModelConfig) -> Conversation:
-        talk = Conversation(tokenizer, system=args.system, documents=documents)
-        num_kept(talk.opening, config, args)  # fails before weights are read
-        return talk
+        talk = Conversation(tokenizer, args.system)
+        for document in documents:
+            talk = talk.with_document(*document)
+        return talk.fitted(config, args)  # fails before weights are read
 
     engine, talk = boot(args, begin)
     if args.color:
@@ -87,34 +278,22 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """What the user types, up to /quit or Ctrl-D; at a terminal it can be edited. There Ctrl-C
-    clears the line, and leaves when it is given twice on an empty one."""
+    """What the user types, up to Ctrl-D; at a terminal it can be edited, and Ctrl-C clears it."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    typed: Callable[[], str] = str  # nothing
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline
-
-            typed = readline.get_line_buffer
+            import readline  # noqa: F401
         log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
-    was_told = False
     while True:
         try:
             line = input("> " if is_terminal else "").strip()
         except UnicodeDecodeError:
             raise InputError("standard input is not UTF-8 text; convert it") from None
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            is_empty = not typed()
-            if not is_terminal or (is_empty and was_told):
+        except (EOFError, KeyboardInterrupt) as end:
+            if not is_terminal or isinstance(end, EOFError):
                 return
-            tell(f"\n{LEAVE}" if is_empty else "")
-            was_told = is_empty
-            continue
-        was_told = False
-        if line in ("/quit", "/exit"):
-            return
+            line = ""
+            tell("\n/quit or Ctrl-D leaves")
         if line:
             yield line
 

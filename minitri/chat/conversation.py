@@ -6,154 +6,156 @@ answers is rendered with marks in the places of the answers and of the question,
 model without one gets plain questions and answers.
 """
 
-import dataclasses
-import itertools
+import argparse
+import functools
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from minitri.errors import InputError, check_unicode, explain
+from minitri.config import ModelConfig
+from minitri.errors import MAX_COUNT, InputError, explain
 from minitri.loading.tokenizer import Tokenizer
+from minitri.log import log
 
 QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
 """How a conversation is written for a model without a template."""
+TALK_TOKENS = 4096
+"""Room for questions and answers after the documents, or a quarter of a small context."""
 MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
 
 
-@dataclass(frozen=True)
-class Opening:
-    """All that stands before the first question."""
+class Document(NamedTuple):
+    """A text to ask about, or its beginning."""
 
-    system: str | None
-    """How the model is to behave."""
-    documents: Sequence[tuple[str, str]]
-    """Name and text of each."""
-    sizes: Sequence[int]
-    """Tokens of each."""
-    token_ids: list[int]
-
-    @property
-    def num_tokens(self) -> int:
-        """Of the documents."""
-        return sum(self.sizes)
-
-    @property
-    def num_first(self) -> int:
-        """Tokens before the documents."""
-        return len(self.token_ids) - self.num_tokens
+    name: str
+    token_ids: Sequence[int]
+    size: int
+    """Tokens of all of it."""
 
 
-@dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """A question and its answer, or the beginning of one."""
 
     question: str
     token_ids: Sequence[int] = ()
     """Of the answer."""
-    text: str = ""
-    end: str = ""
-    """How the end token of the answer is spelled."""
     is_cut: bool = False
     """Whether the answer was stopped, or had no more room."""
 
 
+@dataclass(frozen=True)
 class Conversation:
     """Documents, questions and answers, one after the other."""
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        system: str | None = None,
-        documents: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        """`system` tells the model how to behave; documents are names and texts. Raises
-        `InputError` if its template refuses."""
-        self._tokenizer = tokenizer
-        self.stops = () if tokenizer.chat_template is not None else (QUESTION,)
+    tokenizer: Tokenizer
+    system: str | None = None
+    """How the model is to behave."""
+    documents: Sequence[Document] = ()
+    turns: Sequence[Turn] = ()
+    most: int = MAX_COUNT
+    """How much of the beginning was read, if Ctrl-C stopped that."""
+
+    @property
+    def stops(self) -> tuple[str, ...]:
         """Where an answer ends, if no end token says so."""
-        self.turns: list[Turn] = []
-        self.open(self.opening_of(system, documents))
+        return () if self.tokenizer.chat_template is not None else (QUESTION,)
 
-    def opening_of(self, system: str | None, documents: Sequence[tuple[str, str]]) -> Opening:
-        """An opening with this system message and these documents. Raises `InputError`."""
-        tokenizer = self._tokenizer
-        encode = tokenizer.encode  # with BOS
-        before = "" if system is None else f"{system}\n\n"
-        if tokenizer.chat_template is not None:
-            encode = tokenizer.encode_marked
-            before, _ = self._around_mark(system, ("user", MARK))
-        texts = [f"{text.strip()}\n\n" for _, text in documents]
-        pieces = [encode(before + "".join(texts[:1])), *map(tokenizer.encode_marked, texts[1:])]
-        sizes = [*map(len, pieces)][: len(texts)]
-        if sizes:
-            sizes[0] -= len(encode(before))
-        return Opening(system, documents, sizes, [*itertools.chain(*pieces)])
+    @functools.cached_property
+    def start(self) -> list[int]:
+        """Token ids before the documents. Raises `InputError` if the chat template refuses."""
+        encode = self.tokenizer.encode if self.stops else self.tokenizer.encode_marked  # BOS or not
+        return encode(self._around_question(None)[0])
 
-    def open(self, opening: Opening, num_kept: int | None = None) -> None:
-        """Replaces the opening; of its documents the first tokens are kept, by default all."""
-        self.opening = opening
-        self.num_kept = opening.num_tokens
-        self.beginning = opening.token_ids
-        """What is to be read before the first question."""
-        if num_kept is not None and num_kept < self.num_kept:
-            self.num_kept = max(0, num_kept)
-            self.beginning = opening.token_ids[: opening.num_first + self.num_kept]
-            self.beginning += self._tokenizer.encode_marked("\n\n")
+    @functools.cached_property
+    def beginning(self) -> list[int]:
+        """Token ids of all that stands before the first question."""
+        found, gap = [*self.start], self.tokenizer.encode_marked("\n\n")
+        for document in self.documents:
+            found += [*document.token_ids, *gap]
+        return found if len(found) <= self.most else [*found[: self.most], *gap]
+
+    def with_document(self, name: str, text: str) -> "Conversation":
+        """This conversation with another document."""
+        ids = self.tokenizer.encode_marked(text.strip())
+        return replace(self, documents=[*self.documents, Document(name, ids, len(ids))])
+
+    def fitted(self, config: ModelConfig, args: argparse.Namespace) -> "Conversation":
+        """This conversation with what the flags keep of its documents: the longest are cut to one
+        length. Raises `InputError` if that is more than the context holds."""
+        context = config.context_length
+        room = context - len(self.start) - min(TALK_TOKENS, context // 4)
+        sizes = sorted(document.size for document in self.documents)
+        total = sum(sizes)
+        kept = min(total, args.max_prompt_tokens or total)
+        if args.fit:
+            kept = max(0, min(kept, room))
+        if kept > room:
+            factor = -(-(context - room + kept) // context)
+            raise InputError(
+                f"the text has {len(self.start) + kept} tokens but {config.name} has room for "
+                f"{len(self.start) + room} and for questions and answers; --fit keeps what fits, "
+                f"--max-prompt-tokens N N tokens, --rope-scaling yarn:{factor} stretches that"
+            )
+        share = 0
+        for number, size in enumerate(sizes):
+            share = kept // (len(sizes) - number)
+            if size > share:
+                break
+            kept -= size
+        documents = []
+        for it in self.documents:
+            ids = it.token_ids[:share]
+            if len(ids) < it.size:
+                log.info("%s: its first %d of %d tokens", it.name, len(ids), it.size)
+            documents.append(Document(it.name, ids, it.size))
+        return replace(self, documents=documents)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the opening and of these turns, up to where the last answer goes on."""
         found = [*self.beginning]
         for previous, turn in zip([None, *turns], turns, strict=False):
-            found += self._tokenizer.encode_marked(self._asked(previous, turn.question))
+            before, after = self._around_question(previous)
+            if previous is None:
+                before = "".join(self.stops)
+            found += self.tokenizer.encode_marked(before + turn.question + after)
             found += turn.token_ids
         return found
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest turns that fit in `most` tokens, the last in any case. Where one has to go, a
-        quarter of their room is made free, so that not every question begins by reading others."""
-        if len(self.ids(turns)) <= most:
-            return turns
-        most -= (most - len(self.beginning)) // 4
+        """The latest turns that fit in `most` tokens, the last in any case. A quarter of them goes
+        at a time, so that not every question begins by reading others."""
         while len(turns) > 1 and len(self.ids(turns)) > most:
-            turns = turns[1:]
+            turns = turns[(len(turns) + 3) // 4 :]
         return turns
 
     def as_note(self) -> str:
-        """All of it, for `restore`."""
-        turns = [dataclasses.astuple(turn) for turn in self.turns]
-        opening = dataclasses.astuple(self.opening)
-        return json.dumps({"opening": opening, "num_kept": self.num_kept, "turns": turns})
+        """All of it, for `restored`."""
+        return json.dumps([self.system, self.documents, self.turns, self.most])
 
-    def restore(self, note: str) -> None:
-        """Goes on where another conversation was. Raises `InputError`."""
+    def restored(self, note: str) -> "Conversation":
+        """The conversation of a note. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
-            found = json.loads(note)
-            turns = [Turn(*turn) for turn in found["turns"]]
-            self.open(Opening(*found["opening"]), found["num_kept"])
-        self.turns = turns
+            system, documents, turns, most = json.loads(note)
+            parts = [Document(*it) for it in documents], [Turn(*it) for it in turns]
+            return Conversation(self.tokenizer, system, *parts, most)
 
-    def _asked(self, previous: Turn | None, question: str) -> str:
-        """What stands between two answers, or between the opening and the first."""
-        check_unicode(question, "the question")
-        if self._tokenizer.chat_template is None:
-            return QUESTION + question + ANSWER
-        system = self.opening.system
-        if previous is None:
-            return question + self._around_mark(system, ("user", MARK))[1]
-        turns = (("user", "x"), ("assistant", EARLIER), ("user", MARK))
-        before, after = self._around_mark(system, *turns)
-        before = before.rpartition(EARLIER)[2].removeprefix(previous.end)
-        return before + question + after
-
-    def _around_mark(self, system: str | None, *turns: tuple[str, str]) -> tuple[str, str]:
-        """What the template writes before and after the mark."""
-        template = self._tokenizer.chat_template
-        assert template is not None
-        messages = [] if system is None else [("system", system)]
-        messages += turns
+    def _around_question(self, previous: Turn | None) -> tuple[str, str]:
+        """What stands before a question, from the start or the end of the previous answer on, and
+        after it."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            start = f"{self.system}\n\n" if self.system else ""
+            return QUESTION if previous else start, ANSWER
+        messages = [] if self.system is None else [("system", self.system)]
+        messages += [("user", "x"), ("assistant", EARLIER)] if previous else []
+        messages.append(("user", MARK))
         text = template.render([{"role": who, "content": what} for who, what in messages])
         before, mark, after = text.rpartition(MARK)
         if not mark:
             raise InputError("the model's chat template leaves questions out; use another model")
+        if previous is not None:
+            before = before.rpartition(EARLIER)[2]
+            if not previous.is_cut:
+                before = before.removeprefix(self.tokenizer.token(previous.token_ids[-1]) or "")
         return before, after

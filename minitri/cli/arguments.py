@@ -170,12 +170,10 @@ def in_flags(error: InputError, flags: Mapping[str, str]) -> str:
     setting = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 
     def spelled(match: re.Match[str]) -> str:
-        flag = flags.get(match[1])
-        if flag is None:
+        name, value = match.groups()
+        if name not in flags:
             return match[0]
-        if match[2] == "False":
-            return f"--no-{flag[2:]}"
-        return f"{flag} " if match[2] == "" else flag
+        return f"--no-{flags[name][2:]}" if value == "False" else flags[name] + " " * (value == "")
 
     ways = [it for it in error.ways if all(one[1] in flags for one in setting.finditer(it))]
     text = setting.sub(spelled, str(InputError(error.message, *ways)))

@@ -1,18 +1,18 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
 import argparse
-import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitri import InputError, ModelConfig, SamplingParams
-from minitri.cli.arguments import model_of, taken
+from minitri.cli.arguments import model_of
 from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
 from minitri.cli.report import outline, where
 from minitri.errors import shorten
+from minitri.fields import changed
 from minitri.loading.prompt_ids import draw_seed
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
@@ -44,8 +44,8 @@ def boot(
 
 def _at_most_the_cores(num_threads: int) -> int:
     """More would wait for one another."""
-    has_affinity = hasattr(os, "sched_getaffinity")  # Linux, where a container may have fewer
-    num_cores = len(os.sched_getaffinity(0)) if has_affinity else os.cpu_count() or 1
+    allowed = getattr(os, "sched_getaffinity", lambda _: ())(0)  # on Linux, as in a container
+    num_cores = len(allowed) or os.cpu_count() or 1
     if num_threads > num_cores:
         log.warning("--threads %d: this machine has %d cores; using those", num_threads, num_cores)
     return min(num_threads, num_cores)
@@ -63,46 +63,39 @@ def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine
 def sampling_of(
     args: argparse.Namespace,
     engine: "Engine",
-    work: str = "",
+    *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
     """Sampling by the flags, or as the model's files say, or else `otherwise`; and the seed, drawn
-    if need be. Logs the line in front of all work, of which `work` is a part."""
-    sampling = taken(SamplingParams, args)
-    is_known = engine.sampling_defaults != SamplingParams()
-    found = {
-        name: value
-        for name, value in vars(engine.sampling_defaults if is_known else otherwise).items()
-        if getattr(args, name) is None and value != getattr(sampling, name)
-    }
-    if args.temperature != 0 and found:
-        source = " as the model's generation_config.json says" if is_known else ""
-        log.debug("sampling%s: %s; --temperature 0 is greedy", source, found)
-        sampling = dataclasses.replace(sampling, **found)
-    seed = args.seed
-    if seed is None and sampling.temperature:
-        seed = join().ask_first(draw_seed)
-        log.debug("the text may follow the clock, too: --seed makes it repeatable")
-    plain = vars(SamplingParams())
-    chosen = [f"{it} {to}" for it, to in vars(sampling).items() if to != plain[it]] or ["greedy"]
+    if need be. Logs the line in front of all work."""
+    plain = SamplingParams()
+    advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
+    given = {name: value for name, value in vars(args).items() if value is not None}
+    sampling = changed(plain if args.temperature == 0 else advised, given)
+    shown = {name: it for name, it in vars(sampling).items() if it != getattr(plain, name)}
+    seed: int = args.seed or 0
+    if sampling.temperature:
+        seed = shown["seed"] = join().ask_first(draw_seed) if args.seed is None else seed
+    how = ", ".join(f"{name} {value}" for name, value in shown.items()) or "greedy"
     facts = where(engine.model)
-    work = "; ".join(filter(None, [work, ", ".join(chosen)]))
-    work += f", seed {seed}" if sampling.temperature else ""
-    log.info("%s, %s on %s; %s", engine.config.name, facts["dtype"], facts["device"], work)
-    return sampling, seed or 0
+    on = f"{engine.config.name}, {facts['dtype']} on {facts['device']}"
+    log.info("%s", "; ".join((on, *work, how)))
+    return sampling, seed
 
 
 def check_save_kv(args: argparse.Namespace) -> None:
     """Raises `InputError`, before minutes of work, for a file that cannot be written."""
-    if args.save_kv is not None and Path(args.save_kv).is_dir():
-        raise InputError(f"--save-kv {shorten(args.save_kv)} is a folder; name a file")
-    if args.save_kv is not None and not os.access(Path(args.save_kv).absolute().parent, os.W_OK):
-        raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
+    if args.save_kv is not None:
+        path = Path(args.save_kv).absolute()
+        if path.is_dir() or not os.access(path.parent, os.W_OK):
+            raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
 def conclude(args: argparse.Namespace, engine: "Engine", run: "Generation") -> None:
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))
-    if args.save_kv is not None:
+    if args.save_kv is not None and not engine.held_tokens:
+        log.warning("--save-kv writes nothing: a prompt of one token leaves nothing to start after")
+    elif args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

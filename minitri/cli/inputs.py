@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from minitri.loading.prompt_ids import check_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
 from minitri.parallel.ranks import join
+from minitri.stats import num_common
 
 MAX_PROMPT_BYTES = 16 << 20
 """Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
@@ -28,29 +30,29 @@ def read_prompt(file: str | None, prompt: str | None = None) -> str:
 def read_text(file: str, flag: str) -> str:
     """What the file of a flag or standard input (`-`) holds. Raises `InputError` unless that is
     text."""
-    return join().ask_first(lambda: _read_text(file, flag))
+    return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", _decode))
 
 
-def _read_text(file: str, flag: str) -> str:
+def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], str]) -> str:
+    """The text that `decode` finds in the file of a flag, or in standard input (`-`). Raises
+    `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
-    with explain(f"{name} cannot be read", "give a file of UTF-8 text"):
+    with explain(f"{name} cannot be read", f"give {wanted}"):
         if Path(file).is_dir():
-            raise InputError(f"{name} is a folder; give a file of UTF-8 text")
-        content = read_bytes(file)
-        if b"\0" in content:
-            raise ValueError("it has a NUL")
+            raise InputError(f"{name} is a folder; give {wanted}")
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
+        if len(content) > MAX_PROMPT_BYTES:
+            raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
         if not content:
             raise InputError(f"{name} is empty; give at least one character")
-        return content.decode("utf-8-sig")
+        return decode(content)
 
 
-def read_bytes(file: str) -> bytes:
-    """The bytes of a file or of standard input (`-`), if they are not too many."""
-    with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
-        content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
-    if len(content) > MAX_PROMPT_BYTES:
-        raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
-    return content
+def _decode(content: bytes) -> str:
+    if b"\0" in content:
+        raise ValueError("it has a NUL")
+    return content.decode("utf-8-sig")
 
 
 def demo_text() -> str:
@@ -64,8 +66,6 @@ def encode(
     prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
 ) -> list[int]:
     """Token ids of a prompt by the flags. The text alone is cut, not BOS or the chat template."""
-
-    from minitri.caches.prefixes import num_common  # imports torch
 
     def encoded(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -24,7 +24,7 @@ from minitri.cli.boot import boot, conclude, sampling_of
 from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
 from minitri.errors import explain, shorten
-from minitri.fields import changed
+from minitri.fields import changed, check_names
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
 
 if TYPE_CHECKING:
@@ -71,9 +71,7 @@ def read_line(line: str) -> dict[str, Any]:
     """The object in a line. Raises `InputError` if it is wrong."""
     with explain("it is no object of JSON", "write one"):
         fields = {**json.loads(line)}
-    if unknown := sorted(fields.keys() - {*KNOWN}):
-        name = shorten(unknown[0], 60)
-        raise InputError(f"{name!r} is unknown; known are {', '.join(KNOWN)}")
+    check_names(fields, KNOWN)
     if not isinstance(fields.get("prompt"), str):
         raise InputError("there is no prompt; give a text")
     return fields

@@ -71,7 +71,7 @@ def report(
         "model": args.model,
         "method": args.method,
         "coupled": args.coupled,
-        "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.drafter_name,
+        "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
         **answer(row, reason, tokens),
         **vars(row.stats),

@@ -1,13 +1,11 @@
 """Shows a run as it goes: text, a progress bar, colors by origin."""
 
 import signal
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
 from minitri import End, PrefillProgress, Token
-from minitri.log import log
 
 if TYPE_CHECKING:
     from minitri import Generation
@@ -23,26 +21,17 @@ RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 
 
-def plain(token: Token) -> str:
-    """A token as text."""
-    return token.text
-
-
 def colored(token: Token) -> str:
     """A token as text in the color of its origin."""
     return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
 
 
-def nothing(token: Token) -> str:  # noqa: ARG001 (what `stream` calls)
-    """No token is shown."""
-    return ""
-
-
 def stream(
-    run: "Generation", show: Callable[[Token], str], *, quiet: bool
+    run: "Generation", *, quiet: bool, show: bool = True, color: bool = False
 ) -> tuple[str, list[Token]]:
-    """Shows a run of one prompt, with a progress bar on a terminal while that is read; returns how
-    it ended, and its tokens: after a Ctrl-C as `interrupted`, with the next event."""
+    """Writes a run of one prompt if it is to be shown, with a progress bar on a terminal while that
+    is read; returns how it ended, and its tokens: after a Ctrl-C as `interrupted`, with the next
+    event, after another at once."""
     tokens: list[Token] = []
     is_stopped = False
 
@@ -50,7 +39,6 @@ def stream(
         nonlocal is_stopped
         signal.signal(signal.SIGINT, before)
         is_stopped = True
-        log.info("stopping after this step; another Ctrl-C stops at once")
 
     total = len(run.rows[0].prompt)
     hidden = True if quiet else None
@@ -65,7 +53,8 @@ def stream(
                 elif isinstance(event, Token):
                     bar.close()
                     tokens.append(event)
-                    print(show(event), end="", flush=True)
+                    if show:
+                        print(colored(event) if color else event.text, end="", flush=True)
                 if is_stopped:
                     break
     finally:

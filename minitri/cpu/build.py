@@ -22,9 +22,8 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
-IDENTITY = {"vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features"}
-IDENTITY |= {"CPU implementer", "CPU architecture", "CPU variant", "CPU part", "CPU revision"}
-"""Its lines that tell one kind of processor from another; others change with the clock."""
+IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
+"""How its lines begin that tell one kind of processor from another, and do not change."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
@@ -46,6 +45,13 @@ def load_library(source: Path) -> ctypes.CDLL:
     return library
 
 
+def has_kernels() -> bool:
+    """Whether the kernels are built, or can be."""
+    with suppress(OSError, InputError):
+        return built_library(SOURCE).exists() or bool(_compiler())
+    return False
+
+
 def built_library(source: Path) -> Path:
     """Where the library is once it is built. Raises `OSError` or `InputError`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
@@ -57,10 +63,9 @@ def built_library(source: Path) -> Path:
 def _instructions() -> list[str]:
     """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
     with suppress(OSError):
-        lines = CPUINFO.read_text("utf-8", "replace").splitlines()
-        found = {line for line in lines if line.partition(":")[0].strip() in IDENTITY}
-        if any(line.startswith(("flags", "Features")) for line in found):
-            return [os.uname().machine, *sorted(found)]
+        lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
+        if any(line.startswith(("flags", "Features")) for line in lines):
+            return sorted(line for line in lines if line.startswith(IDENTITY))
     macros = _compile(_compiler(), "-E", "-dM", "-include", "cstdlib", os.devnull)
     return sorted(macros.splitlines())
 

@@ -3,12 +3,10 @@
 It needs the seconds of a round of each stage, predicted by bytes over bandwidth times one measured
 factor per stage, and the acceptance rate of its guesses. The longer a stage was not used, the
 better its plans look. Where the clock counts, a text begins without guesses until the target was
-timed; a stage is used for the first time only if that pays in what is left of the text. Choices
-depend on counts and times of the past, never on which tokens were sampled, so the text follows the
-target's distribution whatever is chosen.
+timed. Choices depend on counts and times of the past, never on which tokens were sampled, so the
+text follows the target's distribution whatever is chosen.
 """
 
-import math
 from collections.abc import Callable
 
 from minitri.settings import StepPlan, num_nodes
@@ -29,10 +27,6 @@ EXPLORATION = 1.005
 RARITY = 50
 """Times what a stage took to catch up with the text that must go by before it looks faster."""
 
-STAKE = 7
-"""Passes of the target that a stage must be predicted to save in the rest of a text to be used for
-the first time: it must be made ready, and the prediction may be wrong."""
-
 
 class Autotuner:
     """Chooses the plan of every step from costs and acceptance rates, which it is told of."""
@@ -44,11 +38,10 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock."""
+        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock. The
+        first plan is one without guesses, if there is such a plan."""
         self.plan = plans[0]
         self._plans = plans
-        self._plain = next((plan for plan in plans if not _proposers(plan)), None)
-        self._never_used = set(FIRST_RATES)
         self._prior_seconds = prior_seconds
         self._use_clock = use_clock
         self._factors: dict[str, float] = {}  # measured over prior seconds, per stage
@@ -58,22 +51,14 @@ class Autotuner:
         # Steps in which the stage was not used, less those that its catching up is worth.
         self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
 
-    def choose(self, num_left: float = math.inf) -> StepPlan:
-        """The plan of the next step, after which `num_left` tokens at most are to come, itself
-        included: the most that a row lacks."""
-        speeds = {plan: self._optimistic_speed(plan) for plan in self._plans}
-        if self._plain is not None:
-            is_timed = "target" in self._factors or not self._use_clock
-            slowest = speeds[self._plain] / max(1 - STAKE / num_left, 1e-9)  # that pays
-            for plan in self._plans:
-                is_new = not self._never_used.isdisjoint(_proposers(plan))
-                if is_new and (speeds[plan] < slowest or not is_timed):
-                    del speeds[plan]
-        best = max(speeds, key=speeds.__getitem__)
-        if speeds[best] > HYSTERESIS * speeds[self.plan]:
-            self.plan = best
+    def choose(self) -> StepPlan:
+        """The plan of the next step: the first until the target was timed, if times count."""
+        if not self._use_clock or "target" in self._factors:
+            speeds = {plan: self._optimistic_speed(plan) for plan in self._plans}
+            best = max(speeds, key=speeds.__getitem__)
+            if speeds[best] > HYSTERESIS * speeds[self.plan]:
+                self.plan = best
         used = _proposers(self.plan)
-        self._never_used.difference_update(used)
         for stage, n in self._num_unused.items():
             self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
         return self.plan

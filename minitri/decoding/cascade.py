@@ -35,7 +35,6 @@ input. Whether another round is run is decided before its first token is sampled
 token is discarded: one thrown away for what it is would bend the distribution.
 """
 
-import math
 from collections.abc import Collection
 
 from minitri.decoding.level import Emitted, Level, Stage
@@ -76,10 +75,9 @@ class Cascade:
         self._stack(self._meter.tuner.plan)
         self._meter.settle()
 
-    def step(self, num_left: float = math.inf) -> list[Emitted]:
-        """Extends every active row by the accepted guesses and one token of the target's own;
-        `num_left` tokens at most are still of use to a row."""
-        plan = self._meter.tuner.choose(num_left)
+    def step(self) -> list[Emitted]:
+        """Extends every active row by the accepted guesses and one token of the target's own."""
+        plan = self._meter.tuner.choose()
         with self._meter.commit():
             self._stack(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]

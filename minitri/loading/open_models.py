@@ -3,6 +3,7 @@
 So whatever is wrong with a prompt or a drafter is found before the minutes that large weights take.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -10,8 +11,15 @@ import torch
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
-from minitri.loading.devices import attention_name, choose_device, choose_dtype
+from minitri.loading.devices import (
+    attention_name,
+    choose_device,
+    choose_dtype,
+    kernels_for,
+    retrieval_copy,
+)
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
+from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
 from minitri.loading.named_models import ModelChoice
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
@@ -45,6 +53,32 @@ class OpenModel:
         if self.config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
 
+    def load_with_copy(self) -> tuple[Llama, Llama | None]:
+        """The model, and what proposes for it with the retrieval cache if that has fewer bits: the
+        same matrices as a GGUF file has them, or a copy that is quantized here."""
+        with ThreadPoolExecutor(1) as pool:  # together they take half as long as in turns
+            quantized = pool.submit(self._load_quantized)
+            model = self.load()
+            copy = quantized.result()
+        if copy is None:
+            return model, retrieval_copy(model, self._choice.draft_weights)
+        if not self.config.tie_word_embeddings:
+            copy.embed_tokens = model.embed_tokens
+        return model, copy
+
+    def _load_quantized(self) -> Llama | None:
+        """None if the file has more bits, or a copy is not wanted or of no use."""
+        file = self.checkpoint
+        is_wanted = self._choice.draft_weights in ("auto", "int4")
+        if self._choice.weights == "native" or not is_wanted or join().count > 1:
+            return None
+        if not isinstance(file, GgufFile) or not file.is_in_4_bits():
+            return None
+        if kernels_for(self._device, self.config) is None:
+            return None
+        dtype = choose_dtype(self._choice.dtype, self._device)
+        return load_model(file, self.config, dtype=dtype, device=self._device, native=True)
+
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         model = load_model(
@@ -58,15 +92,8 @@ class OpenModel:
             progress=self._progress,
             ranks=join() if target is None else Ranks(),  # a drafter is whole on every rank
         )
-        log.debug(
-            "%s on %s, %s, attention %s, context %d tokens, RoPE %s",
-            self.config.name,
-            model.device,
-            str(model.dtype).removeprefix("torch."),
-            attention_name(model.attend),
-            self.config.context_length,
-            self.config.rope.describe(),
-        )
+        facts = (model.dtype, attention_name(model.attend), self.config.rope.describe())
+        log.debug("%s: %s, attention %s, RoPE %s", self.config.name, *facts)
         return model
 
 

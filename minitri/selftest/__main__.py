@@ -15,6 +15,7 @@ with clean_imports():
     import argparse
     import dataclasses
     import json
+    from collections import Counter
     from typing import Any
 
     from minitri import GenerationConfig, SamplingParams
@@ -25,7 +26,17 @@ with clean_imports():
     from minitri.log import log
     from minitri.settings import METHODS
 
-VERDICTS = ("equal", "tie", "consistent", "unclear", "BUG")
+VERDICTS = {
+    "equal": "speculation changes nothing",
+    "consistent": "speculation changes nothing",
+    "tie": "speculation changes nothing beyond rounding",
+    "unclear": "rounding, or a bug; repeat with --dtype float32",
+    "BUG": "speculation changes texts, which is a bug",
+}
+"""And what the worst of them means."""
+COLUMNS = {"mode": 8, "method": 14, "verdict": 10, "num_tokens": 12, "num_equal_tokens": 18}
+COLUMNS |= {"position": 10, "score_gap": 10, "bound": 10, "least_p_value": 0}
+"""What the table shows, and how many characters wide."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -62,25 +73,15 @@ def note(mode: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The comparisons for people, and what they say, in a last line."""
-    line = "{:8s} {:14s} {:10s} {:>6} {:>6}  {}".format
-    lines = [line("mode", "method", "verdict", "tokens", "equal", "").rstrip()]
-    for row in results:
-        why = ""
-        if "position" in row:
-            why = "scores {score_gap:.2g} apart at {position}, rounding explains {bound:.2g}"
-        elif "least_p_value" in row:
-            why = "least p-value {least_p_value:.2g}"
-        equal = row.get("num_equal_tokens", "")
-        names = (row["mode"], row["method"], row["verdict"], row["num_tokens"], equal)
-        lines.append(line(*names, why.format(**row)).rstrip())
-    verdicts = [row["verdict"] for row in results]
-    counts = ", ".join(f"{verdicts.count(it)} {it}" for it in VERDICTS if it in verdicts)
-    says = "speculation changes nothing" + " beyond rounding" * ("tie" in verdicts)
-    if "BUG" in verdicts:
-        says = "speculation changes texts, which is a bug"
-    elif "unclear" in verdicts:
-        says = "rounding, or a bug; repeat with --dtype float32"
-    return "\n".join([*lines, "", f"{says}: {counts}"])
+    lines = []
+    for row in [{name: name.removeprefix("num_") for name in COLUMNS}, *results]:
+        cells = {name: row.get(name, "") for name in COLUMNS}
+        texts = {name: f"{it:.2g}" if type(it) is float else str(it) for name, it in cells.items()}
+        lines.append("".join(texts[name].ljust(width) for name, width in COLUMNS.items()).rstrip())
+    counts = Counter(row["verdict"] for row in results)
+    found = [verdict for verdict in VERDICTS if verdict in counts]
+    says = ", ".join(f"{counts[verdict]} {verdict}" for verdict in found)
+    return "\n".join([*lines, "", f"{VERDICTS[found[-1]]}: {says}"])
 
 
 def run_command(args: argparse.Namespace) -> int:
@@ -90,10 +91,10 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     sampling = arguments.taken(SamplingParams, args)
     arguments.taken(GenerationConfig, args)  # bad values fail before anything is loaded
-    with clean_imports():  # of PyTorch: no flag is wrong any more
-        from minitri.selftest.comparisons import SelfTest
-        from minitri.selftest.distribution_test import FALSE_ALARM
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    from minitri.selftest.comparisons import SelfTest  # with PyTorch
+    from minitri.selftest.distribution_test import FALSE_ALARM
+
     test = SelfTest(engine, prompt, args)
     results = []
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):

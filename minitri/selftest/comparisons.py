@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.caches.prefixes import num_common
 from minitri.cli import arguments
 from minitri.selftest.departures import explain
 from minitri.selftest.distribution_test import is_alarm, run_test, windows
+from minitri.stats import num_common
 
 WINDOW = 64
 NEW_TOKENS = 64

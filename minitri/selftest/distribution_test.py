@@ -80,7 +80,7 @@ def score(
     tokens_N1 = torch.tensor(new, device=p_NV.device).unsqueeze(1)
     is_bonus_N = torch.tensor([event.origin == "bonus" for event in emitted], device=p_NV.device)
     scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
-    draft = engine.draft
+    draft = engine.models.draft
     if draft is not None and len(text) <= draft.config.context_length:
         scores["drafter"] = (probs(draft) > p_NV).float()
     sums = {}

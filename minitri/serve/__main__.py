@@ -93,7 +93,7 @@ def run_command(args: argparse.Namespace) -> None:
             generation=arguments.taken(GenerationConfig, args, reserve=context),
             speculation=speculation,
         )
-        worker = Worker(lambda _: open_run(), run=open_run(), linger=None)
+        worker = Worker(lambda _: open_run(), open_run())
         with contextlib.closing(worker):
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue

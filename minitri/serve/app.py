@@ -2,7 +2,6 @@
 client gets OpenAI's error JSON; the others do not notice. A client that leaves frees its row."""
 
 import asyncio
-import contextlib
 import functools
 import hmac
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minitri import End, Event, InputError
+from minitri import End, InputError
 from minitri.errors import shorten
 from minitri.log import log
 from minitri.serve.answers import Json, Writer, in_stream, to_json
@@ -80,18 +79,14 @@ class Service:
 
     async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a call while its row runs, until it ends or the client leaves."""
-        events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         started = loop.time()
-
-        def deliver(event: Event | Exception) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop has ended
-                loop.call_soon_threadsafe(events.put_nowait, event)
+        job = Job(call.request)
 
         async def watch() -> None:
             while (await receive())["type"] != "http.disconnect":
                 pass
-            events.put_nowait(None)
+            job.tell(None)
 
         writer = Writer(call, self.protocol.names[0], self.protocol.engine)
         kind = b"text/event-stream" if call.stream else b"application/json"
@@ -101,19 +96,10 @@ class Service:
         has_begun = False
         outcome = "left"
         self.num_open += 1
-        job = Job(call.request, deliver)
         self.worker.submit(job)
         watcher = loop.create_task(watch())
         try:
-            while (event := await events.get()) is not None:
-                if isinstance(event, Exception):
-                    error = as_api_error(event)
-                    outcome = str(error)
-                    if has_begun:
-                        await send(last | {"body": in_stream(error.content)})
-                    else:
-                        await answer(error.content, error.status)(scope, receive, send)
-                    break
+            async for event in job.events():
                 body = writer.take(event)
                 if not has_begun and (body or call.stream):
                     has_begun = True
@@ -121,9 +107,15 @@ class Service:
                 if isinstance(event, End):
                     outcome = event.finish_reason
                     await send(last | {"body": body})
-                    break
-                if body:
+                elif body:
                     await send(last | {"body": body, "more_body": True})
+        except Exception as error:
+            refused = as_api_error(error)
+            outcome = str(refused)
+            if has_begun:
+                await send(last | {"body": in_stream(refused.content)})
+            else:
+                await answer(refused.content, refused.status)(scope, receive, send)
         finally:
             watcher.cancel()
             job.is_cancelled = True

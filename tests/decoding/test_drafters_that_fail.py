@@ -28,4 +28,5 @@ def test_a_damaged_model_stops_the_run_and_is_named(method, tree, damaged, coupl
     sizes = {"budget": 32, "num_recent_tokens": 20, "tree": tree, "coupled": coupled}
     with pytest.raises(InputError, match="the-damaged-one .*computed logits") as error:
         engine.complete([5, 6, 7], **settings_of(method, sampling=WARM, **sizes))
-    assert "--dtype float32" in str(error.value)
+    assert "dtype=float32" in str(error.value)
+    assert " or " not in str(error.value).split(" computed")[0]

@@ -20,7 +20,7 @@ TRIFORCE = StepPlan("triforce", 1, 2)
 def forced(monkeypatch, plans) -> None:
     schedule = itertools.cycle(plans)
 
-    def choose(tuner, num_left):
+    def choose(tuner):
         tuner.plan = next(schedule)
         return tuner.plan
 
@@ -45,7 +45,7 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
     noise, sampling, dtype, monkeypatch
 ):
     engine = tiny_engine(noise=noise)
-    for model in (engine.model, engine.draft):
+    for model in (engine.model, engine.models.draft):
         if model is not None:
             model.to(dtype)
     prompt = random_prompt(engine.config, 150)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from minitri import settings
 from minitri.errors import InputError
 from minitri.gpu import attention_backends
 from minitri.gpu.attention_backends import (
@@ -171,7 +172,7 @@ def test_our_kernel_is_the_default_and_what_is_asked_for_works_or_is_refused(
     wanted, make, chosen, monkeypatch, caplog
 ):
     monkeypatch.setattr(attention_backends, "make_backend", lambda name: make())
-    if chosen not in attention_backends.BACKENDS:
+    if chosen not in settings.BACKENDS:
         with pytest.raises(InputError, match=chosen):
             choose_attention(CPU, torch.float16, CONFIG, wanted=wanted)
         return

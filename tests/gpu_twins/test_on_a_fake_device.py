@@ -58,7 +58,6 @@ def engine_of(backend, weights="same"):
 
 
 PASSES = {"probs", "verdict"}
-TREES = {*PASSES, "probs_of_tree"}
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,11 @@ TREES = {*PASSES, "probs_of_tree"}
     [
         ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
         ({"method": "auto"}, {}, "auto", "same", {*PASSES, "probs_after", "round"}),
-        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", TREES),
+        ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", PASSES),
         ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
         ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
         ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),
-        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", TREES),
+        ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", PASSES),
         ({"method": "triforce"}, HOSTED, "triton", "int8", {*PASSES, "round"}),
         (
             {"method": "triforce", "coupled": True},
@@ -151,7 +150,12 @@ def test_filters_that_an_open_run_has_not_captured_are_refused(cuda):
 @pytest.mark.parametrize(
     ("total_gib", "host_gib", "placement", "problem"),
     [
-        (5, 64, {}, "KV cache of .* on the device, got 5.00 .*--offload"),
+        (
+            5,
+            64,
+            {},
+            "on the device, got 5.00 .*; shorten the text, use offload=True, .* or use more",
+        ),
         (3, 64, HOSTED, "on the device, got 3.00 .*; shorten the text"),
         (141, 2, HOSTED, "and 2.00; shorten the text"),
         (141, 2, {"offload": True}, None),
@@ -162,7 +166,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
 ):
     """By the memory of a card, for the context and for its staging buffers, and of the host."""
     engine = engine_of("math")
-    cuda.total = int(total_gib * GIB) - engine.model.num_bytes - engine.draft.num_bytes
+    cuda.total = int(total_gib * GIB) - engine.model.num_bytes - engine.models.draft.num_bytes
     monkeypatch.setenv("MINITRI_HOST_GIB", str(host_gib))
     how = {"generation": GenerationConfig(16, **placement), "method": "triforce"}
     if problem is None:

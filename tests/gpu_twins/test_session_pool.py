@@ -38,7 +38,7 @@ def pools(lengths_on_the_device, monkeypatch):
 
 def gpu_engine(**settings):
     engine = tiny_engine(**settings)
-    for model in (engine.model, engine.draft):
+    for model in (engine.model, engine.models.draft):
         if model is not None:
             as_on_a_gpu(model)
     return engine

@@ -170,12 +170,14 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     """The copy shares the LM head, which has 8 bits in both."""
     for kind in ("Q4_0", "Q4_1"):
         path = write(weights, tmp_path / "4.gguf", kind)
-        assert load(path).retrieval_model is None
-        assert load(path, draft_weights="int4").retrieval_model is None
-        assert load(path, "auto").retrieval_model is not None
+        stored, twin = load(path).model, load(path, "auto").models.retrieval
+        for one in (load(path), load(path, draft_weights="int4")):
+            assert one.models.retrieval is one.model
+        for ours, theirs in zip(twin.layers.parameters(), stored.layers.parameters(), strict=True):
+            assert torch.equal(ours, theirs)
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
     engine = load(path)
-    model, twin = engine.model, engine.retrieval_model
+    model, twin = engine.model, engine.models.retrieval
     assert twin.lm_head.weight is model.lm_head.weight
     sizes = [layer.bits for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
     assert sizes == [4] * 8
@@ -183,7 +185,8 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
         part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
     )
     assert (logits(twin) - logits(model)).abs().mean() < 0.5
-    assert load(path, draft_weights="same").retrieval_model is None
+    same = load(path, draft_weights="same")
+    assert same.models.retrieval is same.model
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):

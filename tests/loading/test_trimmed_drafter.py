@@ -66,8 +66,8 @@ def refused(target, drafter, match: str) -> None:
 
 def test_a_distilled_drafter_guesses_and_changes_nothing(target, drafter):
     engine = load(target, drafter)
-    assert engine.draft is not None
-    assert engine.draft.config.num_layers == 3
+    assert engine.models.draft is not None
+    assert engine.models.draft.config.num_layers == 3
     sizes = {"budget": 64, "num_recent_tokens": 60, "coupled": True}
     methods = "autoregressive", "naive", "triforce"
     ways = (settings_of(method, 60, SamplingParams(1.0), **sizes) for method in methods)

@@ -176,9 +176,9 @@ def texts(engine: Engine, temperature: float, coupled: bool, **method: Any) -> A
 def offloaded(engine: Engine) -> list[list[int]]:
     """Greedy texts with the KV cache of a layer in host memory."""
     full = hosted_cache(1, 3, 200, config=engine.config)
-    options = {"full": full, **SETTINGS, **METHODS["triforce"]}
+    options = {"full": full, "num_new": NUM_NEW, **SETTINGS, **METHODS["triforce"]}
     with torch.inference_mode():
-        return Rig(engine.model, PROMPTS, draft=engine.draft, num_new=NUM_NEW, **options).run()
+        return Rig(engine.model, PROMPTS, draft=engine.models.draft, **options).run()
 
 
 def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
@@ -204,7 +204,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
         ("different model files", lambda: load_other(["plain", "again"][rank])),
         ("different prompts", lambda: engine.generate([PROMPTS[rank]])),
         ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
-        ("--draft-weights int4", lambda: load(folder, "plain", draft_weights="int4")),
+        ("draft_weights=int4", lambda: load(folder, "plain", draft_weights="int4")),
         ("one GPU for 2 ranks", lambda: load(folder, "plain", device="cuda:0")),
         ("rank 0 cannot read it", lambda: join().ask_first(fail)),
     ]

@@ -106,7 +106,7 @@ generate --rope-scaling yarn | ^--rope-scaling 'yarn' is not KIND:FACTOR
 generate --rope-scaling yarn:0 | ^--rope-scaling 'yarn:0': RoPE factor is 0.0
 generate --rope-scaling magic:2 | ^--rope-scaling 'magic:2': RoPE kind is 'magic'
 generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
-generate --save-kv empty-folder | ^--save-kv empty-folder is a folder
+generate --save-kv empty-folder | ^--save-kv: cannot write empty-folder
 generate --load-kv /nowhere/x | no KV snapshot /nowhere/x for tiny \(.*No such file
 generate --load-kv binary | no KV snapshot binary for tiny \(Safetensor
 generate --load-kv empty-folder | no KV snapshot empty-folder for tiny \(it is a folder\)
@@ -165,8 +165,9 @@ plan --gpu rtx490 | invalid choice: 'rtx490'
 plan --gpu h100 --cpu | two machines
 plan --gpu m4-max --gpus 2 | needs GPUs, not m4-max
 plan --model /nowhere/x | unknown model
-plan --model lwm-text-1m --gpu h200 --host-memory 99 | in host memory, got 99.00
-plan --model llama3.1-8b --gpu m1 --context 9999 | on m1, got 15.20
+plan --model ORG/NAME | repository ORG/NAME is not on this machine.* or give a folder or file$
+plan --model lwm-text-1m --gpu h200 --host-memory 99 | and 99.00; .* --dtype or --prefill-chunk
+plan --model llama3.1-8b --gpu m1 --context 9999 | 19.69 GiB .* 32 of 32 layers .* got 15.20 and
 minitri pull no-such-model | unknown model
 minitri pull | required: model
 minitri remove no/model | 'no/model'

@@ -183,7 +183,7 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
 WRONG = [
     ("nonsense", "JSON"),
     ("[" * 100_000, "JSON"),
-    ({"text": "x"}, "'text' is unknown"),
+    ({"text": "x"}, "text is not a setting"),
     ({}, "no prompt"),
     ({"prompt": ""}, "prompt is empty"),
     ({"prompt": "word " * 5000}, "prompt has"),

@@ -78,7 +78,7 @@ def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=64, api
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
     start = functools.partial(opened, engine, before, num_rows)
-    worker = Worker(lambda _: start(), run=start(), linger=None)
+    worker = Worker(lambda _: start(), start())
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, num_rows + max_queue, api_key)
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))

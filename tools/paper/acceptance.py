@@ -241,8 +241,8 @@ def measure(
     """Adds the rates after one prompt to those that were found."""
     settings = [it for it in speculations.values() for _ in ("", *copies)]
     continuation, draft_NV = Continuation(engine, prompt, args, settings), None
-    if engine.draft is not None:
-        draft_NV = continuation.by_drafter(engine.draft, args.gamma1)
+    if engine.models.draft is not None:
+        draft_NV = continuation.by_drafter(engine.models.draft, args.gamma1)
         rate = expected_rate(draft_NV, continuation.probs_NV, args.gamma1)
         found["draft"].append(rate)
     caches = iter(continuation.caches)
@@ -270,7 +270,7 @@ def run_command(args: argparse.Namespace) -> None:
     texts = [read_prompt(file) for file in files]
     draft = "ngram" if args.draft == "none" else args.draft
     engine = load(**arguments.model_of(args) | {"draft": draft})
-    if args.draft != "none" and engine.draft is None:
+    if args.draft != "none" and engine.models.draft is None:
         raise InputError(
             f"--draft {args.draft} is no model; only a drafter with distributions of its own "
             "can be measured"

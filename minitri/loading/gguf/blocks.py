@@ -9,6 +9,8 @@ changes on the way: 8 d has the digits of d.
 Legend: N rows, G blocks of a row, X bytes of a block.
 """
 
+from collections.abc import Iterator
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -21,53 +23,40 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 
 def unpack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
     """A matrix as it is stored, (N, bytes of a row), in float32: the bits that the `gguf` package
-    gives it, in a sixth of the time."""
-    stored_NX = torch.from_numpy(rows.copy())  # the file is mapped for reading only
+    gives it, in less than half the time on two cores."""
     weight_NE = torch.empty(len(rows), num_columns)
-    step = rows_at_once(num_columns)
-    for part_NX, place_NE in zip(stored_NX.split(step), weight_NE.split(step), strict=True):
-        _unpack_rows(kind, part_NX, place_NE)
+    parts = weight_NE.split(rows_at_once(num_columns))
+    for part_NE, blocks in zip(parts, _blocks(rows, kind, num_columns), strict=True):
+        quants_NGQ, scales_NG, *offsets_NG = blocks
+        place_NGQ = part_NE.unflatten(1, (-1, GROUP)).copy_(quants_NGQ)
+        if kind == "Q4_0":
+            place_NGQ.sub_(8)
+        place_NGQ.mul_(scales_NG[..., None].float())
+        if offsets_NG:
+            place_NGQ.add_(offsets_NG[0][..., None].float())
     return weight_NE
-
-
-def _unpack_rows(kind: str, stored_NX: Tensor, place_NE: Tensor) -> None:
-    place_NGQ = place_NE.unflatten(1, (-1, GROUP))
-    factors, quants_NGX = _parts(stored_NX.unflatten(1, (place_NGQ.shape[1], -1)), kind)
-    scales_NG1, *offsets_NG1 = factors.float().split(1, 2)
-    if BITS[kind] == 8:
-        place_NGQ.copy_(quants_NGX.view(torch.int8)).mul_(scales_NG1)
-        return
-    for half_NGX, half in zip(_halves(quants_NGX), place_NGQ.chunk(2, 2), strict=True):
-        half.copy_(half_NGX)
-        if offsets_NG1:
-            half.mul_(scales_NG1).add_(offsets_NG1[0])
-        else:
-            half.sub_(8).mul_(scales_NG1)
 
 
 def repack(rows: np.ndarray, kind: str, num_columns: int) -> Tensor:
     """A matrix as it is stored, (N, bytes of a row), in the layout of the kernels."""
-    stored_NX = torch.from_numpy(rows.copy())  # the file is mapped for reading only
-    blocks_NGX = stored_NX.unflatten(1, (num_columns // GROUP, -1))
-    parts = blocks_NGX.split(rows_at_once(num_columns))
-    return torch.cat([_repack_blocks(part_NGX, kind) for part_NGX in parts])
+    packed = []
+    for quants_NGQ, *factors_NG in _blocks(rows, kind, num_columns):
+        if kind == "Q4_0":
+            factors_NG.append(-8 * factors_NG[0])
+        packed.append(pack(quants_NGQ, *factors_NG))
+    return torch.cat(packed)
 
 
-def _repack_blocks(blocks_NGX: Tensor, kind: str) -> Tensor:
-    factors, quants_NGX = _parts(blocks_NGX, kind)
-    scales_NG = factors[..., 0]
-    if BITS[kind] == 8:
-        return pack(quants_NGX, scales_NG)
-    offsets_NG = factors[..., 1] if kind == "Q4_1" else -8 * scales_NG
-    return pack(torch.cat(_halves(quants_NGX), 2), scales_NG, offsets_NG)
-
-
-def _parts(blocks_NGX: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Scale, and offset if there is one, of each block; and the bytes of its q."""
+def _blocks(rows: np.ndarray, kind: str, num_columns: int) -> Iterator[list[Tensor]]:
+    """Some rows at a time: q of each block, its scale, and its offset if it has one."""
     begin = 4 if kind == "Q4_1" else 2
-    return blocks_NGX[..., :begin].contiguous().view(torch.float16), blocks_NGX[..., begin:]
-
-
-def _halves(quants_NGX: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the other q of 4 bits."""
-    return quants_NGX & 15, quants_NGX >> 4
+    stored_NX = torch.from_numpy(rows.copy())  # the file is mapped for reading only
+    for part_NX in stored_NX.split(rows_at_once(num_columns)):
+        blocks_NGX = part_NX.unflatten(1, (num_columns // GROUP, -1))
+        factors = blocks_NGX[..., :begin].contiguous().view(torch.float16)
+        quants_NGX = blocks_NGX[..., begin:]
+        if BITS[kind] == 4:
+            quants_NGX = torch.cat((quants_NGX & 15, quants_NGX >> 4), 2)
+        else:
+            quants_NGX = quants_NGX.view(torch.int8)
+        yield [quants_NGX, *factors.unbind(2)]

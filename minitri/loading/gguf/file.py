@@ -132,6 +132,15 @@ class GgufFile:
             if stored.type.name in BITS
         }
 
+    def is_in_4_bits(self) -> bool:
+        """Whether the CPU kernels can read all matrices as they are, in 4 bits, or 8 those of the
+        vocabulary."""
+        return all(
+            BITS.get(stored.type.name, 16) <= (4 if ".layers." in name else 8)
+            for name, stored in self._tensors.items()
+            if len(stored.shape) == 2
+        )
+
     def tensors(
         self, config: ModelConfig, packed: Collection[str] = ()
     ) -> Iterator[tuple[str, Tensor]]:
