@@ -75,10 +75,7 @@ class Engine:
         if self._memory is None:
             return f"Engine({self.config.name!r}, closed)"
         where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
-        context = f"{self.config.context_length} tokens of context"
-        return (
-            f"Engine({self.config.name!r}, drafter {self.models.drafter_name}, {where}, {context})"
-        )
+        return f"Engine({self.config.name!r}, drafter {self.models.drafter_name}, {where})"
 
     def __enter__(self) -> Self:
         return self
@@ -88,8 +85,8 @@ class Engine:
 
     def __reduce__(self) -> NoReturn:
         raise InputError(
-            "an engine is neither pickled nor copied, as it holds weights, caches and threads; "
-            "load it in each process, and send prompts and texts"
+            "an engine holds weights and threads, which are not pickled or copied; load it in "
+            "each process, and send prompts and texts"
         )
 
     @property
@@ -200,8 +197,7 @@ class Engine:
         where memory is short.
 
         Events name requests by their numbers, from 0 on. Of `generation` and `fields` counts what
-        is of a run, such as `prefill_chunk` and `method`. Raises `InputError` before any work, and
-        names the request.
+        is of a run, such as `method`. Raises `InputError` before any work, naming the request.
         """
         generation, config = run_settings(batch_size, generation, speculation, fields)
         listed = list(requests)

@@ -22,7 +22,7 @@ from tests.cascades import WARM, settings_of, tiny_engine
 )
 def test_a_damaged_model_stops_the_run_and_is_named(method, tree, damaged, coupled):
     engine = tiny_engine()
-    model = getattr(engine, damaged)
+    model = engine.models.draft if damaged == "draft" else engine.model
     model.norm.weight[-1] = torch.nan
     object.__setattr__(model.config, "name", "the-damaged-one")
     sizes = {"budget": 32, "num_recent_tokens": 20, "tree": tree, "coupled": coupled}
