@@ -34,7 +34,8 @@ ADDED = {
     "minitri chat": "",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 16 --num-samples 64",
     "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1",
-    "minitri plan --model M": "",
+    "minitri plan --gpu rtx4090": "",
+    "minitri list": "",
     "python -m minitri.chat": "",
     "python -m tools.tour": "--max-prompt-tokens 600 --max-new-tokens 8",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
