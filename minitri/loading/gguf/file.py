@@ -89,8 +89,7 @@ class GgufFile:
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
 
-    def tokenizer(self) -> tuple[Backend, bool]:
-        """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
+    def tokenizer(self) -> Backend:
         return read_vocabulary(self.metadata)
 
     def config(self, name: str) -> ModelConfig:
