@@ -20,7 +20,7 @@ with clean_imports():
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
     from minitri.loading.fetch import LOOKUPS, default_draft, locate_config
-    from minitri.loading.named_models import shape_of
+    from minitri.loading.named_models import MODELS
     from minitri.log import log
     from minitri.roofline import Machine, Workload, copy_bytes
     from minitri.settings import DTYPES, GenerationConfig, StepPlan
@@ -84,8 +84,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def config_of(name: str) -> ModelConfig:
     """The shape of a model, without its weights. Raises `InputError`."""
-    if (shape := shape_of(name)) is not None:
-        return shape
+    if row := MODELS.get(name):
+        return row.shape
     found = locate_config(name)
     with clean_imports():  # PyTorch, for files only
         from minitri.loading.checkpoint import open_checkpoint

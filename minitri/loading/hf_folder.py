@@ -35,13 +35,13 @@ class Folder:
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """What its generation_config.json holds; nothing if there is none."""
-        return read_json(self.path / "generation_config.json", or_nothing=True)
+        """What its generation_config.json holds."""
+        return read_json(self.path / "generation_config.json")
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
         """What its tokenizer_config.json holds; a chat template in a file of its own wins."""
-        found = read_json(self.path / "tokenizer_config.json", or_nothing=True)
+        found = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
         if template.is_file():
             found["chat_template"] = template.read_text("utf-8")
@@ -72,9 +72,9 @@ class Folder:
                         yield str(name), tensor.detach()
 
 
-def read_json(path: Path, *, or_nothing: bool = False) -> dict[str, Any]:
-    """A JSON object from a file, or an `InputError`; with `or_nothing` it may be missing."""
-    if or_nothing and not path.exists():
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, an empty one if there is none. Raises `InputError`."""
+    if not path.exists():
         return {}
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
         if not path.is_file():  # a pipe might never end

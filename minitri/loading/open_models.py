@@ -47,7 +47,7 @@ class OpenModel:
         self.checkpoint = open_checkpoint(located.path)
         self.config = self.checkpoint.config(located.name)
         if row := MODELS.get(choice.model):
-            self.config = replace(self.config, context_length=row.context)
+            self.config = replace(self.config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             self.config = stretch_rope(self.config, choice.rope_scaling)
         self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table

@@ -10,7 +10,7 @@ import pytest
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
 from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
-from minitri.loading.named_models import shape_of
+from minitri.loading.named_models import MODELS
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
@@ -27,7 +27,7 @@ from tests.gpu_twins.offload import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 PLAN = StepPlan("triforce", 2, 6)
-SEVEN_B, DRAFT = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
 WINDOW = SpeculationConfig(num_recent_tokens=100)
 
 

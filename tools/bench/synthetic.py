@@ -34,7 +34,7 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
 from minitri.loading.fetch import default_draft
-from minitri.loading.named_models import shape_of, unknown_model
+from minitri.loading.named_models import MODELS, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
 from minitri.plan import ACCEPTANCE, pass_table
@@ -103,9 +103,9 @@ def setup_of(args: argparse.Namespace) -> Setup:
             "--load dummy goes with none of --compare, --peer, --profile and --coupled; leave them "
             "out"
         )
-    target = shape_of(args.shape)
-    if target is None:
+    if args.shape not in MODELS:
         raise unknown_model(args.shape)
+    shapes = {name: row.shape for name, row in MODELS.items()}
     methods = args.methods or ["triforce"]
     if len(methods) > 1 or methods == ["auto"]:
         raise InputError(
@@ -119,8 +119,8 @@ def setup_of(args: argparse.Namespace) -> Setup:
     draft = model_of(args)["draft"]
     device = choose_device(args.device)
     return Setup(
-        target,
-        shape_of(default_draft(args.shape) if draft == "auto" else draft),
+        shapes[args.shape],
+        shapes.get(default_draft(args.shape) if draft == "auto" else draft),
         speculation_of(args),
         taken(GenerationConfig, args),
         args.synthetic_acceptance,
