@@ -15,7 +15,7 @@ with clean_imports():
 
     from minitri import InputError, ModelConfig
     from minitri.cli import arguments
-    from minitri.cli.hardware import ROWS, TABLE, Site, site_named, site_of_size, this_machine
+    from minitri.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
@@ -44,7 +44,7 @@ class PlanFlags:
     """Of weights and KV cache."""
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
-    gpu: str | None = one_of(None, "list", *ROWS)
+    gpu: str | None = one_of(None, "list", *SITES)
     """A card or an Apple chip by name; `list` shows their figures."""
     cpu: bool = False
     """This machine's processor, whose memory is measured."""
@@ -118,10 +118,9 @@ def site_of(args: argparse.Namespace) -> Site:
     """Where it is to run, with what other flags say instead. Raises `InputError`."""
     if args.cpu and args.gpu:
         raise InputError("--cpu and --gpu are two machines; give one of them")
+    site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
     if args.cpu:
         site = this_machine()
-    else:
-        site = site_named(args.gpu) if args.gpu else site_of_size(args.gpu_memory or 24)
     if site.is_cpu and args.gpus > 1:
         raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     machine = site.machine

