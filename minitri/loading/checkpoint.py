@@ -173,8 +173,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
 
 
 def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
-    kinds = [(it.is_floating_point(), it.shape) for it in (tensor, place)]
-    if kinds[0] != kinds[1]:
+    if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
         raise InputError(
             f"{name} is {found} where the config asks for {wanted}; use a checkpoint that is not "

@@ -16,6 +16,7 @@ from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
 from minitri.loading.gguf.blocks import BITS, repack, unpack
+from minitri.loading.gguf.container import StoredTensor
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
 from minitri.roofline import bytes_per_pass
@@ -99,8 +100,9 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         blocks[0, :, :factor_bytes] = 0
         blocks[1:20, :, :factor_bytes] = [3, 128] * (factor_bytes // 2)  # -3 / 2^24
         wanted = torch.from_numpy(gguf.dequantize(stored, kinds[kind]))
-        assert torch.equal(dequantize(repack(stored, kind, E), E, BITS[kind]), wanted)
-        assert torch.equal(*(it.view(torch.int32) for it in (unpack(stored, kind, E), wanted)))
+        matrix = StoredTensor(kinds[kind], (70, E), stored)
+        assert torch.equal(dequantize(repack(matrix), E, BITS[kind]), wanted)
+        assert torch.equal(*(it.view(torch.int32) for it in (unpack(matrix), wanted)))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
