@@ -14,13 +14,7 @@ from minitri.loading.named_models import MODELS
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import (
-    Machine,
-    Workload,
-    copy_bytes,
-    num_weights,
-    weights_per_pass,
-)
+from minitri.roofline import Machine, Workload, copy_bytes, num_weights, weights_per_pass
 from minitri.settings import StepPlan
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.gpu_twins.offload import offloaded
@@ -31,15 +25,10 @@ SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m")
 WINDOW = SpeculationConfig(num_recent_tokens=100)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"num_kv_heads": 4, "num_layers": 3},
-    ],
-)
+GROUPED = {"num_kv_heads": 4, "num_layers": 3, "attention_bias": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, GROUPED])
 def test_weights_are_counted_as_the_model_has_them(changes):
     model = tiny_model(tiny_config(**changes))
     assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())

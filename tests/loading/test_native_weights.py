@@ -184,7 +184,6 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     assert twin.num_bytes == bytes_per_pass(twin) - sum(
         part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
     )
-    assert (logits(twin) - logits(model)).abs().mean() < 0.5
     same = load(path, draft_weights="same")
     assert same.models.retrieval is same.model
 
