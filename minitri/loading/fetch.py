@@ -46,9 +46,9 @@ def locate_config(model: str) -> Located:
     """As `locate`, but of a repository config.json alone is fetched. Raises `InputError`."""
     if path := local_path(model):
         return Located(path.resolve().name, path)
+    repo = repository_of(model)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    repo = repository_of(model)
     with _asking_for(repo):
         found = try_to_load_from_cache(repo, "config.json")
         file = found if isinstance(found, str) else hf_hub_download(repo, "config.json")
