@@ -282,7 +282,10 @@ def typed_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401
+            import readline
+
+            # What a terminal makes of a Ctrl-D that was typed while nobody read is a NUL.
+            readline.parse_and_bind(r'"\C-@": "\C-d"')
         log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
         try:

@@ -289,7 +289,7 @@ def test_what_cannot_begin_is_one_line(instruct, call, flags):
     assert ("missing.kv" if "--load" in flags else "--fit") in line
 
 
-def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line(instruct):
+def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instruct):
     terminal, other = pty.openpty()
     shown = ""
 
@@ -322,10 +322,13 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line(instruct):
             os.write(terminal, b"\x03")
             half = b"half a line"
             steps = [("stopped", b""), (">", half), ("a line", b"\x03"), ("/quit or", b"")]
-            for shown_first, typed in (*steps, (">", b"/quit\r")):
+            for shown_first, typed in (*steps, (">", b"And now?\r")):
                 read_until(shown_first)
                 time.sleep(0.2)  # a Ctrl-C between prompt and waiting is noticed at the next key
                 os.write(terminal, typed)
+            read_until("now?")
+            time.sleep(0.5)
+            os.write(terminal, b"\x04")  # while it answers
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()
