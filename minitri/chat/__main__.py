@@ -155,7 +155,8 @@ class Chat:
 
     def _read(self, talk: Conversation) -> None:
         """Goes on with this conversation, and reads its documents; Ctrl-C keeps what was read."""
-        self.talk, beginning = talk, talk.beginning
+        self.talk = talk
+        beginning = talk.beginning
         is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
         if talk.documents and not is_read and self._run(beginning, 1).finish_reason is None:
             num_read = num_common(self._engine.held_tokens, beginning)
@@ -172,14 +173,17 @@ class Chat:
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
-            raise InputError(f"{problem}; ask something shorter, or /reset")
+            raise InputError(
+                f"this needs {len(prompt)} tokens but the context holds {context}; ask something "
+                "shorter, or /reset"
+            )
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
-        is_full = row.finish_reason == "length" and room < most_new
-        reason = "full" if is_full else row.finish_reason
+        reason = row.finish_reason
+        if reason == "length" and room < most_new:
+            reason = "full"
         ids = row.token_ids
         if is_cut := reason in ENDINGS:
             log.info("(%s after %d tokens; /continue goes on)", ENDINGS[reason], len(ids))
@@ -225,12 +229,12 @@ class ChatFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
-    about = "Answers questions, about documents that are read once. "
     parser = arguments.OneLineParser(
         "chat",
         "--document novel.txt",
         "--document a.txt b.pdf --fit --system 'Answer in one sentence.' --temperature 0.6",
-        description=about + "While it runs: " + ", ".join(f"/{name}" for name in COMMANDS),
+        description="Answers questions, about documents that are read once. While it runs: "
+        + ", ".join(f"/{name}" for name in COMMANDS),
     )
     arguments.add_flags(parser, *arguments.MODEL)
     text = "texts, PDF or HTML to ask about; may be given several times"

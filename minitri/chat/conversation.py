@@ -71,7 +71,8 @@ class Conversation:
     @functools.cached_property
     def beginning(self) -> list[int]:
         """Token ids of all that stands before the first question."""
-        found, gap = [*self.start], self.tokenizer.encode_marked("\n\n")
+        found = [*self.start]
+        gap = self.tokenizer.encode_marked("\n\n")
         for document in self.documents:
             found += [*document.token_ids, *gap]
         return found if len(found) <= self.most else [*found[: self.most], *gap]
@@ -82,8 +83,10 @@ class Conversation:
         """This conversation with more documents, by their names. Of all of them it has what the
         flags keep: the longest are cut to one length. Raises `InputError` if that is more than the
         context holds."""
-        added = [(name, self.tokenizer.encode_marked(text.strip())) for name, text in texts.items()]
-        documents = [*self.documents, *(Document(name, ids, len(ids)) for name, ids in added)]
+        documents = [*self.documents]
+        for name, text in texts.items():
+            ids = self.tokenizer.encode_marked(text.strip())
+            documents.append(Document(name, ids, len(ids)))
         context = config.context_length
         room = context - len(self.start) - min(TALK_TOKENS, context // 4)
         sizes = [it.size for it in documents]

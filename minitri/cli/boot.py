@@ -38,8 +38,10 @@ def boot(
         torch.set_num_threads(min(args.threads, most))
     engine = load(**model_of(args), before_weights=check)
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
-        raise InputError(f"--bitwise needs {needs}; leave it out")
+        raise InputError(
+            "--bitwise needs the compiled kernels (a CPU with a C++ compiler) and no --tree; leave "
+            "it out"
+        )
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     return engine

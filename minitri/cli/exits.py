@@ -72,15 +72,15 @@ def program(
             ranks = join()
             if ranks.count > 1 and not parallel:
                 raise InputError(f"{parser.prog} is one process; start it without torchrun")
-            if ranks.rank:
+            log.disabled = ranks.rank > 0  # the first speaks for all
+            if log.disabled:
                 _mute()
             args = parser.parse_args(argv)
             args.in_flags = parser.in_flags
-            args.quiet |= ranks.rank > 0
+            args.quiet |= log.disabled
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
-            log.disabled = ranks.rank > 0
             try:
                 sys.exit(run_command(args) or 0)
             except InputError as error:

@@ -60,10 +60,10 @@ def run_lines(
             write(heads[end.row] | answer(run.rows[end.row]))
         conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
-        num_wrong = len(lines) - len(requests)
-        file = shorten(args.prompts)
-        problem = f"{num_wrong} of {len(lines)} lines of --prompts {file} were wrong"
-        raise InputError(f"{problem}; the answers with an error say which, and why")
+        raise InputError(
+            f"{len(lines) - len(requests)} of {len(lines)} lines of --prompts "
+            f"{shorten(args.prompts)} were wrong; the answers with an error say which, and why"
+        )
 
 
 def write(answer: dict[str, Any]) -> None:
