@@ -20,9 +20,10 @@ from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import Generation, filters_of, make_row, running
 from minitri.gpu.allocation import allocate_full_cache, most_rows
+from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, requests_of, run_settings
 from minitri.runner import score
@@ -181,7 +182,9 @@ class Engine:
             raise InputError("the text is one token, after which nothing is scored; give more")
         run = GenerationConfig(1)
         with running(self.models):
-            full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
+            # No guesses follow, and nothing after the last token.
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
     def stream(
@@ -262,7 +265,8 @@ class Engine:
     ) -> int:
         draft = self.models.draft.config if self.models.draft else None
         host = self._pool.host.num_free_bytes
-        return most_rows(self.model, draft, run, speculation, lengths, host)
+        shape = MemoryShape(tuple(lengths), SamplingParams(), run, speculation)
+        return most_rows(self.model, draft, shape, host)
 
     def _shared(self, prompt: Prompt, **settings: Any) -> tuple[Request, dict[str, Any]]:
         """A request of `agenerate`, and the settings of a run that it shares with its equals."""

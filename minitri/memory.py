@@ -27,15 +27,10 @@ from minitri.gpu.allocation import allocate_full_cache
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import MemoryShape
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, empty_queries
-from minitri.settings import (
-    LONGEST_BLOCK,
-    GenerationConfig,
-    SamplingParams,
-    SpeculationConfig,
-    round_up_to_stride,
-)
+from minitri.settings import LONGEST_BLOCK
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
@@ -65,44 +60,6 @@ class Models:
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
-
-
-@dataclass(frozen=True)
-class MemoryShape:
-    """What a run needs memory for."""
-
-    prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row."""
-    sampling: SamplingParams
-    """The filters that captured steps apply."""
-    generation: GenerationConfig
-    speculation: SpeculationConfig
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompt_lengths)
-
-    @property
-    def reserved_lengths(self) -> list[int]:
-        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
-        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
-
-    @property
-    def capacity(self) -> int:
-        """Slots that each row needs: prompt, output, and the guesses of the last step."""
-        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
-        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
-
-    @property
-    def budgets(self) -> list[int]:
-        """Tokens that the retrieval cache of each row must have room for, now or later."""
-        return [self.budget_for(length) for length in self.reserved_lengths]
-
-    def budget_for(self, length: int) -> int:
-        """The budget for a prompt of this length: never more than a text here can fill."""
-        unit = self.speculation.chunk_size
-        slots = round_up_to_stride(self.capacity)
-        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,8 +110,7 @@ def allocate(
     draft = models.draft if any(plan.uses_drafter for plan in plans) else None
     if full is None:
         draft_config = draft.config if draft is not None else None
-        settings = (draft_config, shape.generation, speculation)
-        full = allocate_full_cache(target, *settings, shape.reserved_lengths, shape.capacity, host)
+        full = allocate_full_cache(target, draft_config, shape, host)
     elif isinstance(full, OffloadedFullCache):
         full.rebuilding = None  # it belongs to a retrieval cache that is gone
     is_row_invariant = target.execution.is_row_invariant

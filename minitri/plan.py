@@ -18,7 +18,7 @@ with clean_imports():
     from minitri.cli.hardware import ROWS, TABLE, Site, site_named, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
     from minitri.loading.fetch import (
         LOOKUPS,
         config_folder,
@@ -29,7 +29,7 @@ with clean_imports():
     from minitri.loading.named_models import shape_of
     from minitri.log import log
     from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
-    from minitri.settings import DTYPES, GenerationConfig, StepPlan
+    from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
 
 
 ACCEPTANCE = (0.46, 0.92)
@@ -104,13 +104,11 @@ def demand_of(args: argparse.Namespace) -> Demand:
         told = (config.name, config.context_length, context, advice)
         log.warning("%s holds %d tokens, not %d; %s", *told)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
+    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(
         config,
         None if draft in (*LOOKUPS, "none") else config_of(draft),
-        arguments.speculation_of(args),
-        context,
-        [context],
-        args.prefill_chunk,
+        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
         num_gpus=args.gpus,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],

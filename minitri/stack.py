@@ -20,8 +20,9 @@ from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.graphs import GraphPool
+from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of
-from minitri.memory import Memory, MemoryShape, Models
+from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill

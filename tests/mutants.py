@@ -204,6 +204,13 @@ decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
     _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
+gpu_twins/test_capture_lint.py
+::test_so_do_trees_and_guesses_of_no_fixed_length[naive-how0-sampling0-False]
+  a captured tree sees what its block is padded with
+    ModelRunner.read_tree: torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
+    => F.pad(rule_TT, (0, pad, 0, pad), value=True)
+  a captured tree keeps the shape that it was captured with
+    GraphPool.capture: zip(statics, inputs, strict=True) => zip(statics[:2], inputs)
 gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
