@@ -109,18 +109,16 @@ def allocate(
     plans = speculation.plans
     draft = models.draft if any(plan.uses_drafter for plan in plans) else None
     if full is None:
-        draft_config = draft.config if draft is not None else None
-        full = allocate_full_cache(target, draft_config, shape, host)
-    elif isinstance(full, OffloadedFullCache):
-        full.rebuilding = None  # it belongs to a retrieval cache that is gone
-    is_row_invariant = target.execution.is_row_invariant
-    prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
+        full = allocate_full_cache(target, draft.config if draft else None, shape, host)
+    reads_alike = not target.execution.is_row_invariant
+    prefix = PrefixCache(full, speculation.max_block, reads_alike=reads_alike)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
     options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
     small: dict[str, Any] = {}
+    cache: RetrievalCache | None = None
     try:
         if draft is not None:
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
@@ -129,11 +127,14 @@ def allocate(
             options["block_sizes"] = {window.max_block} if speculation.tree else ()
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
-            cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
+            policy = make_policy(speculation.policy, full, speculation.chunk_size)
+            sizes: dict[str, Any] = {"num_heads": queries_LBTHD.shape[3], "budgets": shape.budgets}
+            cache = RetrievalCache(full, policy, speculation, **sizes)
             longest = 1 + max(plan.gamma1 for plan in plans)
             options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
-        if full.on_chip < target.config.num_layers:
+        if isinstance(full, OffloadedFullCache):
+            full.rebuilding = None if cache is None else (weakref.proxy(cache), queries_LBTHD)
             options["graphs"] = None
         options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
         options["queries_LBTHD"] = queries_LBTHD
@@ -143,18 +144,8 @@ def allocate(
             f"the small KV caches do not fit on {target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
+    small["retrieval_cache"] = cache
     return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
-
-
-def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
-    """An empty one; it follows `full`, and the queries of its latest block."""
-    speculation = shape.speculation
-    policy = make_policy(speculation.policy, full, speculation.chunk_size)
-    num_heads = queries_LBTHD.shape[3]
-    cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
-    if isinstance(full, OffloadedFullCache):
-        full.rebuild_while_staged(cache, queries_LBTHD)
-    return cache
 
 
 class MemoryPool:
@@ -231,11 +222,11 @@ class MemoryPool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
         settings = kept.shape.speculation
         # Every run may choose these two for itself.
-        own = {name: getattr(settings, name) for name in ("coupled", "timed")}
+        wanted = replace(new.speculation, coupled=settings.coupled, timed=settings.timed)
         cache = kept.retrieval_cache
         return (
             fits(kept, new)
-            and replace(new.speculation, **own) == settings
+            and wanted == settings
             and isinstance(settings.policy, str)  # another keeps its own state
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk

@@ -106,11 +106,10 @@ def demand_of(args: argparse.Namespace) -> Demand:
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(
-        config,
+        config.share(args.gpus),
         None if draft in (*LOOKUPS, "none") else config_of(draft),
         MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
-        num_gpus=args.gpus,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
 
@@ -118,13 +117,13 @@ def demand_of(args: argparse.Namespace) -> Demand:
 def workload(needs: Demand, on_chip: int) -> Workload:
     """What each GPU decodes at the end of the context."""
     return Workload(
-        needs.share,
+        needs.config,
         needs.draft,
         needs.num_tokens,
         needs.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
-        retrieval_bytes=copy_bytes(needs.share, needs.copy_bits) or None,
+        retrieval_bytes=copy_bytes(needs.config, needs.copy_bits) or None,
     )
 
 

@@ -15,7 +15,6 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
@@ -26,7 +25,6 @@ from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
-from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
@@ -41,7 +39,8 @@ class Stack:
         self.shape = shape
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self.source = _random_source(shape.speculation)
+        kind = shape.speculation.verification  # of chains
+        self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         if memory.graphs is not None:
             self._capture(memory.graphs)
@@ -176,14 +175,6 @@ class Stack:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
         self.memory.prefix.keep(b, self.sequences[b])
         self.cascade.retire(b)
-
-
-def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
-    """Where random numbers come from; `restart` gives each row its seed."""
-    if speculation.coupled:
-        return CoupledTrees() if speculation.tree else CoupledSource()
-    make = IndependentTrees if speculation.tree else IndependentSource
-    return make(kind=speculation.verification)
 
 
 def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:

@@ -240,9 +240,11 @@ gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
     HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1] => pass
 gpu_twins/test_layer_major.py::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
-  queries of the last chunk alone | read_by_layers: len(ends) - 2 => len(ends) - 1
+  queries of the last chunk alone
+    read_by_layers: start + chunk > end - max_queries => start + chunk >= end
 gpu_twins/test_layer_major.py::test_k_and_v_are_those_of_a_cache_on_the_device[0-200]
-  a prompt that counts as read before its last layer | read_by_layers: ends[done // L] => end
+  a prompt that counts as read before its last layer
+    read_by_layers: starts[done // L + 1] => end
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   an event is read before the device has passed it | CudaClock.settle: end.synchronize() => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[in place-0]

@@ -1,11 +1,9 @@
-"""Attention on a GPU: backends for short blocks, and which of them a model uses.
-
-For short blocks row lengths are read on the device, so the host never waits, shapes never change,
-and a CUDA graph can replay it:
+"""Attention on a GPU: backends for short blocks, which read row lengths on the device, so that a
+graph can hold them, and which of them a model uses.
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package, where it is asked for; it takes no float32,
-  and trees go to our own kernel;
+- `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
+  go to our own kernel;
 - `math`: plain formulas over all slots with a mask, where our kernel does not work.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -26,7 +24,7 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
-from minitri.model.attention import block_rule, row_by_row
+from minitri.model.attention import block_rule
 from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
@@ -82,17 +80,13 @@ def attend_flash(
 
 
 def attend_fused(
-    q_BTHD: Tensor,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
-    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int]
 ) -> Tensor:
     """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
-    assert rule_TT is None
     if min(prefix_lengths) < max(prefix_lengths):
-        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
+        tensors = (it.split(1) for it in (q_BTHD, keys_BKSD, values_BKSD))
+        rows = zip(*tensors, prefix_lengths, strict=True)
+        return torch.cat([attend_fused(q, k, v, [length]) for q, k, v, length in rows])
     from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
 
     T, H = q_BTHD.shape[1:3]
@@ -126,7 +120,8 @@ class GpuAttention:
         lengths_B: Tensor | None = None,
     ) -> Tensor:
         if lengths_B is None:
-            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+            assert rule_TT is None
+            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths)
         return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
 
 
@@ -161,10 +156,7 @@ def choose_attention(
 
 
 def check_backend(
-    attend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: ModelConfig,
+    attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
 ) -> None:
     """Raises an error if a backend differs from plain formulas in float64, on long, short and
     empty prefixes, of chains and of trees."""

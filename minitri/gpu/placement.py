@@ -9,7 +9,6 @@ Legend: L layers, B batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
@@ -73,19 +72,13 @@ class Demand:
     """The bytes that a run needs on each of its GPUs."""
 
     config: ModelConfig
+    """The model's, or each GPU's share of it."""
     draft: ModelConfig | None
     """None stands for lookup."""
     shape: MemoryShape
     itemsize: int = 2
-    num_gpus: int = 1
-    """That share the model."""
     copy_bits: int = 0
     """Of a copy of the weights that proposes with the retrieval cache; 0: there is none."""
-
-    @cached_property
-    def share(self) -> ModelConfig:
-        """The model's part on a GPU. Raises `InputError` if it cannot be split over that many."""
-        return self.config.share(self.num_gpus)
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -104,7 +97,7 @@ class Demand:
     @property
     def kv_slot(self) -> int:
         """Bytes of a token of every row in one layer of the full cache."""
-        config = self.share
+        config = self.config
         return self.shape.num_rows * 2 * config.num_kv_heads * config.head_dim * self.itemsize
 
     @property
@@ -115,7 +108,7 @@ class Demand:
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
-        config = self.share
+        config = self.config
         drafter = self.drafter
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
@@ -136,7 +129,7 @@ class Demand:
 
     def _small_caches(self, num_means: int) -> int:
         """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
-        config = self.share
+        config = self.config
         drafter = self.drafter
         speculation = self.speculation
         B = self.shape.num_rows
@@ -159,7 +152,7 @@ class Demand:
 
     def _activations(self) -> int:
         """While a chunk of the prompt is read, or a block verified; an estimate."""
-        config = self.share
+        config = self.config
         shape = self.shape
         num_tokens = shape.num_rows * self.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads

@@ -89,9 +89,9 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     assert needs.on_host(1) == cache.host_LBSPKD.nbytes
 
 
-def seven_b(context: int = 124928, speculation=TRIFORCE, **changes):
+def seven_b(context: int = 124928, speculation=TRIFORCE, num_gpus: int = 1, **changes):
     shape = MemoryShape((context,), SamplingParams(), GenerationConfig(1), speculation)
-    return Demand(SEVEN_B, DRAFT, shape, **changes)
+    return Demand(SEVEN_B.share(num_gpus), DRAFT, shape, **changes)
 
 
 def test_an_engine_places_as_many_layers_as_fit():
@@ -212,7 +212,7 @@ def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
     guessing = [parts["weights that only propose"] for parts in (one, two, copied)]
     assert guessing[0] == guessing[1] == guessing[2] - copy_bytes(SEVEN_B.share(2), 4)
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
-        seven_b(num_gpus=3).on_device(0)
+        seven_b(num_gpus=3)
 
 
 @pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
