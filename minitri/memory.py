@@ -100,9 +100,9 @@ def allocate(
 ) -> Memory:
     """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
-    `full` is a full cache to take over; `held` are texts that another run left, in `full` or
-    elsewhere; `host` lends memory for K and V. By default the full cache goes where it fits, and
-    passes are captured on a GPU, but for those that stream K and V from host memory.
+    `full` is a full cache to take over, by default a new one where it fits; `held` are texts that
+    another run left; `host` lends memory for K and V. Passes are captured on a GPU, but for those
+    that stream K and V from host memory.
     """
     target = models.target
     speculation = shape.speculation
@@ -177,9 +177,9 @@ class MemoryPool:
         return kept
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which is over. K and V in host memory are not kept
-        after an interruption, which may leave buffers half written; nor where a shorter text may
-        have room for more layers on the device."""
+        """Keeps the memory of the latest run, which is over; K and V in host memory neither after
+        an interruption, which may leave buffers half written, nor where a shorter text may have
+        room for more layers on the device."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)

@@ -198,12 +198,9 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:
-    """Whether the autotuner may follow measured times: if all plans write the same text, or if
-    `timed` accepts that they may not. Ranks that compute one model together must choose alike.
-
-    Unless the model is row-invariant, the length of a block may decide a near-tie in other dtypes
-    than float32, and on a GPU.
-    """
+    """Whether the autotuner may follow measured times: if all plans write the same text, or `timed`
+    accepts that they may not. Ranks must choose alike. Unless the model is row-invariant, the size
+    of a block may decide a near-tie in other dtypes than float32, and on a GPU."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:

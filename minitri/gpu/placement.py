@@ -109,11 +109,10 @@ class Demand:
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
         config = self.config
-        drafter = self.drafter
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
         proposing = copy_bytes(config, self.copy_bits)
-        if drafter is not None:
+        if (drafter := self.drafter) is not None:
             proposing += num_weights(drafter) * self.itemsize
         # Of a prompt that is read layer by layer.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
@@ -130,20 +129,18 @@ class Demand:
     def _small_caches(self, num_means: int) -> int:
         """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
         config = self.config
-        drafter = self.drafter
         speculation = self.speculation
         B = self.shape.num_rows
         num_bytes = 0
         if any(plan.uses_retrieval for plan in speculation.plans):
             slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
-            held = 2 * config.num_layers * slots + num_means * (
-                self.slots // speculation.chunk_size
-            )
+            num_chunks = self.slots // speculation.chunk_size
+            held = 2 * config.num_layers * slots + num_means * num_chunks
             num_bytes += held * self.kv_slot // 2
             num_queries = speculation.observation_window + speculation.max_block
             width = config.num_heads * config.head_dim
             num_bytes += B * config.num_layers * num_queries * width * self.itemsize
-        if drafter is not None:
+        if (drafter := self.drafter) is not None:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
             window += speculation.room + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
@@ -153,12 +150,12 @@ class Demand:
     def _activations(self) -> int:
         """While a chunk of the prompt is read, or a block verified; an estimate."""
         config = self.config
-        shape = self.shape
-        num_tokens = shape.num_rows * self.speculation.max_block
+        num_tokens = self.shape.num_rows * self.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
         row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
         sampling = 40 * num_tokens * config.vocab_size  # logits, sorted, with running sums
-        return max(shape.generation.prefill_chunk, num_tokens) * row * self.itemsize + sampling
+        num_read = max(self.shape.generation.prefill_chunk, num_tokens)
+        return num_read * row * self.itemsize + sampling
 
     def on_device(self, on_chip: int) -> int:
         """Bytes on the device if `on_chip` layers keep their KV there."""
@@ -170,9 +167,9 @@ class Demand:
 
     def fits(self, device_bytes: float, host_bytes: float, on_chip: int) -> bool:
         """Whether there is room with KV of `on_chip` layers on the device."""
-        is_placement = on_chip <= self.config.num_layers
-        is_there = self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
-        return is_placement and is_there
+        if on_chip > self.config.num_layers:
+            return False
+        return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
