@@ -23,7 +23,7 @@ from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
-from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.allocation import allocate_full_cache, fitting
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
@@ -175,6 +175,11 @@ class MemoryPool:
         kept.prefix.snapshot = self.snapshot
         self._latest = id(kept)
         return kept
+
+    def fitting(self, shape: MemoryShape) -> MemoryShape:
+        """The first rows of a shape, in falling order of length, for which there is room."""
+        draft = self.models.draft.config if self.models.draft else None
+        return fitting(self.models.target, draft, shape, self.host.num_free_bytes)
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of the latest run, which is over; K and V in host memory neither after

@@ -52,18 +52,18 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
     return on_device + parts["weights"] + parts["weights that only propose"], on_host
 
 
-def most_rows(
-    target: Llama, draft: ModelConfig | None, shape: MemoryShape, kept_host_bytes: int = 0
-) -> int:
-    """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
+def fitting(
+    target: Llama, draft: ModelConfig | None, shape: MemoryShape, kept_host_bytes: int
+) -> MemoryShape:
+    """The first rows of a shape, as many as memory holds at a time, at least one."""
     needs = Demand(target.config, draft, shape, target.dtype.itemsize)
     on_device, on_host = room_for(target, needs)
+    room = (on_device, on_host + kept_host_bytes)
     choices = placements(shape.generation, target.config.num_layers)
-    for n in range(shape.num_rows, 1, -1):
-        fewer = replace(needs, shape=replace(shape, prompt_lengths=shape.prompt_lengths[:n]))
-        if any(fewer.fits(on_device, on_host + kept_host_bytes, it) for it in choices):
-            return n
-    return 1
+    while shape.num_rows > 1 and not any(needs.fits(*room, n) for n in choices):
+        shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
+        needs = replace(needs, shape=shape)
+    return shape
 
 
 def allocate_full_cache(

@@ -77,8 +77,8 @@ class FusedLayers(Layers):
 
 
 def fuse_if_possible(model: Llama) -> Llama:
-    """The model on compiled kernels, sharing all weights, on a GPU where they work; elsewhere the
-    model as it is. The environment variable MINITRI_KERNELS=off stands for no kernels."""
+    """The model on compiled kernels, where they work, on a GPU; else as it is. The environment
+    variable MINITRI_KERNELS=off stands for no kernels."""
     if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
         return model
     if problem := problem_with(lambda: check_kernels(model)):

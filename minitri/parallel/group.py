@@ -1,8 +1,8 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
-All ranks draw the same random numbers and read the same gathered logits, so they take the same
-decisions; what only one can know, such as a prompt from standard input, rank 0 is asked for.
-Tensors on CUDA go through NCCL, all others through gloo.
+All draw the same random numbers and read the same gathered logits, so they take the same decisions;
+what only one can know, such as a prompt from standard input, rank 0 is asked for. Tensors on CUDA
+go through NCCL, all others through gloo.
 """
 
 import atexit

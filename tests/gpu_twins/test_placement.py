@@ -9,25 +9,12 @@ import pytest
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
-from minitri.gpu.placement import (
-    CONTEXT,
-    GIB,
-    RESERVE,
-    Demand,
-    MemoryShape,
-    choose_on_chip,
-)
+from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, MemoryShape, choose_on_chip
 from minitri.loading.named_models import shape_of
 from minitri.memory import Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import (
-    Machine,
-    Workload,
-    copy_bytes,
-    num_weights,
-    weights_per_pass,
-)
+from minitri.roofline import Machine, Workload, copy_bytes, num_weights, weights_per_pass
 from minitri.settings import StepPlan
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.gpu_twins.offload import offloaded
