@@ -194,30 +194,19 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     return torch.empty(shape, dtype=model.dtype, device=model.device)
 
 
-def read_chunks(
-    model: Llama, tokens: list[int], full: FullCache, b: int, chunk: int, max_queries: int = 0
-) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Reads what row b lacks of these tokens. Yields the final hidden states (T, E) of each chunk,
-    and the rotated queries (L, T, H, D) of its last `max_queries` tokens; None: of no token."""
-    while piece := tokens[(start := full.lengths[b]) : start + chunk]:
-        queries_LBTHD = None
-        if max_queries:
-            queries_LBTHD = empty_queries(model, 1, min(max_queries, len(piece)))
-        with model.execution.reading():
-            hidden_BTE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
-        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
-        yield hidden_BTE[0], None if queries_LBTHD is None else queries_LBTHD[:, 0]
-
-
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
     """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
     those before it, float32 on the CPU. The cache is empty."""
     found: list[Tensor] = []
-    following_T1 = torch.tensor(ids[1:]).unsqueeze(1).to(model.device)
-    for hidden_TE, _ in read_chunks(model, ids[:-1], full, 0, chunk):
-        end = full.lengths[0]
-        following = following_T1[end - len(hidden_TE) : end].split(SCORED_AT_ONCE)
-        for hidden_NE, tokens_N1 in zip(hidden_TE.split(SCORED_AT_ONCE), following, strict=True):
+    for start in range(0, len(ids) - 1, chunk):
+        piece = ids[start : min(start + chunk, len(ids) - 1)]
+        with model.execution.reading():
+            hidden_1TE = read_block(model, [piece], full, is_prompt=True)
+        full.advance([len(piece)])
+        following_T1 = torch.tensor(ids[start + 1 :][: len(piece)]).unsqueeze(1).to(model.device)
+        for hidden_NE, tokens_N1 in zip(
+            hidden_1TE[0].split(SCORED_AT_ONCE), following_T1.split(SCORED_AT_ONCE), strict=True
+        ):
             scores_NV = model.logits(hidden_NE).log_softmax(-1)
             found.append(scores_NV.gather(1, tokens_N1).squeeze(1).cpu())
     return torch.cat(found)
@@ -239,8 +228,15 @@ def prefill(
     in host memory is filled layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    wanted = 0 if watch is None else max_queries or chunk
-    for _, queries_LTHD in read_chunks(model, prompt[:-1], full, b, chunk, wanted):
-        if watch is not None and queries_LTHD is not None:
-            watch(queries_LTHD)
+    end = len(prompt) - 1
+    while (start := full.lengths[b]) < end:
+        piece = prompt[start : min(start + chunk, end)]
+        queries_LBTHD = None
+        if watch is not None:
+            queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
+        with model.execution.reading():
+            read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+        if watch is not None and queries_LBTHD is not None:
+            watch(queries_LBTHD[:, 0])
         yield full.lengths[b]

@@ -24,7 +24,7 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
-from minitri.model.attention import block_rule
+from minitri.model.attention import block_rule, row_by_row
 from minitri.settings import LONGEST_BLOCK
 
 log = logging.getLogger("minitri")
@@ -80,13 +80,17 @@ def attend_flash(
 
 
 def attend_fused(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int]
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
     """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    assert rule_TT is None
     if min(prefix_lengths) < max(prefix_lengths):
-        tensors = (it.split(1) for it in (q_BTHD, keys_BKSD, values_BKSD))
-        rows = zip(*tensors, prefix_lengths, strict=True)
-        return torch.cat([attend_fused(q, k, v, [length]) for q, k, v, length in rows])
+        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
     from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
 
     T, H = q_BTHD.shape[1:3]
@@ -120,8 +124,7 @@ class GpuAttention:
         lengths_B: Tensor | None = None,
     ) -> Tensor:
         if lengths_B is None:
-            assert rule_TT is None
-            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths)
+            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
         return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
 
 
