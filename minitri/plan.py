@@ -18,12 +18,12 @@ with clean_imports():
     from minitri.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
     from minitri.loading.fetch import LOOKUPS, default_draft, locate_config
     from minitri.loading.named_models import MODELS
     from minitri.log import log
     from minitri.roofline import Machine, Workload, copy_bytes
-    from minitri.settings import DTYPES, GenerationConfig, StepPlan
+    from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
 
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
@@ -101,15 +101,12 @@ def demand_of(args: argparse.Namespace) -> Demand:
         advice = "it needs --rope-scaling, or take a lower --context"
         log.warning("%s holds %d tokens, not %d; %s", config.name, longest, context, advice)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
+    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(
-        config,
+        config.share(args.gpus),
         None if draft in LOOKUPS else config_of(draft),
-        arguments.speculation_of(args),
-        context,
-        [context],
-        args.prefill_chunk,
+        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
-        num_gpus=args.gpus,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
 
@@ -204,13 +201,13 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
 def workload(needs: Demand, on_chip: int) -> Workload:
     """What each GPU decodes at the end of the context."""
     return Workload(
-        needs.share,
+        needs.config,
         needs.draft,
         needs.num_tokens,
         needs.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
-        retrieval_bytes=copy_bytes(needs.share, needs.copy_bits) or None,
+        retrieval_bytes=copy_bytes(needs.config, needs.copy_bits) or None,
     )
 
 

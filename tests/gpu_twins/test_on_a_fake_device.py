@@ -10,7 +10,7 @@ from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import choose_device, retrieval_copy
 from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.trees.shape import shape_of as shape_of_tree
+from minitri.trees.shape import shape_of
 from tests.conftest import byte_level_tokenizer
 from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
 from tests.mutation import Mutant, mutated
@@ -31,7 +31,7 @@ def cuda(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device, and needs none")
     trust_kernels(monkeypatch)
-    shape_of_tree.cache_clear()  # masks are tensors, and real ones
+    shape_of.cache_clear()  # masks are tensors, and real ones
     with fake_cuda(monkeypatch) as found:
         capture = GraphPool.capture
 
@@ -41,7 +41,7 @@ def cuda(monkeypatch):
 
         monkeypatch.setattr(GraphPool, "capture", noted)
         yield found
-    shape_of_tree.cache_clear()
+    shape_of.cache_clear()
 
 
 def setup_of(backend="triton", weights="same", offload=(), **speculation):
