@@ -107,15 +107,14 @@ def summarise(done: dict[str, list[Run]]) -> Result:
         accepted: Counter[str] = Counter()
         tested: Counter[str] = Counter()
         for run in own:
-            plans.update(run.stats.steps_per_plan)
+            plans += run.stats.steps_per_plan
             for level in run.stats.levels:
                 accepted[level.name] += level.num_accepted_tokens
                 tested[level.name] += level.num_tested_tokens
+        speedups = [one.ms_per_token / run.ms_per_token for one, run in pairs]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in own]),
-            "speedup": spread([one.ms_per_token / run.ms_per_token for one, run in pairs])
-            if len(done) > 1
-            else None,
+            "speedup": spread(speedups) if len(done) > 1 else None,
             "prefill_seconds": spread([run.prefill_seconds for run in own]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
@@ -129,18 +128,15 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 def table(result: Result) -> str:
     """The result for people."""
-    line = "{:24s} {:>22s} {:>20s} {:>11s} {:>18s} {:>15s} {:>9s}".format
-    accepted = ("retrieval accepted", "target accepted")
-    lines = [line("", "ms/token", "speedup", "tokens/step", *accepted, "prefill s")]
-    reference = next(iter(result))
+    line = "{:16}{:>20}{:>20}{:>13}{:>11}{:>8}{:>11}{:>13}".format
+    heads = ("tokens/step", "retrieval", "target", "prefill s", "same tokens")
+    lines = [line("", "ms/token", "speedup", *heads)]
     for name, row in result.items():
         rates = (row["acceptance"].get(level) for level in ("retrieval", "target"))
         numbers = (row["tokens_per_step"], *rates, row["prefill_seconds"]["median"])
         cells = ("" if it is None else f"{it:.2f}" for it in numbers)
-        lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
-        if row["same_tokens"] and name != reference:
-            counts = ", ".join(map(str, row["same_tokens"]))
-            lines.append(f"{'':24s} the text of {reference} for {counts} tokens")
+        ranges = (_range(row["ms_per_token"], 1), _range(row["speedup"], 2))
+        lines.append(line(name, *ranges, *cells, min(row["same_tokens"], default="")))
     return "\n".join(lines)
 
 
