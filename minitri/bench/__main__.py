@@ -81,11 +81,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """The settings of every METHOD or METHOD:TREE that takes part, by its name."""
     settings = arguments.taken(SpeculationConfig, args, timed=True)
-    names = args.methods or ["auto"]
-    if args.compare:
-        names = ["autoregressive", *(args.methods or METHODS)]
+    names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
-    for name in names:
+    for name in ["autoregressive", *names] if args.compare else names:
         method, _, tree = name.partition(":")
         methods[name] = dataclasses.replace(settings, method=method, tree=tree or settings.tree)
     return methods
@@ -105,22 +103,21 @@ def measure(
         raise InputError("--offload needs --on-chip N here, the same for all methods")
     engine, prompts = load_engine(args, texts)
     requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
-    done = compare(engine, requests, seeds, speculations, find_others(engine))
-    result = summarise(done)
+    result = summarise(compare(engine, requests, seeds, speculations, find_others(engine)))
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]
-    if not args.json:
-        print(
-            f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; prompts: "
-            f"{len(prompts)} of {max(lengths)} tokens, read cold; {args.max_new_tokens} new "
-            f"tokens, {args.seeds} seeds; medians (ranges)\n\n{table(result)}\n\n"
-            f"{conclusion(result)}"
-        )
+    if args.json:
+        report = {name: getattr(args, name) for name in ("model", "coupled", "seeds")}
+        report |= {**vars(sampling), **facts, "max_new_tokens": args.max_new_tokens}
+        report |= {"draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
+        print(json.dumps({**report, "contestants": result}), flush=True)
         return
-    names = ("model", "temperature", "top_p", "coupled", "seeds", "max_new_tokens")
-    report = {name: getattr(args, name) for name in names}
-    report |= {**facts, "draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
-    print(json.dumps({**report, "contestants": result}), flush=True)
+    print(
+        f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; temperature "
+        f"{args.temperature:g}; {args.seeds} seeds; prompts of {', '.join(map(str, lengths))} "
+        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; retrieval, "
+        f"target: what they accept of tested guesses\n\n{table(result)}\n\n{conclusion(result)}"
+    )
 
 
 main = program(build_parser, measure)

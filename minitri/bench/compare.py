@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from minitri import End, PrefillProgress, Request, SpeculationConfig, Stats
+from minitri import PrefillProgress, Request, SpeculationConfig, Stats
 from minitri.log import log
 from minitri.stats import num_common
 
@@ -65,11 +65,9 @@ def compare(
 def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig) -> float:
     """Has the engine read a prompt from its start and keep its K and V; returns the seconds."""
     engine.release()
-    seconds = 0.0
-    run = engine.stream([request], generation=request.generation, speculation=speculation)
-    while isinstance(next(run), PrefillProgress):
-        seconds = run.stats.prefill_seconds
-    run.close()
+    with engine.stream([request], speculation=speculation, generation=request.generation) as run:
+        while isinstance(next(run), PrefillProgress):
+            seconds = run.stats.prefill_seconds
     return seconds
 
 
@@ -77,11 +75,10 @@ def run_method(
     engine: "Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
     """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
-    run = engine.stream([request], generation=request.generation, speculation=speculation)
-    *_, end = run
-    assert isinstance(end, End)
-    stats = end.stats
-    num_made = sum(stats.steps_per_plan.values()) + stats.stages[-1].num_accepted_tokens
+    run = engine.stream([request], speculation=speculation, generation=request.generation)
+    [end] = run.results()
+    stats = run.stats
+    num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
     share_held = end.row_stats.num_cached_tokens / len(request.prompt)
     return Run(
         list(end.token_ids),
@@ -119,7 +116,9 @@ def summarise(done: dict[str, list[Run]]) -> Result:
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
             "same_tokens": [
-                num_common(run.tokens, one.tokens) for one, run in pairs if run.should_repeat
+                num_common(run.tokens, one.tokens)
+                for one, run in pairs
+                if run.should_repeat and run is not one
             ],
             "steps_per_plan": dict(plans.most_common()),
         }

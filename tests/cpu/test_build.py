@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def source(tmp_path, monkeypatch, caplog) -> Path:
     """A library of one function that stands for the kernels, in a folder that is hard to quote."""
     file = tmp_path / "naïve folder's" / "tiny.cpp"
     file.parent.mkdir()
-    file.write_text('extern "C" int answer() { return 42; }\n')
+    functions = ("int answer() { return 42; }", 'const char* minitri_instructions() { return ""; }')
+    file.write_text("\n".join(f'extern "C" {function}' for function in functions))
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
     monkeypatch.setattr(kernels, "SOURCE", file)
@@ -100,6 +102,18 @@ def test_a_library_that_is_built_takes_no_compiler(source, cache, tmp_path, monk
 
 
 @needs_compiler
+def test_threads_that_ask_at_once_get_the_same_kernels(source, request, caplog):
+    """As where a model and its copy are loaded: built once, with one lock for all steps."""
+    request.addfinalizer(kernels._load_once.cache_clear)
+    kernels._load_once.cache_clear()
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: kernels.load_kernels(), range(4)))
+    assert found == [found[0]] * 4
+    assert found[0].library.answer() == 42
+    assert len(caplog.messages) == 1
+
+
+@needs_compiler
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder", "others may write", "no folder"])
 def test_a_damaged_library_or_cache_is_not_used(damage, source, cache, monkeypatch, caplog):
     load_library(source)
@@ -146,7 +160,7 @@ def test_a_compiler_that_is_broken_or_not_there_is_one_line(
         set_compiler(script, tmp_path, monkeypatch)
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
-    assert kernels.load_kernels.__wrapped__() is None
+    assert kernels._load_once.__wrapped__() is None
     [line] = caplog.messages
     assert "CXX" in line
     assert "\n" not in line
