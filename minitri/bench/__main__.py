@@ -115,8 +115,8 @@ def measure(
     print(
         f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; temperature "
         f"{args.temperature:g}; {args.seeds} seeds; prompts of {', '.join(map(str, lengths))} "
-        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; retrieval, "
-        f"target: what they accept of tested guesses\n\n{table(result)}\n\n{conclusion(result)}"
+        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; accepted: "
+        f"shares of tested guesses, the target's last\n\n{table(result)}\n\n{conclusion(result)}"
     )
 
 

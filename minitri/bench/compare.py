@@ -127,15 +127,18 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 def table(result: Result) -> str:
     """The result for people."""
-    line = "{:16}{:>20}{:>20}{:>13}{:>11}{:>8}{:>11}{:>13}".format
-    heads = ("tokens/step", "retrieval", "target", "prefill s", "same tokens")
-    lines = [line("", "ms/token", "speedup", *heads)]
+    line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}{:>13}".format
+    heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s", "same tokens")
+    lines = [line("", *heads)]
     for name, row in result.items():
-        rates = (row["acceptance"].get(level) for level in ("retrieval", "target"))
-        numbers = (row["tokens_per_step"], *rates, row["prefill_seconds"]["median"])
-        cells = ("" if it is None else f"{it:.2f}" for it in numbers)
-        ranges = (_range(row["ms_per_token"], 1), _range(row["speedup"], 2))
-        lines.append(line(name, *ranges, *cells, min(row["same_tokens"], default="")))
+        per_step = row["tokens_per_step"]
+        cells = (
+            f"{per_step:.2f}" if per_step else "",
+            " ".join(f"{rate:.2f}" for rate in row["acceptance"].values()),
+            f"{row['prefill_seconds']['median']:.2f}",
+            min(row["same_tokens"], default=""),
+        )
+        lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
     return "\n".join(lines)
 
 
