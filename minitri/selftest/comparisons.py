@@ -16,8 +16,9 @@ from torch import Tensor
 from minitri import Engine, GenerationConfig, SamplingParams
 from minitri.cli import arguments
 from minitri.decoding.noise import gumbel, noise_key
+from minitri.log import log
 from minitri.model.llama import Llama
-from minitri.selftest.distribution_test import is_alarm, last_logits, run_test, windows
+from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, last_logits, run_test, windows
 from minitri.stats import num_common
 
 Result = dict[str, Any]
@@ -45,7 +46,7 @@ def compare_texts(
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
             end = engine.complete(
                 prompt,
-                sampling=SamplingParams(temperature),
+                temperature=temperature,
                 generation=generation,
                 speculation=speculation,
                 seed=args.seed,
@@ -112,7 +113,10 @@ def compare_samples(
     prompts = windows(prompt, num_rows, WINDOW)
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = settings.budget or 4 * settings.chunk_size
-    for method in methods if sampling.temperature and prompts else ():
+    if not prompts or not sampling.temperature:
+        return
+    log.info("a false alarm in the samples has odds of 1 in %.0f", 1 / FALSE_ALARM)
+    for method in methods:
         speculation = dataclasses.replace(settings, method=method, budget=budget)
         p_values = run_test(
             engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=args.seed

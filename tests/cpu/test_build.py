@@ -103,13 +103,11 @@ def test_a_library_that_is_built_takes_no_compiler(source, cache, tmp_path, monk
 
 @needs_compiler
 def test_threads_that_ask_at_once_get_the_same_kernels(source, request, caplog):
-    """As where a model and its copy are loaded: built once, with one lock for all steps."""
     request.addfinalizer(kernels._load_once.cache_clear)
     kernels._load_once.cache_clear()
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: kernels.load_kernels(), range(4)))
     assert found == [found[0]] * 4
-    assert found[0].library.answer() == 42
     assert len(caplog.messages) == 1
 
 

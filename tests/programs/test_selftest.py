@@ -133,6 +133,7 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
 def test_sound_samples_are_consistent(check_samples, flags):
     code, found = check_samples(flags)
     assert code == 0
+    assert " sampled naive consistent 2048 1" in " ".join(selftest.table([found["naive"]]).split())
     assert [*found] == (["naive"] if "naive" in flags else ["naive", "retrieval", "triforce"])
     assert {row["verdict"] for row in found.values()} == {"consistent"}
     assert all(row["num_tokens"] == 2048 for row in found.values())
