@@ -28,8 +28,8 @@ examples:
 """
 ON_DISK = ("pull", "list", "remove")
 """Programs of cli/on_disk.py."""
-FILES = ("generate", "plan", *ON_DISK)
-FOLDERS = ("chat", "serve", "bench", "selftest")
+FILES = ("generate", "plan", "bench", *ON_DISK)
+FOLDERS = ("chat", "serve", "selftest")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from minitri.bench import __main__ as bench
-from minitri.bench.compare import Run, conclusion, summarise, table
+from minitri import bench
+from minitri.bench import Run, conclusion, summarise, table
 from minitri.engine import Engine
 from minitri.settings import METHODS
 

@@ -1,29 +1,49 @@
-"""Methods on the same prompts in one run: what `python -m minitri.bench` measures.
+"""The benchmark: prefill and decoding speed of a method, or of all methods in turns.
 
-The engine reads a prompt once, cold; every run starts after it. The methods take turns, and another
-one begins each time, so that a machine whose speed drifts is as slow for one as for the other. At
-temperature 0, or coupled, all methods should write the same text. Other programs may take part.
+Every prompt is read once, cold, and every run starts after it; what a method reads again is added
+to its figure. The methods take turns, and another one begins each time, so that a machine whose
+speed drifts is as slow for one as for the other. At temperature 0, or coupled, all should write the
+same text. Prints a table of medians with the range over prompts and seeds, or JSON with --json.
 """
 
-import dataclasses
-import statistics
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from minitri.cli.exits import clean_imports, program
 
-from minitri import PrefillProgress, Request, SpeculationConfig, Stats
-from minitri.log import log
-from minitri.stats import num_common
+with clean_imports():
+    import argparse
+    import dataclasses
+    import json
+    import statistics
+    from collections import Counter
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from minitri import Engine
+    from minitri import (
+        GenerationConfig,
+        InputError,
+        PrefillProgress,
+        Request,
+        SamplingParams,
+        SpeculationConfig,
+        Stats,
+    )
+    from minitri.cli import arguments
+    from minitri.cli.boot import load_engine
+    from minitri.cli.inputs import read_prompt
+    from minitri.cli.report import where
+    from minitri.fields import between
+    from minitri.loading.prompt_ids import as_seeds
+    from minitri.log import log
+    from minitri.settings import METHODS
+    from minitri.stats import num_common
+
+    if TYPE_CHECKING:
+        from minitri import Engine
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and program, by its name."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Run:
     """What a method or another program did after one prompt with one seed."""
 
@@ -32,7 +52,94 @@ class Run:
     ms_per_token: float
     should_repeat: bool
     """Whether every other run after this prompt with this seed should write the same text."""
-    stats: Stats = field(default_factory=Stats)
+    stats: Stats = dataclasses.field(default_factory=Stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchFlags:
+    """What this program alone is asked for."""
+
+    compare: bool = False
+    """All methods, or those of --method, in turns."""
+    prompt_file: Sequence[str] = ()
+    """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
+    seeds: int = between(2, 1, 1000)
+    """Runs per prompt."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def build_parser() -> arguments.OneLineParser:
+    """The flags of the benchmark."""
+    parser = arguments.OneLineParser(
+        "bench",
+        "--prompt-tokens 8000 --new-tokens 64 --method triforce",
+        "--compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
+        description="Prefill and decoding speed of a method or, with --compare, of all in turns.",
+    )
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and on which prompts."""
+    arguments.add_flags(parser, *arguments.MODEL, "coupled")
+    arguments.add_fields(parser, BenchFlags)
+    add = parser.add_argument
+    text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
+    add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
+    for name, dest, least, default, text in (
+        ("prompt", "max_prompt_tokens", 1, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
+        ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
+    ):
+        kind = arguments.whole(least)
+        add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    arguments.add_flags(parser, *arguments.MEMORY)
+    parser.set_defaults(method="auto", ignore_eos=True)
+
+
+def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
+    """The settings of every METHOD or METHOD:TREE that takes part, by its name."""
+    settings = arguments.taken(SpeculationConfig, args, timed=True)
+    names = args.methods or (METHODS if args.compare else ["auto"])
+    methods = {}
+    for name in ["autoregressive", *names] if args.compare else names:
+        method, _, tree = name.partition(":")
+        methods[name] = dataclasses.replace(settings, method=method, tree=tree or settings.tree)
+    return methods
+
+
+def measure(
+    args: argparse.Namespace,
+    find_others: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
+) -> None:
+    """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
+    texts = [read_prompt(file) for file in args.prompt_file or [None]]
+    speculations = speculations_of(args)
+    generation = arguments.taken(GenerationConfig, args)
+    sampling = arguments.taken(SamplingParams, args)
+    seeds = as_seeds(args.seed or 0, args.seeds)
+    if args.offload and args.on_chip is None:
+        raise InputError("--offload needs --on-chip N here, the same for all methods")
+    engine, prompts = load_engine(args, texts)
+    requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
+    result = summarise(compare(engine, requests, seeds, speculations, find_others(engine)))
+    facts = where(engine.model)
+    lengths = [len(prompt) for prompt in prompts]
+    if args.json:
+        report = {name: getattr(args, name) for name in ("model", "coupled", "seeds")}
+        report |= {**vars(sampling), **facts, "max_new_tokens": args.max_new_tokens}
+        report |= {"draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
+        print(json.dumps({**report, "contestants": result}), flush=True)
+        return
+    print(
+        f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; temperature "
+        f"{args.temperature:g}; {args.seeds} seeds; prompts of {', '.join(map(str, lengths))} "
+        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; accepted: "
+        f"shares of tested guesses, the target's last\n\n{table(result)}\n\n{conclusion(result)}"
+    )
 
 
 def compare(
@@ -158,3 +265,9 @@ def conclusion(result: Result) -> str:
     gain = result[best]["speedup"]
     doubt = "" if gain["min"] > 1 else f"nothing is always faster than {reference}; "
     return f"{doubt}{best} is {_range(gain, 2)} times as fast as {reference}"
+
+
+main = program(build_parser, measure)
+
+if __name__ == "__main__":
+    main()
