@@ -39,19 +39,13 @@ def compare_texts(
 ) -> Iterator[Result]:
     """Greedy and coupled texts of every method against those of autoregressive decoding."""
     settings = arguments.speculation_of(args)
-    generation = arguments.taken(GenerationConfig, args)
+    same = {"generation": arguments.taken(GenerationConfig, args), "seed": args.seed}
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
         texts: list[list[int]] = []
         for method in ("autoregressive", *methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            end = engine.complete(
-                prompt,
-                temperature=temperature,
-                generation=generation,
-                speculation=speculation,
-                seed=args.seed,
-            )
-            texts.append(list(end.token_ids))
+            how = {"temperature": temperature, "speculation": speculation}
+            texts.append(list(engine.complete(prompt, **how, **same).token_ids))
             if method == "autoregressive":
                 continue
             expected, *_, got = texts
@@ -60,11 +54,8 @@ def compare_texts(
             found |= {"num_tokens": len(got), "num_equal_tokens": n}
             if n < len(got):
                 engine.release()
-                pair = [expected[n], got[n]]
-                noise = (temperature, args.seed)
-                found |= explain(
-                    engine.model, prompt + got[:n], pair, speculation.max_block, *noise
-                )
+                what = (prompt + got[:n], [expected[n], got[n]], speculation.max_block)
+                found |= explain(engine.model, *what, temperature, args.seed)
                 is_tie = found["score_gap"] <= found["bound"] and not is_bitwise(engine, args)
                 found["verdict"] = "tie" if is_tie else "BUG"
             yield found
