@@ -46,7 +46,6 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(run, files):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
         assert all(0 <= rate <= 1 for rate in row["acceptance"].values())
     assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
-    assert rows["autoregressive"]["acceptance"] == {}
     assert rows["naive"]["same_tokens"] == []  # drawn independently
 
 
@@ -57,8 +56,7 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     monkeypatch.setattr(Engine, "stream", spy)
     rows = run("--compare", *files, "--method", "retrieval")["contestants"]
     read = [run.stats.num_prefilled_tokens for run in runs]
-    assert read[:5] == read[5:]
-    assert read[0] == 150
+    assert (read[5:], read[0]) == (read[:5], 150)
     assert set(read[1:5]) == {1, 17}  # all but what a method must see again
     own = min(run.stats.prefill_seconds for run in runs if run.stats.num_prefilled_tokens < 150)
     assert all(row["prefill_seconds"]["min"] > own for row in rows.values())
@@ -68,8 +66,7 @@ def test_trees_take_part_and_where_all_write_the_same_text_it_says_so(run, folde
     flags = "--compare --seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
     rows = run(*flags.split(), "--draft", str(folder))["contestants"]
     assert list(rows) == ["autoregressive", "naive", "naive:2x2"]
-    assert rows["autoregressive"]["tokens_per_step"] == 1
-    assert rows["naive:2x2"]["tokens_per_step"] > 1
+    assert rows["naive:2x2"]["tokens_per_step"] > rows["autoregressive"]["tokens_per_step"] == 1
     assert [row["same_tokens"] for row in rows.values()] == [[], [24, 24], [24, 24]]
     assert [line.split()[-1] for line in table(rows).splitlines()[2:]] == ["24", "24"]
     assert "tree 2x2" in str(rows["naive:2x2"]["steps_per_plan"])
