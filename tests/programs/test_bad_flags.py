@@ -19,16 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import minitri
+from minitri import bench as minitri_bench
 from minitri import generate, loader, plan
-from minitri.bench import __main__ as minitri_bench
 from tests.cascades import tiny_engine
 from tests.conftest import edit_json, write_hf_folder
 from tools.bench import __main__ as bench
 from tools.bench import floor, synthetic
 
 MODULES = {"generate": "minitri.generate", "peers": "tools.bench.__main__", "tour": "tools.tour"}
-MODULES |= {"plan": "minitri.plan", "minitri": "minitri.__main__"}
-MODULES |= {name: f"minitri.{name}.__main__" for name in ("bench", "chat", "selftest", "serve")}
+MODULES |= {"plan": "minitri.plan", "bench": "minitri.bench", "minitri": "minitri.__main__"}
+MODULES |= {name: f"minitri.{name}.__main__" for name in ("chat", "selftest", "serve")}
 BAD = r"""
 generate --model no-such-model | unknown model 'no-such-model'; give a folder or file
 generate --model smollm2-135 | unknown model 'smollm2-135'; .* such as smollm2-135m

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.bench.compare import spread
+from minitri.bench import spread
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import model_of, positive, speculation_of, taken
 from minitri.cli.report import where
