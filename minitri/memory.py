@@ -170,7 +170,7 @@ def allocate(
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
             # Of chains whole rounds are captured.
-            options["block_sizes"] = {window.max_block} if speculation.tree else ()
+            options["block_sizes"] = {speculation.max_block} if speculation.tree else ()
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)

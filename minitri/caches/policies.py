@@ -18,8 +18,8 @@ D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation
 """
 
 import copy
+import functools
 import math
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -98,6 +98,8 @@ class CheckedPolicy:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)
+        problem = f"the policy {type(policy).__name__} failed"
+        self._named = functools.partial(explain, problem, "correct it")
         self.wants_prompt = getattr(policy, "wants_prompt", False)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
@@ -114,10 +116,6 @@ class CheckedPolicy:
     def reset(self, b: int) -> None:
         with self._named():
             self._policy.reset(b)
-
-    def _named(self) -> AbstractContextManager[None]:
-        """Names the policy where it fails."""
-        return explain(f"the policy {type(self._policy).__name__} failed", "correct it")
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:

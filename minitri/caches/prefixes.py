@@ -94,22 +94,16 @@ class PrefixCache:
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
         """Of rows without a text the one where a prompt saves most copying and loses least."""
-
-        def gain(b: int) -> int:
-            tokens = self._ended[b].tokens
-            return 2 * num_common(tokens, prompt) - len(tokens)
-
-        return max(places, key=gain)
+        rows = [self._ended[b] for b in places]
+        return max(rows, key=lambda it: 2 * num_common(it.tokens, prompt) - len(it.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
         """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
-        sources = [self._ended[b], *self._ended]  # of equally long ones its own: nothing is copied
-        for other, text in enumerate(texts):
-            sources.append(HeldRow(self._full, other, text[: self._num_exact(other)]))
-        if self.snapshot is not None:
-            sources.append(self.snapshot)
+        begun = [HeldRow(self._full, i, it[: self._num_exact(i)]) for i, it in enumerate(texts)]
+        # Of equally long ones its own: nothing is copied.
+        sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda it: num_common(it.tokens, texts[b]))
         num_tokens = max(0, min(num_common(best.tokens, texts[b]), most))

@@ -33,8 +33,8 @@ class Row:
     """Slots overwritten since the last build; the sinks at first, which so stay until then."""
     num_committed: int = 0
     """Tokens of the text, without the block after them, that this cache stands for."""
-    built_at: int | None = None
-    """Tokens of the text at the last build; None before any."""
+    built_at: float = -math.inf
+    """Tokens of the text at the last build."""
     is_planned: bool = False
     """Whether it is rebuilt with the latest pass of the target."""
 
@@ -117,8 +117,7 @@ class RetrievalCache(Cache):
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
         return num_tokens > row.budget and (
-            row.built_at is None
-            or row.num_overwritten >= row.budget / 2
+            row.num_overwritten >= row.budget / 2
             or num_tokens - row.built_at >= self._settings.rebuild_stride
         )
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.decoding.noise import gumbel, noise_key
+from minitri.decoding.noise import gumbel, noise_keys
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.runner import prefill
@@ -47,8 +47,8 @@ def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Te
     if not temperature:
         return logits_V.double()
     tokens = torch.arange(len(logits_V), device=logits_V.device)
-    keys = torch.full_like(tokens, noise_key(seed, position))
-    return logits_V.double() / temperature + gumbel(keys, tokens)
+    key = noise_keys(seed, torch.tensor(position)).to(tokens.device)
+    return logits_V.double() / temperature + gumbel(key, tokens)
 
 
 @torch.inference_mode()
