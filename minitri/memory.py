@@ -193,7 +193,7 @@ def allocate(
 def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
     """An empty one; it follows `full`, and the queries of its latest block."""
     speculation = shape.speculation
-    policy = make_policy(speculation.policy, full, speculation.chunk_size)
+    policy = make_policy(speculation.policy)
     num_heads = queries_LBTHD.shape[3]
     cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
     if isinstance(full, OffloadedFullCache):

@@ -73,7 +73,7 @@ class Demand:
             "weights that only propose": self._draft_weights(),
             "full KV cache": on_chip * kv_layer,
             "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
-            "small KV caches": self._small_caches(1 if hosted else on_chip),
+            "small KV caches": self._small_caches(),
             "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
         }
@@ -84,8 +84,8 @@ class Demand:
             num_bytes += num_weights(self.draft) * self.itemsize
         return num_bytes
 
-    def _small_caches(self, num_means: int) -> int:
-        """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
+    def _small_caches(self) -> int:
+        """Of the retrieval cache, its queries, and of the drafter's window."""
         config = self.share
         speculation = self.speculation
         B = len(self.prompt_lengths)
@@ -95,7 +95,7 @@ class Demand:
             longest = max(speculation.budget_for(length) for length in self.prompt_lengths)
             budget = min(longest, -(-self.slots // chunk) * chunk)
             held = config.num_layers * round_up_to_stride(budget + speculation.room)
-            num_bytes += (2 * held + num_means * (self.slots // chunk)) * self.kv_slot // 2
+            num_bytes += held * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
             width = config.num_heads * config.head_dim
             num_bytes += B * config.num_layers * num_queries * width * self.itemsize

@@ -8,7 +8,6 @@ import random
 import pytest
 import torch
 
-from minitri.caches import policies
 from minitri.caches.full import FullCache
 from minitri.caches.policies import NEIGHBOR, make_policy
 from minitri.caches.retrieval import RetrievalCache
@@ -37,7 +36,7 @@ class Bench:
         for slots in (self.full.keys, self.full.values):
             slots.copy_(torch.randn(slots.shape, generator=generator))
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
-        self.policy = make_policy(policy_of(policy), self.full, speculation.get("chunk_size", 8))
+        self.policy = make_policy(policy_of(policy))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
@@ -223,18 +222,6 @@ def test_it_is_rebuilt_when_it_is_due(budget, chunk_size, prompt, stride, count,
     bench = Bench(budget=budget, chunk_size=chunk_size, rebuild_stride=stride)
     bench.read(prompt)
     assert [bench.commit(count) for _ in wanted] == wanted
-
-
-@pytest.mark.parametrize("M", [4, 16])
-def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
-    means = []
-    for at_once in (10**6, 10):
-        monkeypatch.setattr(policies, "TOKENS_AT_ONCE", at_once)
-        bench = Bench(budget=32, chunk_size=M)
-        bench.read(177)
-        bench.read(50)
-        means.append(bench.policy._means[..., : 227 // M, :].clone())
-    assert torch.equal(*means)
 
 
 def test_the_queries_that_choose_are_those_that_attend(monkeypatch):

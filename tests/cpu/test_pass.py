@@ -37,7 +37,7 @@ def filled_cache(kind: str, dtype: torch.dtype):
     """Two rows of random numbers; NaN after them."""
     cache = full = new_cache(CONFIG, B, 128, dtype=dtype)
     if kind == "retrieval":
-        policy = make_policy("retrieval", full, SPECULATION.chunk_size)
+        policy = make_policy("retrieval")
         heads = CONFIG.num_heads
         cache = RetrievalCache(full, policy, SPECULATION, budgets=[64, 64], num_heads=heads)
     elif kind == "streaming":

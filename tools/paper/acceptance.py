@@ -120,7 +120,7 @@ class Continuation:
         self.caches = [
             RetrievalCache(
                 self.full,
-                make_policy(speculation.policy, self.full, speculation.chunk_size),
+                make_policy(speculation.policy),
                 speculation,
                 budgets=[speculation.budget_for(len(prompt))],
                 num_heads=config.num_heads,
