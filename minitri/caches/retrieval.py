@@ -63,7 +63,6 @@ class RetrievalCache(Cache):
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
         self._queries = [empty(L, 0, num_heads, D) for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
-        self.num_rebuilds = 0
 
     @property
     def max_prompt_queries(self) -> int | None:
@@ -95,9 +94,10 @@ class RetrievalCache(Cache):
             if row.is_planned:
                 self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
-    def commit(self, b: int, queries_LTHD: Tensor) -> None:
-        """Takes over what the full cache now holds of row b, and drops the block. The queries are
-        those of its T latest tokens, which a pass of the target has just read."""
+    def commit(self, b: int, queries_LTHD: Tensor) -> bool:
+        """Takes over what the full cache now holds of row b, and drops the block; returns whether
+        the row was rebuilt. The queries are those of its T latest tokens, which a pass of the
+        target has just read."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
@@ -106,13 +106,13 @@ class RetrievalCache(Cache):
             for layer, pair in enumerate(self._full.layers(b)):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
-            self.num_rebuilds += 1
             M = self._settings.chunk_size
             held = known // M * M  # what is left of the last chunk is copied below
             self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
             self.hold(b, row.budget, held)
         self._copy_committed(b)
         self.observe(b, queries_LTHD)
+        return row.is_planned
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         """Whether a rebuild belongs to a pass of the target that begins after these tokens."""

@@ -7,6 +7,8 @@ chain. What it emits is a chain, so nothing above knows of trees.
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -37,9 +39,7 @@ class TreeLevel(Level):
         is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
         nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
         probs = list[Tensor]()
-        first = 0
-        for size in shape.sizes[:-1]:
-            end = first + size
+        for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats, max(end - 2, 0)):
                 if first == 0:
@@ -47,20 +47,18 @@ class TreeLevel(Level):
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
                 require_finite(output.probs_BNV)
-                start = max(first - 1, 0)  # the root was read by itself
-                probs.append(output.probs_BNV[:, start : start + size])
                 for parent in range(first, end):
+                    place = max(parent - 1, 0)  # the root was read by itself
+                    probs.append(output.probs_BNV[:, place])
                     children = shape.children[parent]
                     for b, row in enumerate(nodes):
                         if children and active[b] and row[parent] != MISSING:
-                            place = start + parent - first
                             position = len(sequences[b]) + shape.depths[parent]
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
-            first = end
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            torch.cat(probs, 1),
+            torch.stack(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[self.source.is_listed or greedy for greedy in is_greedy],

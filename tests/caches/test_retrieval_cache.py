@@ -49,12 +49,10 @@ class Bench:
         wanted = min(count, self.cache.max_prompt_queries or count)
         self.cache.observe(b, self.queries[b, :, end - wanted : end])
 
-    def commit(self, count: int = 1, b: int = 0) -> int:
-        """Both caches read on; returns how often the retrieval cache was rebuilt."""
-        before = self.cache.num_rebuilds
+    def commit(self, count: int = 1, b: int = 0) -> bool:
+        """Both caches read on; returns whether the retrieval cache was rebuilt."""
         end = self._advance(count, b)
-        self.cache.commit(b, self.queries[b, :, end - count : end])
-        return self.cache.num_rebuilds - before
+        return self.cache.commit(b, self.queries[b, :, end - count : end])
 
     def _advance(self, count: int, b: int) -> int:
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
@@ -236,7 +234,7 @@ def test_the_queries_that_choose_are_those_that_attend(monkeypatch):
             told.append(queries_LTHD.clone())
             latest_LTHD = torch.stack(asked[-L:])[:, b, -queries_LTHD.shape[1] :]
             assert torch.equal(queries_LTHD, latest_LTHD)
-            learn(cache, b, queries_LTHD)
+            return learn(cache, b, queries_LTHD)
 
         return learn_and_note
 
