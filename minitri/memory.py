@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -193,9 +192,8 @@ def allocate(
 def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
     """An empty one; it follows `full`, and the queries of its latest block."""
     speculation = shape.speculation
-    policy = make_policy(speculation.policy)
     num_heads = queries_LBTHD.shape[3]
-    cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
+    cache = RetrievalCache(full, speculation, num_heads=num_heads, budgets=shape.budgets)
     if isinstance(full, OffloadedFullCache):
         full.rebuild_while_staged(cache, queries_LBTHD)
     return cache

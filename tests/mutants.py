@@ -250,7 +250,8 @@ cpu/test_pass.py
 ::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
   few rows are multiplied in another way than many | product_tile: None if is_same else TILE => None
 reuse/test_prefixes.py::test_idle_rows_are_restored[for another]
-  a copy of a row takes what idle rows wrote | HeldRow.layers: self.first_LPKTD is not None => False
+  a copy of a row takes what idle rows wrote
+    HeldRow.layers: enumerate(self.first_LPKTD) => ()
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
     num_common: len(os.path.commonprefix((tokens, prompt)))

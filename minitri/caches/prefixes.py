@@ -24,15 +24,14 @@ class HeldRow:
     full: FullCache
     b: int
     tokens: list[int]
-    first_LPKTD: Tensor | None = None
+    first_LPKTD: Tensor | tuple[()] = ()
     """K and V of the first tokens, where they may have been written over."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
         the next is asked for. Puts back what was written over."""
-        if self.first_LPKTD is not None:
-            for layer, first_PKTD in enumerate(self.first_LPKTD):
-                self.full.write(layer, self.b, *first_PKTD)
+        for layer, first_PKTD in enumerate(self.first_LPKTD):
+            self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import Policy
+from minitri.caches.policies import make_policy
 from minitri.model.cache import Cache
 from minitri.settings import SpeculationConfig, round_up_to_stride
 
@@ -45,7 +45,6 @@ class RetrievalCache(Cache):
     def __init__(
         self,
         full: FullCache,
-        policy: Policy,
         speculation: SpeculationConfig,
         *,
         budgets: list[int],
@@ -54,7 +53,7 @@ class RetrievalCache(Cache):
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
-        self._policy = policy
+        self._policy = make_policy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)

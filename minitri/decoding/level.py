@@ -165,11 +165,10 @@ class Level(Stage):
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            n = len(tokens) - 1
-            own = "bonus" if n == proposal.counts[b] else "recovered"
-            num_new = n + 1 if active[b] else 0
-            origins = [*proposal.origins[b][:n], own][:num_new]
-            emitted.append(output.emitted(b, tokens[:num_new], origins, slice(num_new)))
+            own = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][: len(tokens) - 1], own]
+            new = slice(len(tokens) if active[b] else 0)
+            emitted.append(output.emitted(b, tokens[new], origins[new], new))
         self._append(sequences, emitted)
         return emitted
 

@@ -13,7 +13,7 @@ import torch
 from minitri.decoding.level import Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Active, Proposal, Rows
-from minitri.stats import LevelStats
+from minitri.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
 """A token is guessed only if its chance to be accepted is larger: about the cost of one more row in
@@ -29,7 +29,7 @@ class GrowingText:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places = defaultdict[tuple[int, int], list[int]](list)  # where each pair ends
+        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
         # Guesses by the size of the match that they came from, its power of 2.
         self._tested = Counter[int]()
         self._accepted = Counter[int]()
@@ -38,15 +38,14 @@ class GrowingText:
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain; learns from them whether the last guess was right."""
-        are_right = [token == guess for token, guess in zip(tokens, self._guess, strict=False)]
-        num_accepted = [*are_right, False].index(False)
-        self._tested[self._size] += min(num_accepted + 1, len(are_right))
+        num_accepted = num_common(tokens, self._guess)
+        self._tested[self._size] += min(num_accepted + 1, len(tokens), len(self._guess))
         self._accepted[self._size] += num_accepted
         self._guess = []
         first = max(len(self.tokens), 1)
         self.tokens += tokens
         for place in range(first, len(self.tokens)):
-            self._places[self.tokens[place - 1], self.tokens[place]].append(place)
+            self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: list[int], gamma: int) -> list[int]:
         """Up to `gamma` guesses after the certain tokens and the guesses in flight."""
@@ -66,18 +65,15 @@ class GrowingText:
         before, 2 at least, and the `limit` tokens that followed: what repeats itself goes on."""
         tokens = self.tokens
         best, end = 1, 0
-        reach = min(len(sequence), LONGEST)
-        places = self._places.get((sequence[-2], sequence[-1]), []) if reach > 1 else []
-        if places[-1:] == [len(tokens) - 1]:  # nothing follows
-            places = places[:-1]
-        for place in reversed(places[-MOST_PLACES:]):
+        latest = sequence[: -LONGEST - 1 : -1]
+        reach = len(latest)
+        places = self._places.get(tuple(sequence[-2:]), [])
+        skipped = places[-1:] == [len(tokens) - 1]  # nothing follows
+        for place in islice(reversed(places), skipped, skipped + MOST_PLACES):
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break
-            if tokens[place - best] == sequence[-1 - best]:  # else it is not longer
-                length = 2
-                most = min(reach, place + 1)
-                while length < most and tokens[place - length] == sequence[-1 - length]:
-                    length += 1
+            if tokens[place - best] == latest[best]:  # else it is not longer
+                length = num_common(latest, tokens[max(place + 1 - reach, 0) : place + 1][::-1])
                 if length > best:
                     best, end = length, place + 1
         if not end:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import NEIGHBOR, make_policy
+from minitri.caches.policies import NEIGHBOR
 from minitri.caches.retrieval import RetrievalCache
 from minitri.model.llama import Block
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -36,11 +36,11 @@ class Bench:
         for slots in (self.full.keys, self.full.values):
             slots.copy_(torch.randn(slots.shape, generator=generator))
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
-        self.policy = make_policy(policy_of(policy))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
+        settings["policy"] = policy_of(policy)
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
-            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H
+            self.full, self.speculation, budgets=[budget] * batch_size, num_heads=H
         )
 
     def read(self, count: int, b: int = 0) -> None:
