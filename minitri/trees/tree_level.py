@@ -36,8 +36,7 @@ class TreeLevel(Level):
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
-        is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
-        nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
+        nodes = [[0, *[MISSING] * (len(shape) - 1)] for _ in sequences]
         probs = list[Tensor]()
         for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
@@ -61,7 +60,7 @@ class TreeLevel(Level):
             torch.stack(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[self.source.is_listed or greedy for greedy in is_greedy],
+            is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def _draw(
