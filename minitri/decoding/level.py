@@ -22,14 +22,13 @@ class Output:
     """What a pass of a model gives: distributions, and the logits they were made of."""
 
     probs_BNV: Tensor
-    logits_BNV: Tensor | None = None
+    logits_BNV: Tensor
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
     ) -> "Emitted":
         """What row b adds to its text, by the distributions at these places of its block."""
-        logits_NV = None if self.logits_BNV is None else self.logits_BNV[b, places]
-        return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
+        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class Emitted:
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
     probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
-    logits_NV: Tensor | None
+    logits_NV: Tensor
 
 
 class Stage:

@@ -67,7 +67,7 @@ class TreeLevel(Level):
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
         """Tokens of the children of the node at this place of row b's block."""
-        if self.is_greedy(b) and output.logits_BNV is not None:
+        if self.is_greedy(b):
             return likeliest(output.logits_BNV[b, place], num_children)
         return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
 
