@@ -138,10 +138,11 @@ class RetrievalCache(Cache):
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
+        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
         tokens_M = torch.arange(M, device=keys_KSD.device)
         places_KT = (chosen_KC.unsqueeze(2) * M + tokens_M).flatten(1)
         for small, slots_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
-            small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
+            small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
         """Copies exact K and V of new tokens: to free slots, then over the least important."""
@@ -158,12 +159,3 @@ class RetrievalCache(Cache):
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
             self.hold(b, min(held + count, row.budget), row.num_committed)
-
-
-def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
-    """(K, T, D) at each head's own places: one `index_select`, however the slots lie in memory."""
-    K, S, D = slots_KSD.shape
-    head, slot = (stride // D for stride in slots_KSD.stride()[:2])
-    rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))
-    rows_KT = places_KT * slot + torch.arange(K, device=places_KT.device).unsqueeze(1) * head
-    return rows_XD.index_select(0, rows_KT.flatten()).view(K, -1, D)

@@ -56,8 +56,7 @@ class Proposal:
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
-        rows: list[list[Any]] = [[]] * batch_size
-        return cls.of(rows, torch.empty(batch_size, 0, 0), rows)
+        return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
     @functools.cached_property
     def tokens(self) -> Rows:

@@ -102,8 +102,8 @@ class TreeLevel(Level):
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
-        read = [[max(token, 0) for token in row] for row in blocks]
-        return self.runner.read_tree(read, depths_T, rule_TT)
+        tokens = [[max(token, 0) for token in row] for row in blocks]
+        return self.runner.read_tree(tokens, depths_T, rule_TT)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps the root of the tree just read, and a path through it, in every active row."""
