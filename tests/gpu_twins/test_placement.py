@@ -10,36 +10,25 @@ import pytest
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
 from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
-from minitri.loading.named_models import shape_of
+from minitri.loading.named_models import MODELS
 from minitri.memory import MemoryShape, Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import (
-    Machine,
-    Workload,
-    copy_bytes,
-    num_weights,
-    weights_per_pass,
-)
+from minitri.roofline import Machine, Workload, copy_bytes, num_weights, weights_per_pass
 from minitri.settings import StepPlan
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.gpu_twins.offload import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 PLAN = StepPlan("triforce", 2, 6)
-SEVEN_B, DRAFT = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
 WINDOW = SpeculationConfig(num_recent_tokens=100)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"num_kv_heads": 4, "num_layers": 3},
-    ],
-)
+GROUPED = {"num_kv_heads": 4, "num_layers": 3, "attention_bias": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, GROUPED])
 def test_weights_are_counted_as_the_model_has_them(changes):
     model = tiny_model(tiny_config(**changes))
     assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())
@@ -146,9 +135,6 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
     assert (code, lines, error.count("\n")) == (2, [], 1)
     assert "lower --prefill-chunk" in error
     assert run(capsys, "--model", str(folder), "--draft", "ngram")[0] == 0
-    for flag, value in (("--model", "lama"), ("--gpu-memory", "-1"), ("--context", "0")):
-        code, _, error = run(capsys, flag, value)
-        assert (code, error.count(f"'{value}'"), error.count("\n")) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -226,10 +212,11 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
 def test_a_cascade_is_predicted_by_its_passes(monkeypatch):
     """No guess of the drafter is accepted: a round of two draft steps and one verification for each
     of six tokens."""
-    monkeypatch.setattr(plan, "ACCEPTANCE", (0.0, 1.0))
+    monkeypatch.setattr(plan, "ACCEPTANCE", {"draft": 0.0, "retrieval": 1.0})
     work, machine = Workload(SEVEN_B, DRAFT, 100_000, 4096), Machine(2e12, 2e12, 50e9)
     found = plan.predict(work, machine, [PLAN])
-    ms = {name: 1e3 * it.seconds(machine) for name, it in plan.passes(work, PLAN, 1024).items()}
+    lines = plan.pass_table(work, PLAN, 1024, machine).splitlines()[1:]
+    ms = {line[:16].rstrip(): float(line.split()[-1]) for line in lines}
     step = 6 * (2 * ms["draft"] + ms["retrieval"]) + ms["target"]
-    assert found["cascade"] == pytest.approx(step / 7)
-    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"])
+    assert found["cascade"] == pytest.approx(step / 7, rel=1e-3)
+    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"], rel=1e-3)
