@@ -232,11 +232,10 @@ class Generation(Iterator[Event]):
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
             tokens = emitted[b].tokens
-            logits_NV = emitted[b].logits_NV
             num_top = row.request.generation.logprobs
             scores: list[Any] = [(None, ())] * len(tokens)
-            if num_top is not None and logits_NV is not None:
-                scores = log_probs(logits_NV, tokens, num_top)
+            if num_top is not None:
+                scores = log_probs(emitted[b].logits_NV, tokens, num_top)
             for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break
