@@ -8,30 +8,25 @@
 `generate` returns a `Generation`, which works only while it is asked for the next event.
 """
 
-import contextlib
-import dataclasses
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
-from minitri.generation import Generation, filters_of, make_row, running
+from minitri.generation import CLOSED, Generation, check_process, filters_of, make_rows, running
 from minitri.gpu.allocation import allocate_full_cache, most_rows
-from minitri.loading.prompt_ids import Prompt
+from minitri.loading.prompt_ids import Prompt, check_prompt, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.requests import ALONE, Completion, Event, Request, requests_of, run_settings
+from minitri.requests import ALONE, Completion, Event, Request, check_run, requests_of, settings_of
 from minitri.runner import score
-from minitri.settings import (
-    MAX_ROWS,
-    GenerationConfig,
-    SamplingParams,
-    SpeculationConfig,
-)
+from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
     from minitri.loading.chat_template import Message
@@ -67,8 +62,8 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        models = Models(model, retrieval_model or model, draft, drafter)
-        self._memory: MemoryPool | None = MemoryPool(models)
+        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter))
+        self._memory: MemoryPool | None = pool
         self._worker: Worker | None = None
 
     def __repr__(self) -> str:
@@ -92,7 +87,7 @@ class Engine:
     @property
     def _pool(self) -> MemoryPool:
         if self._memory is None:
-            raise InputError(f"the engine of {self.config.name} is closed; load it again")
+            raise InputError(CLOSED)
         return self._memory
 
     @property
@@ -124,9 +119,8 @@ class Engine:
         rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
         is empty, too long, or has tokens outside the vocabulary.
         """
-        return self._run(
-            *requests_of(self.tokenizer, prompts, sampling, generation, speculation, seed, **fields)
-        )
+        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
+        return self._run(requests_of(prompts, seed, sampling, generation), generation, config)
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to a conversation, as `generate` does: a list of messages
@@ -148,39 +142,33 @@ class Engine:
         speculation follows the clock, also with a seed, which repeats its text with `coupled=True`.
         Raises `InputError` at the first event.
         """
-        import asyncio  # takes a while, like the worker
+        from minitri.worker import Job
 
-        from minitri.worker import Job, Worker
-
-        request, settings = await asyncio.to_thread(self._shared, prompt, **settings)
-        if self._worker is None:
-            self._worker = Worker(self._open_for)
-        job = Job(request, settings)
-        self._worker.submit(job)
+        worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
+        job = Job(request, shape)
+        worker.submit(job)
         try:
             async for event in job.events():
                 yield event
         finally:
             job.is_cancelled = True
 
-    async def achat(
+    def achat(
         self, messages: "str | Sequence[Message]", **settings: Any
     ) -> AsyncGenerator[Event, None]:
         """`chat` for asyncio; see `agenerate`."""
-        prompt = self.tokenizer.encode_chat(messages)
-        async with contextlib.aclosing(self.agenerate(prompt, **settings)) as events:
-            async for event in events:
-                yield event
+        return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
         """How likely the model finds a text, read once: the natural logarithms of the probabilities
         of its tokens but for the first, (N - 1,) float32 on the CPU, before temperature and filters
         (`tokenizer.encode` tells the N tokens). Raises `InputError`."""
-        ids = make_row(0, Request(text, 0, max_new_tokens=1), self.model, self.tokenizer).prompt
-        if len(ids) < 2:
-            raise InputError("the text is one token, after which nothing is scored; give more")
-        run = GenerationConfig(1)
         with running(self.models):
+            ids = encode_prompt(text, self.tokenizer)
+            check_prompt(ids, self.config, 0)
+            if len(ids) < 2:
+                raise InputError("the text is one token, after which nothing is scored; give more")
+            run = GenerationConfig()
             full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
@@ -199,7 +187,8 @@ class Engine:
         Events name requests by their numbers, from 0 on. Of `generation` and `fields` counts what
         is of a run, such as `method`. Raises `InputError` before any work, naming the request.
         """
-        generation, config = run_settings(batch_size, generation, speculation, fields)
+        check_run(batch_size, fields)
+        _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
         listed = list(requests)
         if not listed:
             raise InputError("there are no requests; give at least one")
@@ -221,7 +210,9 @@ class Engine:
         numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
         there is no room.
         """
-        generation, config = run_settings(batch_size, generation, speculation, fields)
+        pool = self._pool
+        check_run(batch_size, fields)
+        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         room = generation.reserve
         if not 1 < room <= self.config.context_length:
             raise InputError(
@@ -229,7 +220,7 @@ class Engine:
                 f"context of {self.config.name}"
             )
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, self._pool, self.tokenizer)
+        return Generation([], shape, pool, self.tokenizer)
 
     def _run(
         self,
@@ -239,56 +230,57 @@ class Engine:
         batch_size: int | None = None,
     ) -> Generation:
         """At most `batch_size` at a time, as far as memory allows; None: all at once."""
-        if all(isinstance(it, Request) and it.seed is None for it in requests):
-            speculation = dataclasses.replace(speculation, timed=True)
-        rows = []
-        for number, request in enumerate(requests):
-            try:
-                rows.append(make_row(number, request, self.model, self.tokenizer))
-            except InputError as error:
-                where = f"request {number}: " if len(requests) > 1 else ""
-                raise InputError(f"{where}{error}") from None
+        rows = make_rows(requests, self.model, self.tokenizer)
+        if all(request.seed is None for request in requests):
+            speculation = replace(speculation, timed=True)
         num_new = max(request.generation.max_new_tokens for request in requests)
-        run = dataclasses.replace(run, max_new_tokens=num_new)
+        run = replace(run, max_new_tokens=num_new)
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
-        if batch_size is not None:
-            lengths = lengths[: self._most_rows(run, speculation, lengths)]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        if batch_size is not None:
+            shape = self._fitting(shape)
         return Generation(rows, shape, self._pool)
 
-    def _most_rows(
-        self, run: GenerationConfig, speculation: SpeculationConfig, lengths: list[int]
-    ) -> int:
+    def _fitting(self, shape: MemoryShape) -> MemoryShape:
+        """Of its rows, the longest first, as many as memory has room for; at least one."""
         draft = self.models.draft.config if self.models.draft else None
-        host = self._pool.host.num_free_bytes
-        return most_rows(self.model, draft, run, speculation, lengths, host)
+        settings = (self.model, draft, shape.generation, shape.speculation)
+        most = most_rows(*settings, shape.reserved_lengths, self._pool.host.num_free_bytes)
+        return replace(shape, prompt_lengths=shape.prompt_lengths[:most])
 
-    def _shared(self, prompt: Prompt, **settings: Any) -> tuple[Request, dict[str, Any]]:
-        """A request of `agenerate`, and the settings of a run that it shares with its equals."""
+    def _shared(
+        self, prompt: Prompt, seed: int | None = None, **settings: Any
+    ) -> "tuple[Worker, Request, MemoryShape]":
+        """For a text of `agenerate`: who runs it, its request, and the run that it shares."""
+        from minitri.worker import Worker
+
+        check_process(self.models)
+        if self._worker is None:
+            with self.models.lock:
+                self._worker = self._worker or Worker(self._open_shared)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
-        [request], generation, speculation = requests_of(self.tokenizer, [prompt], **settings)
-        row = make_row(0, request, self.model, self.tokenizer)
+        sampling, generation, speculation = settings_of(**settings)
+        request = Request(prompt, seed, sampling, generation)
+        [row] = make_rows([request], self.model, self.tokenizer)
         num_tokens = len(row.prompt) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
-        speculation = dataclasses.replace(speculation, timed=not speculation.coupled)
-        shared: dict[str, Any] = {"generation": run, "speculation": speculation}
-        if self.model.device.type == "cuda":  # where graphs have filters
-            shared["sampling"] = request.sampling
-        return row.request, shared
+        speculation = replace(speculation, timed=not speculation.coupled)
+        if self.model.device.type != "cuda":  # no graphs that have filters
+            sampling = SamplingParams()
+        shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
+        return self._worker, row.request, shape
 
-    def _open_for(self, shared: dict[str, Any]) -> Generation:
-        """A run for requests of `agenerate`."""
-        run = shared["generation"]
-        num_rows = self._most_rows(run, shared["speculation"], [run.reserve] * MAX_ROWS)
-        return self.open(batch_size=num_rows, **shared)
+    def _open_shared(self, shape: MemoryShape) -> Generation:
+        return Generation([], self._fitting(shape), self._pool, self.tokenizer)
 
     @property
     def held_tokens(self) -> list[int]:
         """The longest text whose K and V are kept from the last run, or come from a snapshot."""
-        return list(held.tokens) if (held := self._pool.held) is not None else []
+        held = self._pool.held
+        return list(held.tokens) if held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
@@ -309,8 +301,9 @@ class Engine:
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, also those of asyncio, and frees caches, graphs and weights. Whatever is
-        asked for then raises `InputError`."""
+        """Ends all runs, also those of asyncio, and frees caches, graphs and weights; may block the
+        calling thread, an event loop too, for the time of a step. Whatever is asked for then
+        raises `InputError`."""
         if self._memory is not None:
             if self._worker is not None:
                 self._worker.close()

@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 from minitri.errors import MAX_COUNT, InputError, shorten
 
 T = TypeVar("T")
-KINDS: dict[Any, str] = {bool: "true or false", bool | None: "true or false"}
-KINDS |= {str: "a text", str | None: "a text"}
+KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
+KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
-def one_of(default: Any, *choices: Any) -> Any:
-    """A field that has one of these values."""
+def one_of(default: str | None, *choices: str) -> Any:
+    """A field that is one of these words."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
@@ -69,16 +69,15 @@ def brief(settings: Any) -> str:
     return f"{type(settings).__name__}({', '.join(shown)})"
 
 
-def check_fields(settings: Any, label: str = "") -> None:
-    """Raises `InputError` unless fields are as `one_of` and `between` say, and texts, or true or
-    false, where their types are; `label` goes first."""
+def check_fields(settings: Any) -> None:
+    """Raises `InputError` unless each field is what `one_of`, `between` or its type says."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         rule = field.metadata
         kind: Any = field.type
         if choices := rule.get("choices"):
-            wanted = f"one of {', '.join(map(str, choices))}"
-            is_fine = any(type(value) is type(choice) and value == choice for choice in choices)
+            wanted = f"one of {', '.join(choices)}"
+            is_fine = isinstance(value, str) and value in choices
         elif "range" in rule and (value is not None or field.default is not None):
             least, most = rule["range"]
             number = int if isinstance(least, int) else int | float
@@ -91,9 +90,10 @@ def check_fields(settings: Any, label: str = "") -> None:
         else:
             continue
         if not is_fine:
-            refuse(settings, field.name, f"it must be {wanted}", label)
+            refuse(settings, field.name, f"it must be {wanted}")
 
 
-def refuse(settings: Any, name: str, advice: str, label: str = "") -> NoReturn:
-    """Raises `InputError` about a field."""
-    raise InputError(f"{label}{name} is {shorten(repr(getattr(settings, name)), 60)}; {advice}")
+def refuse(settings: Any, name: str, advice: str) -> NoReturn:
+    """Raises `InputError` about a field, which begins with the `label` of its class, if any."""
+    got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
+    raise InputError(f"{got}; {advice}")

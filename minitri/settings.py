@@ -140,7 +140,7 @@ class StepPlan:
     """Shape of what the lowest stage guesses, as in `SpeculationConfig`; a chain if empty."""
 
     def __str__(self) -> str:
-        gammas = (("gamma1", self.gamma1), ("gamma2", self.gamma2), ("tree", self.tree))
+        _, *gammas = vars(self).items()
         return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
 
     @property
@@ -204,8 +204,8 @@ class SpeculationConfig:
             refuse(self, "policy", "it must be retrieval, or a minitri.Policy")
         if self.budget is not None and self.budget % self.chunk_size:
             refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
-        is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", str(self.tree))
-        if not (isinstance(self.tree, str) and is_tree and num_nodes(self.tree) <= MAX_GAMMA):
+        is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", self.tree)
+        if not is_tree or num_nodes(self.tree) > MAX_GAMMA:
             wanted = "it must be tokens, as in 16, or sequences x tokens, as in 4x3"
             refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
         depth = parse_tree(self.tree)[1]

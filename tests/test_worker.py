@@ -1,0 +1,106 @@
+"""The thread of asyncio's requests: whatever happens to it, nobody waits for ever."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+
+from minitri import Generation, InputError, Request
+from minitri.worker import Job, Worker
+from tests.cascades import tiny_engine
+from tests.test_library import told
+
+SHORT = {"max_new_tokens": 2, "ignore_eos": True}
+
+
+@pytest.mark.parametrize("method", ["submit", "__next__"])
+def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypatch, caplog):
+    async def ask(engine):
+        task = asyncio.create_task(told(engine.agenerate("She had", **SHORT)))
+        done, _ = await asyncio.wait([task], timeout=10)
+        assert done, "still waiting"
+        return await task
+
+    def fail(*args):
+        raise RuntimeError("broken")
+
+    with tiny_engine() as engine:
+        with monkeypatch.context() as patching:
+            patching.setattr(Generation, method, fail)
+            with pytest.raises(RuntimeError, match="broken"):
+                asyncio.run(ask(engine))
+        assert "the run failed: broken" in caplog.text
+        _, [end] = asyncio.run(ask(engine))
+        assert len(end.token_ids) == 2
+
+
+def test_a_request_that_leaves_while_it_waits_opens_no_run(engine):
+    opened = []
+
+    def open_run(kind):
+        opened.append(kind)
+        return engine.open(reserve=400)
+
+    async def ask():
+        worker = Worker(open_run)
+        first, other, last = (Job(Request("She had", **SHORT), kind) for kind in "aba")
+        worker.submit(first)
+        worker.submit(other)
+        other.is_cancelled = True
+        for job in (first, last):
+            if job is last:
+                worker.submit(job)
+            async for _ in job.events():
+                pass
+        worker.close()
+
+    asyncio.run(ask())
+    assert "b" not in opened
+
+
+def test_a_request_that_comes_while_the_worker_closes_is_refused(engine):
+    async def ask():
+        worker = Worker(lambda kind: engine.open(reserve=400))
+        worker._thread.shutdown()
+        with pytest.raises(InputError, match="is closed; load it again"):
+            worker.submit(Job(Request("She had")))
+
+    asyncio.run(ask())
+
+
+def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
+    made, ends, init = [], [], Worker.__init__
+
+    def slow(worker, *args):
+        made.append(worker)
+        time.sleep(0.2)
+        init(worker, *args)
+
+    def ask():
+        ends.extend(asyncio.run(told(engine.agenerate("She had", **SHORT)))[1])
+
+    monkeypatch.setattr(Worker, "__init__", slow)
+    with tiny_engine() as engine:
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert (len(made), len(ends)) == (1, 2)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_process_is_told_so_and_does_not_wait():
+    with tiny_engine() as engine:
+        asyncio.run(told(engine.agenerate("She had", **SHORT)))
+        child = os.fork()
+        if child == 0:
+            try:
+                asyncio.run(asyncio.wait_for(told(engine.agenerate("She had", **SHORT)), 5))
+            except InputError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
