@@ -1,11 +1,9 @@
 """The engine: turns prompts into a stream of typed events.
 
-    with minitri.load("smollm2-135m") as engine:  # see loader.py
-        for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
-            if isinstance(event, minitri.Token):
-                print(event.text, end="", flush=True)
-
-`generate` returns a `Generation`, which works only while it is asked for the next event.
+with minitri.load("smollm2-135m") as engine:  # see loader.py
+    for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
+        if isinstance(event, minitri.Token):
+            print(event.text, end="", flush=True)
 """
 
 import asyncio
@@ -20,11 +18,11 @@ from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, check_process, filters_of, make_rows, running
 from minitri.gpu.allocation import allocate_full_cache, most_rows
-from minitri.loading.prompt_ids import Prompt, check_prompt, encode_prompt
+from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, MemoryShape, Models
 from minitri.model.llama import Llama
-from minitri.requests import ALONE, Completion, Event, Request, check_run, requests_of, settings_of
+from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
 from minitri.runner import score
 from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
@@ -120,7 +118,11 @@ class Engine:
         is empty, too long, or has tokens outside the vocabulary.
         """
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
-        return self._run(requests_of(prompts, seed, sampling, generation), generation, config)
+        texts = split_prompts(prompts)
+        seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
+        pairs = zip(texts, seeds, strict=True)
+        requests = [Request(text, own, sampling, generation) for text, own in pairs]
+        return self._run(requests, generation, config)
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to a conversation, as `generate` does: a list of messages
@@ -258,7 +260,9 @@ class Engine:
         check_process(self.models)
         if self._worker is None:
             with self.models.lock:
-                self._worker = self._worker or Worker(self._open_shared)
+                self._worker = self._worker or Worker(
+                    lambda shape: Generation([], self._fitting(shape), self._pool, self.tokenizer)
+                )
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
@@ -272,9 +276,6 @@ class Engine:
             sampling = SamplingParams()
         shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
         return self._worker, row.request, shape
-
-    def _open_shared(self, shape: MemoryShape) -> Generation:
-        return Generation([], self._fitting(shape), self._pool, self.tokenizer)
 
     @property
     def held_tokens(self) -> list[int]:

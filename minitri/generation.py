@@ -271,10 +271,8 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     expect(request.speculation, bool)
     ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
-    seed = request.seed
-    if seed is None:
-        seed = model.execution.ranks.ask_first(draw_seed)
-    [seed] = as_seeds([seed], 1)
+    draw = model.execution.ranks.ask_first
+    [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
     return Row(number, replace(request, seed=seed), ids, tokenizer)
 
 

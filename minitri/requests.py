@@ -2,13 +2,13 @@
 typed events in the order in which they happen."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from minitri.errors import InputError, shorten
 from minitri.fields import brief, with_fields
-from minitri.loading.prompt_ids import Prompt, as_seeds, split_prompts
+from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
@@ -186,21 +186,8 @@ def settings_of(
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):
         speculation = SpeculationConfig() if speculation else ALONE
-    given = {SamplingParams: sampling, GenerationConfig: generation}
-    return with_fields(fields, {**given, SpeculationConfig: speculation})
-
-
-def requests_of(
-    prompts: Prompt | Sequence[Prompt],
-    seed: int | Sequence[int] | None,
-    sampling: SamplingParams,
-    generation: GenerationConfig,
-) -> list[Request]:
-    """One for each prompt. Raises `InputError`."""
-    texts = split_prompts(prompts)
-    seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
-    pairs = zip(texts, seeds, strict=True)
-    return [Request(text, own, sampling, generation) for text, own in pairs]
+    given: dict[type, Any] = {SamplingParams: sampling, GenerationConfig: generation}
+    return with_fields(fields, given | {SpeculationConfig: speculation})
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:

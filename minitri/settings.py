@@ -225,15 +225,13 @@ class SpeculationConfig:
         depth = parse_tree(self.tree)[1] or None
         gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
-        retrieval = [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2]
-        if self.tree and self.method == "retrieval":  # it grows the trees, as no drafter guesses
-            depths = _choices(depth or self.gamma2, OPEN_DEPTHS)
-            retrieval = [StepPlan("retrieval", 0, gamma2, self.tree) for gamma2 in depths]
+        tree = self.tree * (self.method == "retrieval")  # which grows it, as no drafter guesses
+        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if tree else gammas2
         pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
             "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
-            "retrieval": retrieval,
+            "retrieval": [StepPlan("retrieval", 0, gamma2, tree) for gamma2 in depths],
             "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
         }
         return plans.get(self.method) or [*itertools.chain(*plans.values())]

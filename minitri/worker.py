@@ -50,10 +50,9 @@ class Worker:
     def __init__(
         self, open_run: Callable[[Any], Generation], run: Generation | None = None
     ) -> None:
-        """`open_run` opens a run for jobs of a kind. With a `run`, for jobs of the kind None, the
-        one at hand stays open without jobs, too; else it ends."""
+        """`open_run` opens a run for jobs of a kind, which ends with them; that of the kind None,
+        which may be open already, stays open."""
         self._open = open_run
-        self._stays_open = run is not None
         self._run = run
         self._kind: Any = None
         self._waiting: deque[Job] = deque()
@@ -84,7 +83,7 @@ class Worker:
                 self._start(self._waiting.popleft())
             else:
                 self._step()
-        if not self._stays_open:
+        if self._kind is not None:
             self._end_run()
 
     def _start(self, job: Job) -> None:

@@ -36,7 +36,7 @@ def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypa
         assert len(end.token_ids) == 2
 
 
-def test_a_request_that_leaves_while_it_waits_opens_no_run(engine):
+def test_a_request_that_leaves_opens_no_run_and_one_that_comes_too_late_is_refused(engine):
     opened = []
 
     def open_run(kind):
@@ -45,29 +45,22 @@ def test_a_request_that_leaves_while_it_waits_opens_no_run(engine):
 
     async def ask():
         worker = Worker(open_run)
-        first, other, last = (Job(Request("She had", **SHORT), kind) for kind in "aba")
+        first, other, last, late = (Job(Request("She had", **SHORT), kind) for kind in "abaa")
         worker.submit(first)
         worker.submit(other)
         other.is_cancelled = True
-        for job in (first, last):
-            if job is last:
-                worker.submit(job)
-            async for _ in job.events():
-                pass
+        async for _ in first.events():
+            pass
+        worker.submit(last)
+        async for _ in last.events():
+            pass
+        worker._thread.shutdown()  # as `close` does
+        with pytest.raises(InputError, match="is closed; load it again"):
+            worker.submit(late)
         worker.close()
 
     asyncio.run(ask())
     assert "b" not in opened
-
-
-def test_a_request_that_comes_while_the_worker_closes_is_refused(engine):
-    async def ask():
-        worker = Worker(lambda kind: engine.open(reserve=400))
-        worker._thread.shutdown()
-        with pytest.raises(InputError, match="is closed; load it again"):
-            worker.submit(Job(Request("She had")))
-
-    asyncio.run(ask())
 
 
 def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
