@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from minitri.worker import Worker
 
 LEAST_ROOM = 4096
-"""Tokens that rows of `agenerate` have room for, if the context has."""
+"""Tokens that rows of open runs have room for by default, if the context has."""
 
 
 class Engine:
@@ -138,11 +138,11 @@ class Engine:
         """For asyncio, the events of one prompt: `async for event in engine.agenerate("Once")`;
         `settings` are those of `generate`.
 
-        A thread computes. Those that are asked for at once run next to each other, as rows of one
-        batch by whose numbers events name them; those beyond `MAX_ROWS` wait, as do those that need
-        another run. Leaving the loop, or cancelling the task, ends the text. What is open of the
-        speculation follows the clock, also with a seed, which repeats its text with `coupled=True`.
-        Raises `InputError` at the first event.
+        A thread computes. Those that are asked for at once are rows of one batch, by whose numbers
+        events name them; those beyond `MAX_ROWS`, or that need another run, wait. Leaving the loop,
+        or cancelling the task, ends the text. What is open of the speculation follows the clock,
+        also with a seed, which repeats its text with `coupled=True`. Raises `InputError` at the
+        first event.
         """
         from minitri.worker import Job
 
@@ -158,7 +158,7 @@ class Engine:
     def achat(
         self, messages: "str | Sequence[Message]", **settings: Any
     ) -> AsyncGenerator[Event, None]:
-        """`chat` for asyncio; see `agenerate`."""
+        """`chat` for asyncio; see `agenerate`. Raises `InputError` at once for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
@@ -201,7 +201,7 @@ class Engine:
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-        generation: GenerationConfig = GenerationConfig(reserve=4096),  # noqa: B008 (frozen)
+        generation: GenerationConfig = GenerationConfig(reserve=LEAST_ROOM),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
@@ -216,11 +216,9 @@ class Engine:
         check_run(batch_size, fields)
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         room = generation.reserve
-        if not 1 < room <= self.config.context_length:
-            raise InputError(
-                f"reserve is {room} tokens; give from 2 to {self.config.context_length}, the "
-                f"context of {self.config.name}"
-            )
+        most = self.config.context_length
+        if not 1 < room <= most:
+            raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
         return Generation([], shape, pool, self.tokenizer)
 
@@ -284,8 +282,8 @@ class Engine:
         return list(held.tokens) if held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
-        complete; returns how many tokens. Raises `InputError`."""
+        """Writes K and V of `held_tokens` to a file for `load_kv`, which appears when it is whole;
+        returns how many tokens. Raises `InputError`."""
         with running(self.models):
             return self._pool.save(os.fsdecode(path), note)
 

@@ -29,14 +29,11 @@ def changed(settings: T, values: Mapping[str, Any]) -> T:
     return dataclasses.replace(settings, **own)  # type: ignore[type-var]
 
 
-def with_fields(values: Mapping[str, Any], given: Mapping[type, Any]) -> list[Any]:
-    """Settings of these kinds, with the values in the places of their fields. Raises `InputError`
-    for settings of another kind, and for a name that none of them has."""
-    for kind, settings in given.items():
-        expect(settings, kind)
-    known = [name for settings in given.values() for name in vars(settings)]
-    check_names(values, known)
-    return [changed(settings, values) for settings in given.values()]
+def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
+    """Copies of settings with the values in the places of their fields. Raises `InputError` for a
+    name that none of them has."""
+    check_names(values, [name for it in settings for name in vars(it)])
+    return [changed(it, values) for it in settings]
 
 
 def check_names(names: Iterable[str], known: Collection[str]) -> None:
@@ -82,8 +79,8 @@ def check_fields(settings: Any) -> None:
             least, most = rule["range"]
             number = int if isinstance(least, int) else int | float
             wanted = f"a{' whole' * (number is int)} number from {least:.6g} to {most:.15g}"
-            is_fine = isinstance(value, number) and not isinstance(value, bool)
-            is_fine = is_fine and least <= value <= most
+            is_number = isinstance(value, number) and not isinstance(value, bool)
+            is_fine = is_number and least <= value <= most
         elif kind in KINDS:
             wanted = KINDS[kind]
             is_fine = isinstance(value, kind)

@@ -85,10 +85,11 @@ class Generation(Iterator[Event]):
         self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
-        asked = [(row.prompt, row.request) for row in rows]
-        self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
+        prompts = [row.prompt for row in rows]
+        asked = (shape, prompts, [row.request for row in rows])
+        self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
         with running(pool.models):
-            stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
+            stack = Stack(pool.open(shape, prompts), shape)
         self.stats = stack.stats
         self._events = self._run(stack)  # this alone holds the memory
         next(self._events)

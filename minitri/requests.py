@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minitri.errors import InputError, shorten
-from minitri.fields import brief, with_fields
+from minitri.fields import brief, expect, with_fields
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
@@ -114,11 +114,12 @@ class Request:
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
+        expect(sampling, SamplingParams)
+        expect(generation, GenerationConfig)
         self.prompt = prompt
         self.seed = seed
         self.speculation = speculation
-        given = {SamplingParams: sampling, GenerationConfig: generation}
-        self.sampling, self.generation = with_fields(fields, given)
+        self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 
 ALONE = SpeculationConfig("autoregressive")
@@ -186,13 +187,14 @@ def settings_of(
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):
         speculation = SpeculationConfig() if speculation else ALONE
-    given: dict[type, Any] = {SamplingParams: sampling, GenerationConfig: generation}
-    return with_fields(fields, given | {SpeculationConfig: speculation})
+    expect(sampling, SamplingParams)
+    expect(generation, GenerationConfig)
+    expect(speculation, SpeculationConfig)
+    return with_fields(fields, sampling, generation, speculation)
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` for what a run over requests, which have their own settings, is not to
-    be given."""
+    """Raises `InputError` for what is no setting of a run over requests."""
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
     for name in fields:

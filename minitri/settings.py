@@ -151,11 +151,6 @@ class StepPlan:
     def uses_retrieval(self) -> bool:
         return self.gamma2 > 0
 
-    @property
-    def max_guesses(self) -> int:
-        """Most guesses that a level reads at once: gamma2 - 1 tokens and a whole inner round."""
-        return max(self.gamma1, num_nodes(self.tree)) + self.gamma2
-
 
 @dataclass(frozen=True)
 class SpeculationConfig:
@@ -238,8 +233,9 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens the target reads at once in a step: the last certain one and all guesses."""
-        return 1 + max(plan.max_guesses for plan in self.plans)
+        """Most tokens the target reads at once in a step: the last certain one, and the guesses,
+        gamma2 - 1 and a whole inner round."""
+        return 1 + max(max(it.gamma1, num_nodes(it.tree)) + it.gamma2 for it in self.plans)
 
     @property
     def room(self) -> int:

@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,14 +15,16 @@ from tests.test_library import told
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}
 
 
+async def ask(engine):
+    """How a text ends, within seconds."""
+    task = asyncio.create_task(told(engine.agenerate("She had", **SHORT)))
+    assert (await asyncio.wait([task], timeout=10))[0], "still waiting"
+    _, [end] = await task
+    return end
+
+
 @pytest.mark.parametrize("method", ["submit", "__next__"])
 def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypatch, caplog):
-    async def ask(engine):
-        task = asyncio.create_task(told(engine.agenerate("She had", **SHORT)))
-        done, _ = await asyncio.wait([task], timeout=10)
-        assert done, "still waiting"
-        return await task
-
     def fail(*args):
         raise RuntimeError("broken")
 
@@ -32,8 +34,7 @@ def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypa
             with pytest.raises(RuntimeError, match="broken"):
                 asyncio.run(ask(engine))
         assert "the run failed: broken" in caplog.text
-        _, [end] = asyncio.run(ask(engine))
-        assert len(end.token_ids) == 2
+        assert asyncio.run(ask(engine)).finish_reason == "length"
 
 
 def test_a_request_that_leaves_opens_no_run_and_one_that_comes_too_late_is_refused(engine):
@@ -43,55 +44,44 @@ def test_a_request_that_leaves_opens_no_run_and_one_that_comes_too_late_is_refus
         opened.append(kind)
         return engine.open(reserve=400)
 
-    async def ask():
+    async def run():
         worker = Worker(open_run)
         first, other, last, late = (Job(Request("She had", **SHORT), kind) for kind in "abaa")
         worker.submit(first)
         worker.submit(other)
         other.is_cancelled = True
-        async for _ in first.events():
-            pass
+        await told(first.events())
         worker.submit(last)
-        async for _ in last.events():
-            pass
+        await told(last.events())
         worker._thread.shutdown()  # as `close` does
         with pytest.raises(InputError, match="is closed; load it again"):
             worker.submit(late)
         worker.close()
 
-    asyncio.run(ask())
+    asyncio.run(run())
     assert "b" not in opened
 
 
 def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
-    made, ends, init = [], [], Worker.__init__
+    made, init = [], Worker.__init__
 
     def slow(worker, *args):
         made.append(worker)
         time.sleep(0.2)
         init(worker, *args)
 
-    def ask():
-        ends.extend(asyncio.run(told(engine.agenerate("She had", **SHORT)))[1])
-
     monkeypatch.setattr(Worker, "__init__", slow)
-    with tiny_engine() as engine:
-        threads = [threading.Thread(target=ask) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    with tiny_engine() as engine, ThreadPoolExecutor(2) as threads:
+        ends = [*threads.map(lambda _: asyncio.run(ask(engine)), range(2))]
     assert (len(made), len(ends)) == (1, 2)
 
 
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_is_told_so_and_does_not_wait():
     with tiny_engine() as engine:
-        asyncio.run(told(engine.agenerate("She had", **SHORT)))
-        child = os.fork()
-        if child == 0:
+        asyncio.run(ask(engine))
+        if (child := os.fork()) == 0:
             try:
-                asyncio.run(asyncio.wait_for(told(engine.agenerate("She had", **SHORT)), 5))
+                asyncio.run(ask(engine))
             except InputError:
                 os._exit(7)
             finally:
