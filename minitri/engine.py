@@ -1,9 +1,11 @@
 """The engine: turns prompts into a stream of typed events.
 
-with minitri.load("smollm2-135m") as engine:  # see loader.py
-    for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
-        if isinstance(event, minitri.Token):
-            print(event.text, end="", flush=True)
+    with minitri.load("smollm2-135m") as engine:  # see loader.py
+        for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
+            if isinstance(event, minitri.Token):
+                print(event.text, end="", flush=True)
+
+`generate` returns a `Generation`, which works only while it is asked for the next event.
 """
 
 import asyncio
@@ -170,7 +172,7 @@ class Engine:
             check_prompt(ids, self.config, 0)
             if len(ids) < 2:
                 raise InputError("the text is one token, after which nothing is scored; give more")
-            run = GenerationConfig()
+            run = GenerationConfig(1)
             full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
@@ -233,8 +235,7 @@ class Engine:
         rows = make_rows(requests, self.model, self.tokenizer)
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
-        num_new = max(request.generation.max_new_tokens for request in requests)
-        run = replace(run, max_new_tokens=num_new)
+        run = replace(run, max_new_tokens=max(it.generation.max_new_tokens for it in requests))
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)

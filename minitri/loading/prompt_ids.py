@@ -62,16 +62,14 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) 
                 f"prompt has token id {token}; {config.name} has ids from 0 to "
                 f"{config.vocab_size - 1}"
             )
-    room = config.context_length - num_new
+    most = config.context_length
+    room = most - num_new
     if len(ids) > room:
-        problem = (
-            f"the prompt has {len(ids)} tokens but {config.name} holds {config.context_length}"
-        )
+        problem = f"the prompt has {len(ids)} tokens but {config.name} holds {most}"
         if num_new:
             problem += f" minus max_new_tokens={num_new}"
         fewer = f"shorten it to {room} tokens" if room > 0 else "lower max_new_tokens="
-        base = config.rope.original_context or config.context_length
-        stretch = -(-(len(ids) + num_new) // base)
+        stretch = -(-(len(ids) + num_new) // (config.rope.original_context or most))
         longer = [f"stretch the context with rope_scaling=yarn:{stretch}"]
         raise InputError(problem, *ways or [fewer], *longer * (stretch <= MAX_STRETCH))
 
