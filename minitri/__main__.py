@@ -27,8 +27,8 @@ examples:
   minitri --list-models                 the models that have names; --version: of minitri
 """
 ON_DISK = ("pull", "list", "remove")
-FOLDERS = ("chat", "serve", "bench", "selftest")
-PROGRAMS = ("generate", "plan", *FOLDERS, *ON_DISK)
+FOLDERS = ("chat", "serve", "selftest")
+PROGRAMS = ("generate", "plan", "bench", *FOLDERS, *ON_DISK)
 
 
 def main(argv: list[str] | None = None) -> None:

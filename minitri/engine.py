@@ -19,10 +19,11 @@ from torch import Tensor
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, check_process, filters_of, make_rows, running
-from minitri.gpu.allocation import allocate_full_cache, most_rows
+from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
 from minitri.runner import score
@@ -173,7 +174,9 @@ class Engine:
             if len(ids) < 2:
                 raise InputError("the text is one token, after which nothing is scored; give more")
             run = GenerationConfig(1)
-            full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
+            # No guesses follow, and nothing after the last token.
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
     def stream(
@@ -240,15 +243,8 @@ class Engine:
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         if batch_size is not None:
-            shape = self._fitting(shape)
+            shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
-
-    def _fitting(self, shape: MemoryShape) -> MemoryShape:
-        """Of its rows, the longest first, as many as memory has room for; at least one."""
-        draft = self.models.draft.config if self.models.draft else None
-        settings = (self.model, draft, shape.generation, shape.speculation)
-        most = most_rows(*settings, shape.reserved_lengths, self._pool.host.num_free_bytes)
-        return replace(shape, prompt_lengths=shape.prompt_lengths[:most])
 
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
@@ -259,9 +255,7 @@ class Engine:
         check_process(self.models)
         if self._worker is None:
             with self.models.lock:
-                self._worker = self._worker or Worker(
-                    lambda shape: Generation([], self._fitting(shape), self._pool, self.tokenizer)
-                )
+                self._worker = self._worker or Worker(self._open_shared)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
@@ -275,6 +269,10 @@ class Engine:
             sampling = SamplingParams()
         shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
         return self._worker, row.request, shape
+
+    def _open_shared(self, shape: MemoryShape) -> Generation:
+        pool = self._pool
+        return Generation([], pool.fitting(shape), pool, self.tokenizer)
 
     @property
     def held_tokens(self) -> list[int]:

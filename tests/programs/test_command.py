@@ -12,8 +12,7 @@ import pytest
 
 import minitri
 from minitri import __main__ as command
-from minitri import generate, plan
-from minitri.bench import __main__ as bench
+from minitri import bench, generate, plan
 from minitri.chat import __main__ as chat
 from minitri.cli import exits, inputs
 from minitri.errors import InputError
