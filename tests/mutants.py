@@ -63,8 +63,8 @@ caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_import
 test_properties.py
 ::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[1]
   EOS as bonus token ignored
-    Generation._emit: row.push(token, origin, eos)
-    => row.push(token, origin, () if origin == 'bonus' else eos)
+    Generation._emit: row.push(token, origin, eos, *score)
+    => row.push(token, origin, () if origin == 'bonus' else eos, *score)
 test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
@@ -298,6 +298,15 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
     Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
+gpu_twins/test_graphs.py
+::test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing
+  a shape that was not captured is captured between steps
+    GraphPool.run: self.is_open and key not in self._captured => key not in self._captured
+test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[submit]
+  a request that cannot be taken waits for ever | Worker._start: tell_of(error, job) => pass
+test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[__next__]
+  requests of a run that failed wait for ever
+    Worker._step: tell_of(error, *self._jobs.values()) => pass
 reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
