@@ -167,7 +167,7 @@ plan --gpu m4-max --gpus 2 | needs GPUs, not m4-max
 plan --model /nowhere/x | no file or folder
 plan --model ORG/NAME | repository ORG/NAME is not on this machine.* or give a folder or file$
 plan --model lwm-text-1m --gpu h200 --host-memory 99 | and 99.00; .*--prefill-chunk
-plan --model llama3.1-8b --gpu m1 --context 9999 | 19.69 GiB .*, m1 has 15.20; lower --con.* model$
+plan --model llama3.1-8b --gpu m1 --context 9999 | 19.62 GiB .*, m1 has 15.20; lower --con.* model$
 minitri pull no-such-model | unknown model
 minitri pull | required: model
 minitri remove no/model | 'no/model'
