@@ -226,17 +226,20 @@ class Generation(Iterator[Event]):
             yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
-    def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
+    def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
-            tokens = emitted[b].tokens
-            logits_NV = emitted[b].logits_NV
+            if b not in emitted:
+                continue
+            new = emitted[b]
+            tokens = new.tokens
+            logits_NV = new.logits_NV
             num_top = row.request.generation.logprobs
             scores: list[Any] = [(None, ())] * len(tokens)
             if num_top is not None and logits_NV is not None:
                 scores = log_probs(logits_NV, tokens, num_top)
-            for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
+            for token, origin, score in zip(tokens, new.origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break
                 self.stats.num_decoded_tokens += bool(row.token_ids)

@@ -8,7 +8,10 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -131,6 +134,17 @@ class ModelRunner:
 
     def reset(self, b: int) -> None:
         self.cache.reset(b)
+
+    def of_rows(self, rows: slice) -> Self:
+        """A runner of these rows alone, which captures nothing."""
+        part = copy.copy(self)
+        part.cache = self.cache.of_rows(rows)
+        part.sampling = self.sampling[rows]
+        queries_LBTHD = self.passes.queries_LBTHD
+        if queries_LBTHD is not None:
+            queries_LBTHD = queries_LBTHD[:, rows]
+        part.passes = replace(self.passes, cache=part.cache, queries_LBTHD=queries_LBTHD)
+        return part
 
     def sample_by(self, b: int, sampling: SamplingParams) -> None:
         """Row b has these filters from now on; captured passes apply them to all rows."""
