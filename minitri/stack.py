@@ -179,7 +179,7 @@ class Stack:
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """The cascade from the first to the last of these rows, or of all; its first row."""
-        span = slice(rows[0], rows[-1] + 1)
+        span = slice(min(rows), max(rows) + 1)
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
         return self.cascade.of_rows(span), span.start

@@ -305,7 +305,7 @@ test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
     Cache.of_rows: self._filled[rows] => copy.deepcopy(self._filled[rows])
 test_stream.py::test_rows_without_a_text_are_in_no_pass[naive]
   passes over all rows, idle ones too
-    Stack._part: slice(rows[0], rows[-1] + 1) => slice(0, len(self.sequences))
+    Stack._part: slice(min(rows), max(rows) + 1) => slice(0, len(self.sequences))
 """
 
 MUTANTS = read_table(TABLE)
