@@ -8,7 +8,7 @@ steps of rows that are further on.
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -28,6 +28,9 @@ from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
+
+TURN_OF_OLDEST = 4
+"""Of so many chunks of prompts one is of the oldest: at least this share of the time is its own."""
 
 
 @contextlib.contextmanager
@@ -74,10 +77,13 @@ class Generation(Iterator[Event]):
         self._model = pool.models.target
         self.rows = rows
         self._tokenizer = tokenizer
+        self._is_open = tokenizer is not None
         self._waiting = deque(rows)
         self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
+        self._num_left: dict[int, int] = {}  # tokens of these
+        self._num_chunks = 0
         asked = [(row.prompt, row.request) for row in rows]
         self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
         with running(pool.models):
@@ -106,7 +112,7 @@ class Generation(Iterator[Event]):
     def results(self) -> list[End]:
         """The whole outputs in the order of the prompts; runs to the end. Raises `InputError` if
         the run was closed before."""
-        if self._tokenizer is not None:
+        if self._is_open:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
             pass
@@ -152,7 +158,7 @@ class Generation(Iterator[Event]):
                 self._admit(stack)
                 if self._running:
                     yield from self._advance(stack)
-                elif self._tokenizer is not None:
+                elif self._is_open:
                     yield Idle()
                 else:
                     break
@@ -172,16 +178,22 @@ class Generation(Iterator[Event]):
         memory = stack.memory
         places = {*range(memory.shape.num_rows)} - self._running.keys()
         while self._waiting and places:
-            row = self._waiting[0]
+            row = self._next_waiting()
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
-            self._waiting.popleft()
-            b = memory.prefix.best_place(sorted(places), row.prompt)
+            self._waiting.remove(row)
+            b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
             stack.admit(b, row.prompt, row.request)
             self._reading[b] = self._prefill(row, b, stack)
+            self._num_left[b] = len(row.prompt)
+
+    def _next_waiting(self) -> Row:
+        """The first whose owner has the fewest rows."""
+        num_rows = Counter(row.request.owner for row in self._running.values())
+        return min(self._waiting, key=lambda row: num_rows[row.request.owner])
 
     def _leave(self, stack: Stack, b: int) -> None:
         stack.retire(b)
@@ -189,34 +201,45 @@ class Generation(Iterator[Event]):
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
-        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step. Where
-        nothing else runs meanwhile, and into host memory, prompts are read to their ends first."""
+        """Reads a chunk of a prompt, starts the rows that are read, and makes a step of those that
+        were further on. In a run that takes no more requests, prompts are read to their ends first
+        where nothing else runs meanwhile, and into host memory."""
         active = stack.cascade.active
+        are_further_on = any(active)
         if self._reading:
-            b, chunks = next(iter(self._reading.items()))
-            progress = next(chunks)
-            if progress.num_done == progress.num_tokens:
-                del self._reading[b]
-            yield progress
+            yield self._read_chunk()
             is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
-            may_wait = is_on_device and (any(active) or self._tokenizer is not None)
+            may_wait = self._is_open or (is_on_device and are_further_on)
             if self._reading and not may_wait:
                 return
         ready = [b for b in self._running if not active[b] and b not in self._reading]
-        started = time.perf_counter()
         if ready:
+            started = time.perf_counter()
             emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
-        elif any(active):
+            yield from self._emit(stack, emitted)
+        if any(active) and (are_further_on or not ready):
+            started = time.perf_counter()
             emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
-        else:
-            return
-        yield from self._emit(stack, emitted)
+            yield from self._emit(stack, emitted)
+
+    def _read_chunk(self) -> PrefillProgress:
+        """Reads on in the prompt of which least is left, and at times in the oldest, which else
+        might never end."""
+        self._num_chunks += 1
+        b = next(iter(self._reading))
+        if self._num_chunks % TURN_OF_OLDEST:
+            b = min(self._reading, key=self._num_left.__getitem__)
+        progress = next(self._reading[b])
+        self._num_left[b] = progress.num_tokens - progress.num_done
+        if not self._num_left[b]:
+            del self._reading[b]
+        return progress
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        chunks = stack.prefill(b)
+        chunks = stack.prefill(b, is_open=self._is_open)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
         for end in chunks:
             synchronize(self._model.device)

@@ -249,15 +249,28 @@ def prefill(
     in host memory is filled layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    end = len(prompt) - 1
-    while (start := full.lengths[b]) < end:
-        piece = prompt[start : min(start + chunk, end)]
-        queries_LBTHD = None
-        if watch is not None:
-            queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
-        with model.execution.reading():
-            read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
-        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
-        if watch is not None and queries_LBTHD is not None:
-            watch(queries_LBTHD[:, 0])
-        yield full.lengths[b]
+    while full.lengths[b] < len(prompt) - 1:
+        yield read_chunk(model, prompt, full, b, chunk, watch, max_queries)
+
+
+def read_chunk(
+    model: Llama,
+    prompt: list[int],
+    full: FullCache,
+    b: int,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None,
+    max_queries: int | None,
+) -> int:
+    """One step of `prefill`; returns how many tokens row b holds then."""
+    start = full.lengths[b]
+    piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+    queries_LBTHD = None
+    if watch is not None:
+        queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
+    with model.execution.reading():
+        read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+    full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+    if watch is not None and queries_LBTHD is not None:
+        watch(queries_LBTHD[:, 0])
+    return full.lengths[b]

@@ -25,7 +25,7 @@ from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, MemoryShape, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill, read_chunk
 from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
@@ -42,6 +42,7 @@ class Stack:
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
+        self._owners = [""] * shape.num_rows
         self.source = _random_source(shape.speculation)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         if memory.graphs is not None:
@@ -113,6 +114,7 @@ class Stack:
         memory = self.memory
         self.sequences[b][:] = prompt
         self._prompt_lengths[b] = len(prompt)
+        self._owners[b] = request.owner
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed or 0)
@@ -121,9 +123,11 @@ class Stack:
         for runner in memory.runners:
             runner.sample_by(b, request.sampling)
 
-    def prefill(self, b: int) -> Iterator[int]:
+    def prefill(self, b: int, *, is_open: bool = False) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that
-        other texts left, then after every chunk; at the end all, though `start` reads the last."""
+        other texts left, then after every chunk; at the end all, though `start` reads the last.
+        Unless K and V are in host memory, or if `is_open`, other rows may go on in between; then
+        chunks are short."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -135,10 +139,14 @@ class Stack:
             max_queries = cache.max_prompt_queries
             # What is always read: tokens whose queries choose what the retrieval cache holds.
             most = 0 if max_queries is None else last - max_queries
-        yield memory.prefix.take(b, self.sequences, most)
-        chunk = self.shape.generation.prefill_chunk
+        yield memory.prefix.take(b, self.sequences, most, self._owners[b])
         where = (self.target, prompt, memory.full, b)
-        for num_read in prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries):
+        chunk = self.shape.generation.prefill_chunk
+        chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
+        if is_open or type(memory.full) is FullCache:
+            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries), None)
+        while memory.full.lengths[b] < last:
+            num_read = next(chunks)
             memory.prefix.note_certain()
             if num_read < last:
                 yield num_read
@@ -166,6 +174,12 @@ class Stack:
             with self.meter.commit():
                 self._commit(outcome)
         return outcome
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens of a prompt to read next: few where others wait for it."""
+        run = self.shape.generation
+        return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
 
     @property
     def _busy(self) -> list[int]:
