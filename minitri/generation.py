@@ -225,11 +225,11 @@ class Generation(Iterator[Event]):
             yield from self._emit(stack, emitted)
 
     def _read_chunk(self) -> PrefillProgress:
-        """Reads on in the prompt of which least is left, and at times in the oldest, which else
-        might never end."""
+        """Reads on in the oldest prompt; in a run that takes requests mostly in that of which the
+        least is left, so that a short one does not wait for a long one."""
         self._num_chunks += 1
         b = next(iter(self._reading))
-        if self._num_chunks % TURN_OF_OLDEST:
+        if self._is_open and self._num_chunks % TURN_OF_OLDEST:
             b = min(self._reading, key=self._num_left.__getitem__)
         progress = next(self._reading[b])
         self._num_left[b] = progress.num_tokens - progress.num_done
