@@ -1,5 +1,7 @@
 """Runs that take requests: who is read, started and extended next, and whose K and V are reused."""
 
+import itertools
+
 import pytest
 
 from minitri import End, GenerationConfig, Request, Token
@@ -46,7 +48,7 @@ def test_texts_go_on_between_any_two_chunks_which_are_short_then(run):
     order = [event.row for event in until(run, Token, reading)[:-1]]
     chunks = [i for i, row in enumerate(order) if row == reading]
     assert len(chunks) >= 199 // CHUNK
-    assert all(later > earlier + 1 for earlier, later in zip(chunks, chunks[1:], strict=False))
+    assert all(later > earlier + 1 for earlier, later in itertools.pairwise(chunks))
 
 
 def test_requests_that_come_and_go_do_not_hold_up_a_text(run):

@@ -1,19 +1,14 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from minitri import Token
 from minitri.cli.arguments import UNUSED
 from minitri.requests import Row
 
 if TYPE_CHECKING:
     from minitri import Engine, Generation
     from minitri.model.llama import Llama
-
-GUESSED = ("draft", "retrieval")
-"""Origins of tokens that the target only verified."""
 
 
 def where(model: "Llama") -> dict[str, str]:
@@ -22,8 +17,12 @@ def where(model: "Llama") -> dict[str, str]:
 
     from minitri.loading.devices import attention_name
 
-    names = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-    return {**names, "attention": attention_name(model.attend), "torch": torch.__version__}
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": attention_name(model.attend),
+        "torch": torch.__version__,
+    }
 
 
 def outline(run: "Generation") -> str:
@@ -36,34 +35,29 @@ def outline(run: "Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
+        guessers = ("draft", "retrieval")
+        counts = [row.stats.by_origin[name] for row in run.rows for name in guessers]
         line += f", {sum(counts) / total:.0%} guessed"
     return line
 
 
-def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, Any]:
+def answer(row: Row) -> dict[str, Any]:
     """A text as a part of JSON; with --logprobs each token's own, and the likeliest."""
     found: dict[str, Any] = {
         "text": row.text,
         "token_ids": row.token_ids,
-        "finish_reason": finish_reason,
+        "finish_reason": row.finish_reason or "interrupted",
         "seed": row.request.seed,
         "temperature": row.request.sampling.temperature,
         "num_prompt_tokens": len(row.prompt),
     }
     if row.request.generation.logprobs is not None:
-        found["logprobs"] = [token.logprob for token in tokens]
-        found["top_logprobs"] = [token.top_logprobs for token in tokens]
+        found["logprobs"] = [token.logprob for token in row.tokens]
+        found["top_logprobs"] = [token.top_logprobs for token in row.tokens]
     return found
 
 
-def report(
-    engine: "Engine",
-    run: "Generation",
-    args: argparse.Namespace,
-    reason: str,
-    tokens: Sequence[Token],
-) -> dict[str, Any]:
+def report(engine: "Engine", run: "Generation", args: argparse.Namespace) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     [row] = run.rows
     stats = run.stats
@@ -73,7 +67,7 @@ def report(
         "coupled": args.coupled,
         "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
-        **answer(row, reason, tokens),
+        **answer(row),
         **vars(row.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,
