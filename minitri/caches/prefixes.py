@@ -26,15 +26,14 @@ class HeldRow:
     tokens: list[int]
     owner: str | None = None
     """Whose text it is; None: everybody's."""
-    first_LPKTD: Tensor | None = None
+    first_LPKTD: Tensor | tuple[()] = ()
     """K and V of the first tokens, where they may have been written over."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
         the next is asked for. Puts back what was written over."""
-        if self.first_LPKTD is not None:
-            for layer, first_PKTD in enumerate(self.first_LPKTD):
-                self.full.write(layer, self.b, *first_PKTD)
+        for layer, first_PKTD in enumerate(self.first_LPKTD):
+            self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
@@ -101,12 +100,8 @@ class PrefixCache:
 
     def best_place(self, places: list[int], prompt: list[int], owner: str) -> int:
         """Of rows without a text the one where a prompt saves most copying and loses least."""
-
-        def gain(b: int) -> int:
-            row = self._ended[b]
-            return 2 * row.num_shared(prompt, owner) - len(row.tokens)
-
-        return max(places, key=gain)
+        rows = [self._ended[b] for b in places]
+        return max(rows, key=lambda it: 2 * it.num_shared(prompt, owner) - len(it.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int, owner: str = "") -> int:
         """Fills row b, which is empty and has an owner, with the longest beginning of its prompt
@@ -114,12 +109,12 @@ class PrefixCache:
         of all rows."""
         self._num_prompt[b] = len(texts[b])
         self._owners[b] = owner
-        sources = [self._ended[b], *self._ended]  # of equally long ones its own: nothing is copied
-        for other, text in enumerate(texts):
-            exact = text[: self._num_exact(other)]
-            sources.append(HeldRow(self._full, other, exact, self._owners[other]))
-        if self.snapshot is not None:
-            sources.append(self.snapshot)
+        begun = [
+            HeldRow(self._full, i, text[: self._num_exact(i)], self._owners[i])
+            for i, text in enumerate(texts)
+        ]
+        # Of equally long ones its own: nothing is copied.
+        sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda it: it.num_shared(texts[b], owner))
         num_tokens = max(0, min(best.num_shared(texts[b], owner), most))

@@ -62,7 +62,7 @@ class Cascade:
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self.stages = (drafter, retrieval, target)
+        self.stages = [it for it in (drafter, retrieval, target) if it is not None]
 
     def of_rows(self, rows: slice) -> Self:
         """The cascade of these rows alone, for one step; its texts and stages are the same ones."""
@@ -71,12 +71,7 @@ class Cascade:
         part.active = self.active[rows]
         part.guessing = self.guessing[rows]
         part._target = self._target.of_rows(rows)
-        drafter, retrieval, _ = self.stages
-        part.stages = (
-            drafter.of_rows(rows) if drafter is not None else None,
-            retrieval.of_rows(rows) if retrieval is not None else None,
-            part._target,
-        )
+        part.stages = [*(it.of_rows(rows) for it in self.stages[:-1]), part._target]
         return part
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
@@ -105,9 +100,9 @@ class Cascade:
     def _stack(self, plan: StepPlan) -> None:
         """Puts the stages of a plan on top of one another; lets them catch up with the text."""
         below: Stage | None = None
-        gammas = (plan.gamma1, plan.gamma2, 1)
-        for stage, gamma in zip(self.stages, gammas, strict=True):
-            if stage is not None and gamma > 0:
+        gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
+        for stage in self.stages:
+            if gamma := gammas[stage.stats.name]:
                 stage.gamma = gamma
                 stage.below = below
                 stage.prepare(self.sequences, self.active)
@@ -118,5 +113,4 @@ class Cascade:
         self.active[b] = False
         self._meter.settle()
         for stage in self.stages:
-            if stage is not None:
-                stage.reset(b)
+            stage.reset(b)
