@@ -8,7 +8,7 @@ steps of rows that are further on.
 import contextlib
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Self
@@ -31,6 +31,8 @@ from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
 
 CLOSED = "the engine is closed; load it again"
+TURN_OF_OLDEST = 4
+"""Of so many chunks of prompts one is of the oldest: at least this share of the time is its own."""
 
 
 def check_process(models: Models) -> None:
@@ -82,10 +84,13 @@ class Generation(Iterator[Event]):
         self._model = pool.models.target
         self.rows = rows
         self._tokenizer = tokenizer
+        self._is_open = tokenizer is not None
         self._waiting = deque(rows)
         self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
+        self._num_left: dict[int, int] = {}  # tokens of these
+        self._num_chunks = 0
         prompts = [row.prompt for row in rows]
         asked = (shape, prompts, [row.request for row in rows])
         self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
@@ -115,7 +120,7 @@ class Generation(Iterator[Event]):
     def results(self) -> list[End]:
         """The whole outputs in the order of the prompts; runs to the end. Raises `InputError` if
         the run was closed before."""
-        if self._tokenizer is not None:
+        if self._is_open:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
             pass
@@ -161,7 +166,7 @@ class Generation(Iterator[Event]):
                 self._admit(stack)
                 if self._running:
                     yield from self._advance(stack)
-                elif self._tokenizer is not None:
+                elif self._is_open:
                     yield Idle()
                 else:
                     break
@@ -181,16 +186,22 @@ class Generation(Iterator[Event]):
         memory = stack.memory
         places = {*range(memory.shape.num_rows)} - self._running.keys()
         while self._waiting and places:
-            row = self._waiting[0]
+            row = self._next_waiting()
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
-            self._waiting.popleft()
-            b = memory.prefix.best_place(sorted(places), row.prompt)
+            self._waiting.remove(row)
+            b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
             stack.admit(b, row.prompt, row.request)
             self._reading[b] = self._prefill(row, b, stack)
+            self._num_left[b] = len(row.prompt)
+
+    def _next_waiting(self) -> Row:
+        """The first whose owner has the fewest rows."""
+        num_rows = Counter(row.request.owner for row in self._running.values())
+        return min(self._waiting, key=lambda row: num_rows[row.request.owner])
 
     def _leave(self, stack: Stack, b: int) -> None:
         stack.retire(b)
@@ -198,34 +209,45 @@ class Generation(Iterator[Event]):
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
-        """Reads a chunk of a prompt; then starts the rows that are read, else makes a step. Where
-        nothing else runs meanwhile, and into host memory, prompts are read to their ends first."""
+        """Reads a chunk of a prompt, starts the rows that are read, and makes a step of those that
+        were further on. In a run that takes no more requests, prompts are read to their ends first
+        where nothing else runs meanwhile, and into host memory."""
         active = stack.cascade.active
+        are_further_on = any(active)
         if self._reading:
-            b, chunks = next(iter(self._reading.items()))
-            progress = next(chunks)
-            if progress.num_done == progress.num_tokens:
-                del self._reading[b]
-            yield progress
+            yield self._read_chunk()
             is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
-            may_wait = is_on_device and (any(active) or self._tokenizer is not None)
+            may_wait = self._is_open or (is_on_device and are_further_on)
             if self._reading and not may_wait:
                 return
         ready = [b for b in self._running if not active[b] and b not in self._reading]
-        started = time.perf_counter()
         if ready:
+            started = time.perf_counter()
             emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
-        elif any(active):
+            yield from self._emit(stack, emitted)
+        if any(active) and (are_further_on or not ready):
+            started = time.perf_counter()
             emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
-        else:
-            return
-        yield from self._emit(stack, emitted)
+            yield from self._emit(stack, emitted)
+
+    def _read_chunk(self) -> PrefillProgress:
+        """Reads on in the oldest prompt; in a run that takes requests mostly in that of which the
+        least is left, so that a short one does not wait for a long one."""
+        self._num_chunks += 1
+        b = next(iter(self._reading))
+        if self._is_open and self._num_chunks % TURN_OF_OLDEST:
+            b = min(self._reading, key=self._num_left.__getitem__)
+        progress = next(self._reading[b])
+        self._num_left[b] = progress.num_tokens - progress.num_done
+        if not self._num_left[b]:
+            del self._reading[b]
+        return progress
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        chunks = stack.prefill(b)
+        chunks = stack.prefill(b, is_open=self._is_open)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
         for end in chunks:
             synchronize(self._model.device)
@@ -235,10 +257,12 @@ class Generation(Iterator[Event]):
             yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
-    def _emit(self, stack: Stack, emitted: list[Emitted]) -> Iterator[Event]:
+    def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
+            if b not in emitted:
+                continue
             new = emitted[b]
             num_top = row.request.generation.logprobs
             scores: list[Any] = [()] * len(new.tokens)

@@ -103,6 +103,9 @@ class Request:
     """Its `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest belongs to a run."""
     speculation: bool
     """Whether anything is guessed for this text, if the run speculates."""
+    owner: str
+    """Whose it is: no text begins with K and V of another owner's, and those of owners with the
+    fewest rows are next."""
 
     def __init__(
         self,
@@ -111,6 +114,7 @@ class Request:
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: bool = True,
+        owner: str = "",
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -119,6 +123,7 @@ class Request:
         self.prompt = prompt
         self.seed = seed
         self.speculation = speculation
+        self.owner = owner
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 

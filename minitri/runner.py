@@ -7,7 +7,10 @@ Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab
 heads, D head dim.
 """
 
+import copy
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from typing import Self
 
 import torch
 import torch.nn.functional as F
@@ -125,6 +128,17 @@ class ModelRunner:
     def reset(self, b: int) -> None:
         self.cache.reset(b)
 
+    def of_rows(self, rows: slice) -> Self:
+        """A runner of these rows alone, which captures nothing."""
+        part = copy.copy(self)
+        part.cache = self.cache.of_rows(rows)
+        part.sampling = self.sampling[rows]
+        queries_LBTHD = self.passes.queries_LBTHD
+        if queries_LBTHD is not None:
+            queries_LBTHD = queries_LBTHD[:, rows]
+        part.passes = replace(self.passes, cache=part.cache, queries_LBTHD=queries_LBTHD)
+        return part
+
     def sample_by(self, b: int, sampling: SamplingParams) -> None:
         """Row b has these filters from now on; captured passes apply them to all rows."""
         self.sampling[b] = sampling
@@ -232,15 +246,28 @@ def prefill(
     in host memory is filled layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    end = len(prompt) - 1
-    while (start := full.lengths[b]) < end:
-        piece = prompt[start : min(start + chunk, end)]
-        queries_LBTHD = None
-        if watch is not None:
-            queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
-        with model.execution.reading():
-            read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
-        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
-        if watch is not None and queries_LBTHD is not None:
-            watch(queries_LBTHD[:, 0])
-        yield full.lengths[b]
+    while full.lengths[b] < len(prompt) - 1:
+        yield read_chunk(model, prompt, full, b, chunk, watch, max_queries)
+
+
+def read_chunk(
+    model: Llama,
+    prompt: list[int],
+    full: FullCache,
+    b: int,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None,
+    max_queries: int | None,
+) -> int:
+    """One step of `prefill`; returns how many tokens row b holds then."""
+    start = full.lengths[b]
+    piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+    queries_LBTHD = None
+    if watch is not None:
+        queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
+    with model.execution.reading():
+        read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+    full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+    if watch is not None and queries_LBTHD is not None:
+        watch(queries_LBTHD[:, 0])
+    return full.lengths[b]

@@ -87,6 +87,8 @@ class GenerationConfig:
     """Make room in the KV cache for texts of N tokens, prompt and output, for longer runs later."""
     prefill_chunk: int = between(1024, 1)
     """Read the prompt N tokens at a time; bounds the memory of activations."""
+    shared_chunk: int = between(128, 1)
+    """Read at most N tokens of a prompt between two steps of texts that are further on."""
     offload: bool = False
     """On a GPU, keep in host memory the KV cache of layers that do not fit; see minitri.plan."""
     on_chip: int | None = between(None, 0)

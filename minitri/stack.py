@@ -6,11 +6,12 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from minitri.caches.full import FullCache
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
@@ -24,7 +25,7 @@ from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill, read_chunk
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
@@ -39,6 +40,8 @@ class Stack:
         self.shape = shape
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
+        self._prompt_lengths = [*shape.prompt_lengths]
+        self._owners = [""] * shape.num_rows
         kind = shape.speculation.verification  # of chains
         self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
@@ -46,7 +49,8 @@ class Stack:
             self._capture(memory.graphs)
         plans = shape.speculation.plans
         use_clock = may_use_clock(memory.models, shape)
-        self.tuner = Autotuner(plans, prior_seconds(memory, shape), use_clock=use_clock)
+        prior = prior_seconds(memory, shape, shape.prompt_lengths)
+        self.tuner = Autotuner(plans, prior, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         drafter: Stage | None = None
         if memory.draft is not None:
@@ -57,6 +61,8 @@ class Stack:
         retrieval = self._level("retrieval", below) if below is not None else None
         target = self._level("target", memory.target)
         self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        # Passes in graphs, and those that stream K and V from host memory, are over all rows.
+        self._has_parts = memory.graphs is None and type(memory.full) is FullCache
 
     def _capture(self, graphs: GraphPool) -> None:
         """Captures verdicts and guesses of all shapes before the steps, which are timed."""
@@ -105,6 +111,8 @@ class Stack:
         """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
         memory = self.memory
         self.sequences[b][:] = prompt
+        self._prompt_lengths[b] = len(prompt)
+        self._owners[b] = request.owner
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed or 0)
@@ -113,9 +121,11 @@ class Stack:
         for runner in memory.runners:
             runner.sample_by(b, request.sampling)
 
-    def prefill(self, b: int) -> Iterator[int]:
+    def prefill(self, b: int, *, is_open: bool = False) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that
-        other texts left, then after every chunk; at the end all, though `start` reads the last."""
+        other texts left, then after every chunk; at the end all, though `start` reads the last.
+        Unless K and V are in host memory, or if `is_open`, other rows may go on in between; then
+        chunks are short."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -127,30 +137,64 @@ class Stack:
             max_queries = cache.max_prompt_queries
             # What is always read: tokens whose queries choose what the retrieval cache holds.
             most = 0 if max_queries is None else last - max_queries
-        yield memory.prefix.take(b, self.sequences, most)
-        chunk = self.shape.generation.prefill_chunk
+        yield memory.prefix.take(b, self.sequences, most, self._owners[b])
         where = (self.target, prompt, memory.full, b)
-        for num_read in prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries):
+        chunk = self.shape.generation.prefill_chunk
+        chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
+        if is_open or type(memory.full) is FullCache:
+            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries), None)
+        while memory.full.lengths[b] < last:
+            num_read = next(chunks)
             memory.prefix.note_certain()
             if num_read < last:
                 yield num_read
         yield len(prompt)
 
-    def start(self, rows: list[int] | None = None) -> list[Emitted]:
-        """The first tokens of rows whose prompts have been read, or of all."""
+    def start(self, rows: list[int]) -> dict[int, Emitted]:
+        """The first tokens of rows whose prompts have been read."""
+        for b in rows:
+            self.cascade.active[b] = True
+        self._expect_costs()
+        part, first = self._part(rows)
         with self._decoding():
-            emitted = self.cascade.start(rows)
-            self._commit(emitted)
-            self.cascade.catch_up()
-        return emitted
+            emitted = part.start([b - first for b in rows])
+            outcome = dict(enumerate(emitted, first))
+            self._commit(outcome)
+            part, _ = self._part(self._busy)
+            part.catch_up()
+        return outcome
 
-    def step(self) -> list[Emitted]:
-        """A step of the cascade."""
+    def step(self) -> dict[int, Emitted]:
+        """A step of the cascade, over the rows that have started."""
+        part, first = self._part(self._busy)
         with self._decoding():
-            emitted = self.cascade.step()
+            outcome = dict(enumerate(part.step(), first))
             with self.meter.commit():
-                self._commit(emitted)
-        return emitted
+                self._commit(outcome)
+        return outcome
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens of a prompt to read next: few where others wait for it."""
+        run = self.shape.generation
+        return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
+
+    @property
+    def _busy(self) -> list[int]:
+        """Rows whose texts go on."""
+        return [b for b, on in enumerate(self.cascade.active) if on]
+
+    def _expect_costs(self) -> None:
+        """Tells the autotuner what rounds over the rows that are busy may take."""
+        if lengths := [self._prompt_lengths[b] for b in self._busy]:
+            self.tuner.prior_seconds = prior_seconds(self.memory, self.shape, lengths)
+
+    def _part(self, rows: list[int]) -> tuple[Cascade, int]:
+        """The cascade from the first to the last of these rows, or of all; its first row."""
+        span = slice(min(rows), max(rows) + 1)
+        if not self._has_parts or span == slice(0, len(self.sequences)):
+            return self.cascade, 0
+        return self.cascade.of_rows(span), span.start
 
     @contextlib.contextmanager
     def _decoding(self) -> Iterator[None]:
@@ -159,11 +203,11 @@ class Stack:
             yield
         self.memory.prefix.note_certain()
 
-    def _commit(self, emitted: list[Emitted]) -> None:
+    def _commit(self, emitted: dict[int, Emitted]) -> None:
         """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt."""
         if (cache := self.memory.retrieval_cache) is None:
             return
-        for b, row in enumerate(emitted):
+        for b, row in emitted.items():
             if row.tokens:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
                 queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
@@ -173,10 +217,13 @@ class Stack:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
         self.memory.prefix.keep(b, self.sequences[b])
         self.cascade.retire(b)
+        self._expect_costs()
 
 
-def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
-    """What a round of each stage takes by bytes over bandwidth, before it was measured."""
+def prior_seconds(
+    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int]
+) -> Callable[[str, float], float]:
+    """What a round of each stage takes over texts with such prompts, by bytes over bandwidth."""
     models = memory.models
     target = models.target
     least = target.execution.ranks.least  # shares may be uneven
@@ -186,10 +233,10 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
         itemsize=target.dtype.itemsize,
         target_bytes=int(least(bytes_per_pass(target))),
         retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
-        num_tokens=sum(shape.prompt_lengths),
-        num_retrieved=sum(map(shape.budget_for, shape.prompt_lengths)),
+        num_tokens=sum(prompt_lengths),
+        num_retrieved=sum(map(shape.budget_for, prompt_lengths)),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
-        batch_size=shape.num_rows,
+        batch_size=len(prompt_lengths),
     )
     machine = GPU if target.device.type == "cuda" else CPU
     return functools.partial(work.seconds, machine)

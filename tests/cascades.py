@@ -60,10 +60,10 @@ class Rig:
             for _ in self.session.prefill(b):
                 pass
 
-    def start(self) -> list[Emitted]:
-        return self._retire_finished(self.session.start())
+    def start(self) -> dict[int, Emitted]:
+        return self._retire_finished(self.session.start(list(range(len(self.prompts)))))
 
-    def step(self) -> list[Emitted]:
+    def step(self) -> dict[int, Emitted]:
         return self._retire_finished(self.session.step())
 
     @torch.inference_mode()
@@ -87,7 +87,7 @@ class Rig:
         stages = self.stats.stages
         return sum(stage.num_rounds for stage in stages[1:] or stages)
 
-    def _retire_finished(self, emitted: list[Emitted]) -> list[Emitted]:
+    def _retire_finished(self, emitted: dict[int, Emitted]) -> dict[int, Emitted]:
         for b, new in enumerate(self.new_tokens()):
             if self.cascade.active[b] and len(new) >= self.num_new:
                 self.cascade.retire(b)

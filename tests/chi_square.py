@@ -101,7 +101,7 @@ def count_texts(
         session = begin(Models(target, target, draft), requests, speculation)
         read_prompt_once(session)
         cascade = session.cascade
-        session.start()
+        session.start(list(range(ROWS)))
         while any(cascade.active):
             session.step()
             for b, sequence in enumerate(session.sequences):

@@ -30,14 +30,14 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
     _num_passed: passes_BN & guesses.are_real_BN => passes_BN.int()
 decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
-    IndependentSource.uniforms: self._generators[b] => self._generators[b].manual_seed(7)
+    IndependentSource.uniforms: self._by_row[b] => self._by_row[b].manual_seed(7)
   n numbers drawn instead of n + 1
     IndependentSource.numbers: self.uniforms(b, n + 1)
     => self.uniforms(b, max(n, 1)).repeat(2)[:n + 1]
   float32 uniforms
     IndependentSource.uniforms: torch.rand(count, dtype=torch.float64,
-        generator=self._generators[b])
-    => torch.rand(count, dtype=torch.float32, generator=self._generators[b]).double()
+        generator=self._by_row[b])
+    => torch.rand(count, dtype=torch.float32, generator=self._by_row[b]).double()
 decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
   24-bit Gumbel noise
     hashed_uniforms: (_shift_right(splitmix(keys + numbers * _STEP), 12).double() + 0.5)
@@ -96,7 +96,7 @@ decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distrib
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
 decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
-    IndependentSource.uniforms: self._generators[b] => self._generators[0]
+    IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
   a row that has ended draws on | IndependentSource.numbers: active[b] => True
   a short row's last number put after its guesses
     IndependentSource.numbers: [*range(n), -1] => [*range(n), n]
@@ -159,8 +159,8 @@ test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_
     StopScanner.push: max((overlap(text, stop) for stop in self._stop), default=0) => 0
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
   a row that is given to another text goes on with its noise
-    IndependentSource.restart: self._generators[b] = torch.Generator().manual_seed(seed)
-    => self._generators.setdefault(b, torch.Generator().manual_seed(seed))
+    IndependentSource.restart: self._by_row[b] = torch.Generator().manual_seed(seed)
+    => self._by_row.setdefault(b, torch.Generator().manual_seed(seed))
 test_engine.py::test_seeds_decide_and_belong_to_rows
   a row's own seed is not used
     Stack.admit: self.source.restart(b, request.seed or 0) => self.source.restart(b, 0)
@@ -194,7 +194,7 @@ trees/test_tree_enumeration.py
     => output.emitted(b, tokens, origins, slice(1 + len(path)))
 trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its_own
   numbers of a tree's children used again for its tests
-    IndependentSource.uniforms: self._generators[b] => torch.Generator().manual_seed(b)
+    IndependentSource.uniforms: self._by_row[b] => torch.Generator().manual_seed(b)
 test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
     CoupledTrees.walk: start + torch.tensor(proposal.shape.depths)
@@ -241,7 +241,7 @@ gpu_twins/test_offloaded_cache.py::test_trees_need_no_other_events
     => missing.start < missing.stop and buffer.ready.record()
 gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
-    HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1] => pass
+    HostedRow.update: buffer.num_held[self._b] = self.lengths[0] + block.keys_BTKD.shape[1] => pass
 gpu_twins/test_layer_major.py::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
   queries of the last chunk alone
     read_by_layers: start + chunk > end - max_queries => start + chunk >= end
@@ -297,7 +297,7 @@ decoding/test_block_verification.py
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
-    Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
+    Stack.start: self._commit(outcome) => with self.meter.commit(): self._commit(outcome)
 gpu_twins/test_graphs.py
 ::test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing
   a shape that was not captured is captured between steps
@@ -316,6 +316,18 @@ decoding/test_sampling.py::test_a_row_has_filters_of_its_own
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
     IndependentTrees.walk: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
+test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
+  a part of the rows draws the numbers of others
+    RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)
+  a part of the rows has the filters of others
+    ModelRunner.of_rows: self.sampling[rows] => self.sampling[: len(part.cache.lengths)]
+  a part of the rows notes its queries for others
+    ModelRunner.of_rows: queries_LBTHD[:, rows] => queries_LBTHD[:, : len(part.cache.lengths)]
+  a part of the rows has lengths of its own
+    Cache.of_rows: self._filled[rows] => copy.deepcopy(self._filled[rows])
+test_stream.py::test_rows_without_a_text_are_in_no_pass[naive]
+  passes over all rows, idle ones too
+    Stack._part: slice(min(rows), max(rows) + 1) => slice(0, len(self.sequences))
 """
 
 MUTANTS = read_table(TABLE)

@@ -2,7 +2,15 @@
 
 import pytest
 
-from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
+from minitri import (
+    End,
+    GenerationConfig,
+    InputError,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
 from minitri.requests import PrefillProgress
 from tests.cascades import texts_of
 
@@ -60,6 +68,31 @@ def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     others = [place for place in order if place[1]]
     first = others.index(("PrefillProgress", 2))
     assert others[first : first + 6] == [("PrefillProgress", 2), ("Token", 1)] * 3
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
+    """Wherever the only text stands: the first place still holds a text that has ended."""
+    sizes = set()
+
+    def logits(hidden):
+        sizes.add(len(hidden))
+        return type(engine.model).logits(engine.model, hidden)
+
+    def ask(prompt, num_new):
+        generation = GenerationConfig(num_new, ignore_eos=True)
+        run.submit(Request(prompt, seed=5, sampling=WARM, generation=generation))
+
+    settings = {"speculation": settings_of(method), "generation": GenerationConfig(reserve=200)}
+    with engine.open(batch_size=4, **settings) as run:
+        ask([1, 2, 3], 2)
+        ask([7, 8, 9] * 20, 60)
+        while not isinstance(next(run), End):
+            pass
+        monkeypatch.setattr(engine.model, "logits", logits)
+        while not isinstance(next(run), End):
+            pass
+    assert sizes == {1}
 
 
 @pytest.mark.parametrize(

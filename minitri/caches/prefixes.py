@@ -24,6 +24,8 @@ class HeldRow:
     full: FullCache
     b: int
     tokens: list[int]
+    owner: str | None = None
+    """Whose text it is; None: everybody's."""
     first_LPKTD: Tensor | tuple[()] = ()
     """K and V of the first tokens, where they may have been written over."""
 
@@ -34,6 +36,10 @@ class HeldRow:
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
+
+    def num_shared(self, tokens: list[int], owner: str) -> int:
+        """Tokens at the beginning of an owner's text that need not be read."""
+        return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0
 
 
 class PrefixCache:
@@ -50,6 +56,7 @@ class PrefixCache:
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_certain = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
+        self._owners = [""] * len(full.lengths)
         self.snapshot: HeldRow | None = None
 
     def note_certain(self) -> None:
@@ -74,13 +81,13 @@ class PrefixCache:
     def keep(self, b: int, text: list[int]) -> None:
         """The text of row b ends; call before its reset."""
         if self._num_certain[b]:  # else it has not begun, and what stood there before still does
-            self._guard(b, text[: self._num_exact(b)])
+            self._guard(b, text[: self._num_exact(b)], self._owners[b])
             self._num_certain[b] = 0
 
-    def _guard(self, b: int, tokens: list[int]) -> None:
+    def _guard(self, b: int, tokens: list[int], owner: str | None) -> None:
         """Row b holds these tokens; the first are put aside."""
         pair = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
-        self._ended[b] = HeldRow(self._full, b, tokens, torch.stack(pair, 1))
+        self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
 
     def adopt(self, other: "PrefixCache") -> None:
         """Takes over what another cache holds, as far as there is room for it."""
@@ -89,23 +96,28 @@ class PrefixCache:
             b = row.b if self._full is other._full else place
             tokens = row.tokens[: self._full.capacity]
             self._fill(b, row, len(tokens))
-            self._guard(b, tokens)
+            self._guard(b, tokens, row.owner)
 
-    def best_place(self, places: list[int], prompt: list[int]) -> int:
+    def best_place(self, places: list[int], prompt: list[int], owner: str) -> int:
         """Of rows without a text the one where a prompt saves most copying and loses least."""
         rows = [self._ended[b] for b in places]
-        return max(rows, key=lambda it: 2 * num_common(it.tokens, prompt) - len(it.tokens)).b
+        return max(rows, key=lambda it: 2 * it.num_shared(prompt, owner) - len(it.tokens)).b
 
-    def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
-        at most `most` tokens; returns how many. `texts` are those of all rows."""
+    def take(self, b: int, texts: list[list[int]], most: int, owner: str = "") -> int:
+        """Fills row b, which is empty and has an owner, with the longest beginning of its prompt
+        that is at hand for that one, of at most `most` tokens; returns how many. `texts` are those
+        of all rows."""
         self._num_prompt[b] = len(texts[b])
-        begun = [HeldRow(self._full, i, it[: self._num_exact(i)]) for i, it in enumerate(texts)]
+        self._owners[b] = owner
+        begun = [
+            HeldRow(self._full, i, text[: self._num_exact(i)], self._owners[i])
+            for i, text in enumerate(texts)
+        ]
         # Of equally long ones its own: nothing is copied.
         sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
-        best = max(sources, key=lambda it: num_common(it.tokens, texts[b]))
-        num_tokens = max(0, min(num_common(best.tokens, texts[b]), most))
+        best = max(sources, key=lambda it: it.num_shared(texts[b], owner))
+        num_tokens = max(0, min(best.num_shared(texts[b], owner), most))
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)

@@ -98,7 +98,7 @@ class RetrievalCache(Cache):
         the row was rebuilt. The queries are those of its T latest tokens, which a pass of the
         target has just read."""
         row = self.rows[b]
-        self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
+        self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
         if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
@@ -149,7 +149,7 @@ class RetrievalCache(Cache):
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:
-            held = self._lengths[b]
+            held = self.lengths[b]
             is_free = held < row.budget
             slot = held if is_free else row.num_overwritten % row.budget
             count = min(end - start, row.budget - slot)

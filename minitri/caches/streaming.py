@@ -51,7 +51,7 @@ class StreamingCache(Cache):
 
     @property
     def next_positions(self) -> list[int]:
-        return self._lengths
+        return self.lengths
 
     @property
     def num_bytes(self) -> int:
@@ -59,20 +59,20 @@ class StreamingCache(Cache):
         return super().num_bytes + self.raw_keys.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        write_after(self.raw_keys[layer], block.raw_keys_BTKD, self._lengths, block.slots_BT)
+        write_after(self.raw_keys[layer], block.raw_keys_BTKD, self.lengths, block.slots_BT)
         return super().update(layer, block)
 
-    def row(self, b: int) -> Self:
-        row = super().row(b)
-        row.raw_keys = self.raw_keys[:, b : b + 1]
-        return row
+    def of_rows(self, rows: slice) -> Self:
+        part = super().of_rows(rows)
+        part.raw_keys = self.raw_keys[:, rows]
+        return part
 
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
         sinks = self.settings.num_sink_tokens
         kept = sinks + self.settings.num_recent_tokens
         room = self.settings.room + self.settings.max_block
-        for b, length in enumerate(self._lengths):
+        for b, length in enumerate(self.lengths):
             if length + room <= self.capacity:
                 continue
             for slots in (self.raw_keys, self.values):

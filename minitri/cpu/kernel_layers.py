@@ -139,7 +139,7 @@ class KernelLayers(Layers):
         if max(cache.lengths) + T > S:
             raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
         assert cache.keys.stride() == cache.values.stride()
-        assert queries is None or queries.is_contiguous()
+        assert queries is None or queries[0].is_contiguous()
         first = self[0]
         assert isinstance(first, Layer)
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
@@ -150,6 +150,7 @@ class KernelLayers(Layers):
             *(cache.keys, cache.values, getattr(cache, "raw_keys", None), queries, lengths, rule),
             *(L, B, T, queries.shape[2] if queries is not None else 0),
             *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
+            queries.stride(0) if queries is not None else 0,
             *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
         )
         self.kernels.library.minitri_pass(DTYPES[x_BTE.dtype], arguments)

@@ -82,7 +82,7 @@ struct PassArguments {
     const int64_t* lengths;   // prefix per sequence
     const uint8_t* rule;      // (T, T), or null: causal
     int64_t L, B, T, W, E, H, K, D;
-    int64_t kv_layer, kv_batch, kv_head, kv_slot;  // strides, in numbers
+    int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
     int64_t num_threads;
     double eps;
     double* seconds;          // of linear layers and of attention, added up; or null
@@ -103,8 +103,9 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
         T* q = queries + row * p.H * D;
         for (int64_t h = 0; h < p.H; ++h) rotate_head(qkv + h * D, cos, sin, q + h * D, D);
         if (p.queries && t + p.W >= p.T) {
-            const int64_t place = (layer * p.B + b) * p.W + t - std::max<int64_t>(p.T - p.W, 0);
-            std::copy(q, q + p.H * D, static_cast<T*>(p.queries) + place * p.H * D);
+            const int64_t place = b * p.W + t - std::max<int64_t>(p.T - p.W, 0);
+            T* to = static_cast<T*>(p.queries) + layer * p.queries_layer + place * p.H * D;
+            std::copy(q, q + p.H * D, to);
         }
         for (int64_t k = 0; k < p.K; ++k) {
             const T *key = qkv + (p.H + k) * D, *value = key + p.K * D;

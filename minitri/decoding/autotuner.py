@@ -38,11 +38,11 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock. The
-        first plan is one without guesses, if there is such a plan."""
+        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock; they
+        change with the rows that run. The first plan is one without guesses, if there is one."""
         self.plan = plans[0]
         self._plans = plans
-        self._prior_seconds = prior_seconds
+        self.prior_seconds = prior_seconds
         self._use_clock = use_clock
         self._factors: dict[str, float] = {}  # measured over prior seconds, per stage
         self._timed: set[tuple[str, int]] = set()
@@ -114,7 +114,7 @@ class Autotuner:
         return self._factors.get(stage, others) * self._prior(stage, num_guesses)
 
     def _prior(self, stage: str, num_guesses: float) -> float:
-        return max(self._prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
+        return max(self.prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
 
 
 def _proposers(plan: StepPlan) -> list[str]:

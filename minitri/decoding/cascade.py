@@ -35,7 +35,9 @@ input. Whether another round is run is decided before its first token is sampled
 token is discarded: one thrown away for what it is would bend the distribution.
 """
 
+import copy
 from collections.abc import Collection
+from typing import Self
 
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
@@ -61,6 +63,16 @@ class Cascade:
         self._meter = meter
         self._target = target
         self.stages = [it for it in (drafter, retrieval, target) if it is not None]
+
+    def of_rows(self, rows: slice) -> Self:
+        """The cascade of these rows alone, for one step; its texts and stages are the same ones."""
+        part = copy.copy(self)
+        part.sequences = self.sequences[rows]
+        part.active = self.active[rows]
+        part.guessing = self.guessing[rows]
+        part._target = self._target.of_rows(rows)
+        part.stages = [*(it.of_rows(rows) for it in self.stages[:-1]), part._target]
+        return part
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone."""

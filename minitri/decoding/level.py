@@ -3,8 +3,9 @@
 Legend: B rows, N proposed tokens, V vocab.
 """
 
+import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -66,6 +67,10 @@ class Stage:
     def reset(self, b: int) -> None:
         """Drops all that it knows of row b."""
 
+    def of_rows(self, rows: slice) -> Self:
+        """The same stage for these rows alone, counted from 0; they are the same ones there."""
+        raise NotImplementedError
+
 
 class Runner(Protocol):
     """A model with a cache, as a level sees it; see `runner.py`."""
@@ -75,6 +80,8 @@ class Runner(Protocol):
 
     def crop(self, lengths: list[int]) -> None: ...
     def reset(self, b: int) -> None: ...
+
+    def of_rows(self, rows: slice) -> "Runner": ...
 
     sampling: list[SamplingParams]
     """The filters of each row."""
@@ -191,3 +198,10 @@ class Level(Stage):
 
     def reset(self, b: int) -> None:
         self.runner.reset(b)
+
+    def of_rows(self, rows: slice) -> Self:
+        part = copy.copy(self)
+        part.runner = self.runner.of_rows(rows)
+        part.source = self.source.of_rows(rows)
+        part.below = None
+        return part

@@ -4,6 +4,9 @@ No independent number is used twice: a test that shares its number with the gues
 biased. Coupled noise may be shared: what is emitted is always the verifier's own argmax.
 """
 
+import copy
+from typing import Any, Self
+
 import torch
 from torch import Tensor
 
@@ -31,10 +34,17 @@ class RandomSource:
         self._rule = rule
         self.run: Run = run_now
         """Computes what the rule decides; a run that captures graphs sets another."""
+        self._by_row: dict[int, Any] = {}
 
     def restart(self, b: int, seed: int) -> None:
         """Gives row b to another text, with this seed."""
         raise NotImplementedError
+
+    def of_rows(self, rows: slice) -> Self:
+        """The source of these rows alone, counted from 0; their numbers are not used twice."""
+        part = copy.copy(self)
+        part._by_row = {b - rows.start: state for b, state in self._by_row.items()}
+        return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
         """What decides about `counts[b]` guesses that begin at position `starts[b]` of row b, and
@@ -66,10 +76,10 @@ class IndependentSource(RandomSource):
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
         """`kind`: of verification, as in `SpeculationConfig`."""
         super().__init__(verify_block if kind == "block" else verify)
-        self._generators: dict[int, torch.Generator] = {}
+        self._by_row: dict[int, torch.Generator] = {}
 
     def restart(self, b: int, seed: int) -> None:
-        self._generators[b] = torch.Generator().manual_seed(seed)
+        self._by_row[b] = torch.Generator().manual_seed(seed)
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
@@ -80,7 +90,7 @@ class IndependentSource(RandomSource):
 
     def uniforms(self, b: int, count: int) -> Tensor:
         """The next float64 numbers in [0, 1) of row b."""
-        return torch.rand(count, dtype=torch.float64, generator=self._generators[b])
+        return torch.rand(count, dtype=torch.float64, generator=self._by_row[b])
 
 
 class CoupledSource(RandomSource):
@@ -88,10 +98,10 @@ class CoupledSource(RandomSource):
 
     def __init__(self) -> None:
         super().__init__(verify_coupled)
-        self._seeds: dict[int, int] = {}
+        self._by_row: dict[int, int] = {}  # seeds
 
     def restart(self, b: int, seed: int) -> None:
-        self._seeds[b] = seed
+        self._by_row[b] = seed
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         places_N = torch.arange(max(counts) + 1)
@@ -99,4 +109,4 @@ class CoupledSource(RandomSource):
 
     def keys(self, b: int, positions: Tensor) -> Tensor:
         """The keys of the noise of some positions of row b."""
-        return noise_keys(self._seeds.get(b, 0), positions)
+        return noise_keys(self._by_row.get(b, 0), positions)

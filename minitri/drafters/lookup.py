@@ -4,9 +4,11 @@ The longest match in the row's own text wins. How much is guessed depends on its
 became of the row's earlier guesses. A guess is certain, so its distribution is one-hot.
 """
 
+import copy
 import math
 from collections import Counter, defaultdict
 from itertools import cycle, islice
+from typing import Self
 
 import torch
 
@@ -117,3 +119,8 @@ class LookupDrafter(Stage):
 
     def reset(self, b: int) -> None:
         self._rows[b] = GrowingText()
+
+    def of_rows(self, rows: slice) -> Self:
+        part = copy.copy(self)
+        part._rows = self._rows[rows]
+        return part

@@ -8,8 +8,9 @@ It cannot change a text. One that raises, or whose answer is no token and no dis
 run with an `InputError`.
 """
 
+import copy
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class PluggedDrafter(Stage):
         self._source = source
         self._target = target
         self._no_guess_V = torch.zeros(vocab_size, device=device)
+        self._first = 0  # row of the batch
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         probs = list[Tensor]()
@@ -84,7 +86,7 @@ class PluggedDrafter(Stage):
         """The logarithms (V,) of the drafter's probabilities. Raises `InputError`."""
         name = type(self._drafter).__name__
         with explain(f"the drafter {name} gave no valid guess", "correct it"):
-            answer = self._drafter.guess(tokens, b)
+            answer = self._drafter.guess(tokens, self._first + b)
             if answer is None:
                 return None
             vocab_size = len(self._no_guess_V)
@@ -95,3 +97,10 @@ class PluggedDrafter(Stage):
             if not (is_sound and abs(float(probs_V.sum()) - 1) < TOLERANCE):
                 raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
         return probs_V.log()
+
+    def of_rows(self, rows: slice) -> Self:
+        part = copy.copy(self)
+        part._source = self._source.of_rows(rows)
+        part._target = self._target.of_rows(rows)
+        part._first = rows.start
+        return part

@@ -9,6 +9,7 @@ Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
 import copy
+from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import torch
@@ -26,25 +27,32 @@ class BlockKV(NamedTuple):
     """On the device, where the block belongs; None: the cache goes by `lengths`."""
 
 
+@dataclass
+class Filled:
+    """What a row of a cache holds."""
+
+    num_slots: int = 0
+    """The first ones, which are valid."""
+    num_left_out: int = 0
+    """Tokens of the row's text that were read, or passed over, and stand in no slot."""
+
+
 class Cache:
     """`keys` and `values` (L, B, K, S, D) of B rows."""
 
     def __init__(self, keys: Tensor, values: Tensor, lengths: list[int] | None = None) -> None:
         self.keys, self.values = keys, values
-        B = keys.shape[1]
-        self._lengths = list(lengths or [0] * B)
-        self._num_left_out = [0] * B
-        """Tokens of each row's text that were read, or passed over, and stand in no slot."""
+        self._filled = [Filled(length) for length in lengths or [0] * keys.shape[1]]
 
     @property
     def lengths(self) -> list[int]:
         """Valid slots per row: the prefix that a block attends to."""
-        return self._lengths
+        return [row.num_slots for row in self._filled]
 
     @property
     def num_tokens(self) -> list[int]:
         """Tokens of each row's text that were read; a small cache holds fewer than that."""
-        return [sum(pair) for pair in zip(self._lengths, self._num_left_out, strict=True)]
+        return [row.num_slots + row.num_left_out for row in self._filled]
 
     @property
     def next_positions(self) -> list[int]:
@@ -70,41 +78,47 @@ class Cache:
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         """Writes the block after every row's prefix; returns K and V (B, K, S, D) to attend to."""
-        return write_block(self.keys[layer], self.values[layer], block, self._lengths)
+        return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:
         """Keeps the first `counts[b]` tokens of the block that was just written."""
-        self._set_lengths([old + count for old, count in zip(self._lengths, counts, strict=True)])
+        self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
         """Row b keeps at most the first `num_tokens[b]` of those it has read."""
-        rows = zip(self._lengths, num_tokens, self._num_left_out, strict=True)
-        self._set_lengths([min(old, new - left_out) for old, new, left_out in rows])
+        rows = zip(self._filled, num_tokens, strict=True)
+        self._set_lengths([min(row.num_slots, new - row.num_left_out) for row, new in rows])
 
     def reset(self, b: int) -> None:
         self.hold(b, 0, 0)
 
+    def of_rows(self, rows: slice) -> Self:
+        """A cache of these rows alone: what happens to one of them happens to it here, too."""
+        part = copy.copy(self)
+        part.keys = self.keys[:, rows]
+        part.values = self.values[:, rows]
+        part._filled = self._filled[rows]
+        return part
+
     def row(self, b: int) -> Self:
-        """A cache of row b alone, in the same memory; what it reads is counted there alone."""
-        row = copy.copy(self)
-        row.keys, row.values = (slots[:, b : b + 1] for slots in (self.keys, self.values))
-        row._lengths, row._num_left_out = [self._lengths[b]], [self._num_left_out[b]]
-        return row
+        """`of_rows` of row b."""
+        return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
         """Moves K and V of the block's tokens at these places, rising, right after its first."""
         for slots in (self.keys, self.values):
-            gather_path(slots, b, self._lengths[b], path)
+            gather_path(slots, b, self.lengths[b], path)
 
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
         """Row b's first slots are valid; they stand for `num_tokens` of its text."""
-        self._num_left_out[b] = num_tokens - num_slots
-        self._set_lengths([num_slots if b == row else n for row, n in enumerate(self._lengths)])
+        self._filled[b].num_left_out = num_tokens - num_slots
+        self._set_lengths([num_slots if b == row else n for row, n in enumerate(self.lengths)])
 
     def _set_lengths(self, lengths: list[int]) -> None:
         assert min(lengths) >= 0
         assert max(lengths) <= self.capacity
-        self._lengths = lengths
+        for row, num_slots in zip(self._filled, lengths, strict=True):
+            row.num_slots = num_slots
 
 
 def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:

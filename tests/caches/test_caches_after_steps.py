@@ -6,6 +6,7 @@ from itertools import product
 import pytest
 import torch
 
+from minitri.runner import ModelRunner
 from tests.cascades import GREEDY, WARM, Rig, fresh_read, near_copy, plain_tokens, random_prompt
 from tests.conftest import tiny_config, tiny_model
 from tools.paper.baselines.policies import policy_of
@@ -112,20 +113,17 @@ def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled,
     poison_all(poisoned)
     num_poisoned = 0
 
-    def poisoning(runner):
-        crop = runner.crop
+    crop = ModelRunner.crop
 
-        def crop_and_poison(lengths):
-            nonlocal num_poisoned
-            crop(lengths)
-            poison(runner)
-            num_poisoned += 1
+    def crop_and_poison(runner, lengths):
+        nonlocal num_poisoned
+        crop(runner, lengths)
+        poison(runner)
+        num_poisoned += 1
 
-        return crop_and_poison
-
-    for runner in poisoned.runners.values():
-        monkeypatch.setattr(runner, "crop", poisoning(runner))
-    tokens = poisoned.run(poison_all)
+    with monkeypatch.context() as patching:
+        patching.setattr(ModelRunner, "crop", crop_and_poison)
+        tokens = poisoned.run(poison_all)
     assert tokens == clean.run()
     assert tokens == plain_tokens(tiny_model(CONFIG), PROMPTS, **settings)
     ours, theirs = ([level.as_dict() for level in rig.stats.levels] for rig in (poisoned, clean))

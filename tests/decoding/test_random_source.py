@@ -17,7 +17,8 @@ SPECULATION = {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 20}
 
 
 class Recorder:
-    """Notes the numbers of each row in the order in which they are drawn, decision by decision."""
+    """Notes the numbers of each row, by its seed, in the order in which they are drawn, decision by
+    decision."""
 
     def __init__(self, monkeypatch) -> None:
         self.sizes: dict[str, set[int]] = {"token": set(), "block": set()}
@@ -25,6 +26,7 @@ class Recorder:
         self.keys: dict[int, dict[int, set[int]]] = {}
         self._active: list[bool] = []
         self._starts: list[int] = []
+        self._seeds: list[int] = []
         monkeypatch.setattr(RandomSource, "verify", self._noting(RandomSource.verify))
         by_token, by_block = (
             partial(self._verify, *pair) for pair in (("token", verify), ("block", verify_block))
@@ -36,6 +38,8 @@ class Recorder:
     def _noting(self, real):
         def noted(source, proposal, probs_BNV, starts, active):
             self._active, self._starts = active, starts
+            states = [source._by_row[b] for b in range(len(active))]
+            self._seeds = [it if isinstance(it, int) else it.initial_seed() for it in states]
             return real(source, proposal, probs_BNV, starts, active)
 
         return noted
@@ -47,14 +51,14 @@ class Recorder:
         for b, n in enumerate(counts):
             if self._active[b]:
                 numbers = [*uniforms_BN[b, :n].tolist(), float(uniforms_BN[b, -1])]
-                self.decisions.setdefault(b, []).append(numbers)
+                self.decisions.setdefault(self._seeds[b], []).append(numbers)
         return rule(p_BNV, uniforms_BN, guesses)
 
     def _verify_coupled(self, p_BNV, keys_BN, guesses):
         for b, row in enumerate(keys_BN.tolist()):
             if self._active[b]:
                 for i, key in enumerate(row[: int(guesses.counts_B[b]) + 1]):
-                    places = self.keys.setdefault(b, {})
+                    places = self.keys.setdefault(self._seeds[b], {})
                     places.setdefault(self._starts[b] + i, set()).add(key)
         return verify_coupled(p_BNV, keys_BN, guesses)
 
@@ -91,7 +95,7 @@ def test_a_rows_numbers_do_not_depend_on_its_neighbours(monkeypatch, method):
     for b, prompt in enumerate(PROMPTS):
         alone, own = run(monkeypatch, [prompt], seeds=[7 + b], method=method)
         assert own[0] == tokens[b]
-        assert alone.decisions[0] == together.decisions[b]
+        assert alone.decisions[7 + b] == together.decisions[7 + b]
 
 
 @for_every_method
@@ -99,8 +103,9 @@ def test_coupled_noise_belongs_to_a_seed_and_a_position(monkeypatch, method):
     """All levels that sample for a position of a row use one key; no other place has it."""
     recorder, _ = run(monkeypatch, PROMPTS, seeds=[3, 4, 5], method=method, coupled=True)
     keys = []
-    for b, places in recorder.keys.items():
-        assert set(places) >= set(range(len(PROMPTS[b]), len(PROMPTS[b]) + 40))
+    for seed, places in recorder.keys.items():
+        start = len(PROMPTS[seed - 3])
+        assert set(places) >= set(range(start, start + 40))
         assert all(len(found) == 1 for found in places.values())
         keys += [key for found in places.values() for key in found]
     assert len(set(keys)) == len(keys)

@@ -143,7 +143,7 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
         models = Models(target, target, draft)
         session = begin(models, [request], speculation, graphs=GraphPool(CPU))
         list(session.prefill(0))
-        session.start()
+        session.start([*range(len(session.sequences))])
         for _ in range(NUM_STEPS):  # so that all is captured
             session.step()
         counting.counts.clear()

@@ -244,7 +244,7 @@ def decode(
     session = fresh_session(target, draft, context, setup, method, copy, host=host)
     start_seconds = time.perf_counter() - started  # to allocate, to page-lock and to capture
     stats, tokens = session.stats, session.sequences[0]
-    session.start()
+    session.start([*range(len(session.sequences))])
     for _ in range(WARMUP_STEPS):
         session.step()
     session.meter.settle()

@@ -138,7 +138,7 @@ class OffloadedFullCache(FullCache):
         return buffer
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        end = self._lengths[b]
+        end = self.lengths[b]
         for keys_KSD, values_KSD in self.held_layers(b):
             yield keys_KSD[:, :end].to(self.device), values_KSD[:, :end].to(self.device)
 
@@ -172,7 +172,7 @@ class OffloadedFullCache(FullCache):
         self.latest_starts[b] = num_tokens
 
     def row(self, b: int) -> "HostedRow":  # type: ignore[override]  # no other kind is made
-        return HostedRow(self, b, self._lengths[b])
+        return HostedRow(self, b, self.lengths[b])
 
     def advance(self, counts: list[int]) -> None:
         super().advance(counts)
@@ -182,7 +182,7 @@ class OffloadedFullCache(FullCache):
         super().keep_path(b, path)
         for slots_LBKTD in self.latest_LBTPKD.transpose(2, 4).unbind(3):
             gather_path(slots_LBKTD, b, 0, path)
-        start = self._lengths[b] + 1
+        start = self.lengths[b] + 1
         with self.stream.copying():
             for host_BSPKD, latest_BTPKD in zip(self.host_LBSPKD, self.latest_LBTPKD, strict=True):
                 kept_TPKD = latest_BTPKD[b, 1 : 1 + len(path)]
@@ -194,12 +194,13 @@ class OffloadedFullCache(FullCache):
             buffer.num_held = [min(pair) for pair in zip(buffer.num_held, lengths, strict=True)]
 
     def _by_row(self) -> dict[int, int]:
-        return dict(enumerate(self._lengths))
+        return dict(enumerate(self.lengths))
 
 
 class HostedRow(FullCache):
-    """A row of an offloaded cache, as far as some first tokens reach. What is written stays in its
-    layer's buffer: a layer may read block after block before the next layer does."""
+    """A row of an offloaded cache, as far as some first tokens reach, with a length of its own.
+    What is written stays in its layer's buffer: a layer may read block after block before the next
+    layer does."""
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
@@ -209,8 +210,8 @@ class HostedRow(FullCache):
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
         if layer < self.on_chip:
             return super().update(layer, block)
-        here = {self._b: self._lengths[0]}
+        here = {self._b: self.lengths[0]}
         buffer = self._full.fetch(layer, here)
         on_device = self._full.update_hosted(buffer, block, here)
-        buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1]
+        buffer.num_held[self._b] = self.lengths[0] + block.keys_BTKD.shape[1]
         return on_device

@@ -1,0 +1,87 @@
+"""Runs that take requests: who is read, started and extended next, and whose K and V are reused."""
+
+import itertools
+
+import pytest
+
+from minitri import End, GenerationConfig, Request, Token
+from minitri.requests import Idle, PrefillProgress
+
+CHUNK = 8
+
+
+@pytest.fixture
+def run(engine):
+    generation = GenerationConfig(reserve=400, prefill_chunk=32, shared_chunk=CHUNK)
+    with engine.open(batch_size=4, generation=generation) as run:
+        yield run
+
+
+def ask(run, num_prompt: int, num_new: int = 4, *, first: int = 7, owner: str = "") -> int:
+    prompt = [first, *(1 + i % 200 for i in range(1, num_prompt))]
+    generation = GenerationConfig(num_new, ignore_eos=True)
+    return run.submit(Request(prompt, generation=generation, owner=owner))
+
+
+def until(run, kind, row: int) -> list:
+    """The events up to the first of a kind of this row."""
+    events = []
+    while not (events and isinstance(events[-1], kind) and events[-1].row == row):
+        events.append(next(run))
+    return [it for it in events if not isinstance(it, Idle)]
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
+def test_a_short_prompt_waits_for_two_chunks_of_a_long_one_at_most(run, num_chunks):
+    long = ask(run, 350)
+    for _ in range(num_chunks):
+        until(run, PrefillProgress, long)
+    short = ask(run, 5, first=9)
+    before = until(run, Token, short)
+    assert sum(event.row == long for event in before) <= 2
+
+
+def test_texts_go_on_between_any_two_chunks_which_are_short_then(run):
+    talking = ask(run, 3, 60)
+    until(run, Token, talking)
+    reading = ask(run, 200)
+    order = [event.row for event in until(run, Token, reading)[:-1]]
+    chunks = [i for i, row in enumerate(order) if row == reading]
+    assert len(chunks) >= 199 // CHUNK
+    assert all(later > earlier + 1 for earlier, later in itertools.pairwise(chunks))
+
+
+def test_requests_that_come_and_go_do_not_hold_up_a_text(run):
+    talking = ask(run, 3, 40)
+    until(run, Token, talking)
+    events = [event for first in range(8) for event in until(run, End, ask(run, 4, 1, first=first))]
+    assert sum(event.row == talking for event in events) >= 7
+
+
+def test_a_long_prompt_is_read_though_short_ones_never_end(run):
+    long = ask(run, 300)
+    for first in range(100):
+        events = until(run, End, ask(run, 20, 1, first=first))
+        if any(isinstance(event, Token) and event.row == long for event in events):
+            return
+    raise AssertionError("100 short ones were read before it")
+
+
+def test_the_owner_with_fewest_rows_is_next(run):
+    first = [ask(run, 3, 30, owner="many") for _ in range(6)]
+    other = ask(run, 3, 30, owner="few")
+    assert {event.row for event in until(run, End, first[0])} == {*first[:3], other}
+
+
+def test_no_text_begins_with_what_another_owner_left(run):
+    def num_cached(owner):
+        number = ask(run, 100, owner=owner)
+        return until(run, End, number)[-1].row_stats.num_cached_tokens
+
+    assert num_cached("a") == 0
+    assert num_cached("b") == 0
+    assert num_cached("a") > 80
+    running = ask(run, 100, 60, first=11, owner="a")
+    until(run, Token, running)
+    other = ask(run, 100, first=11, owner="b")
+    assert until(run, End, other)[-1].row_stats.num_cached_tokens == 0
