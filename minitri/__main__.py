@@ -18,6 +18,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   plan      what fits on a GPU or this machine, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
+  audit     is the sampling of an OpenAI-compatible server lossless?
   pull      fetch a model before it is needed; list, remove: the models on this disk
 
 examples:
@@ -29,7 +30,7 @@ examples:
 ON_DISK = ("pull", "list", "remove")
 """Programs of cli/on_disk.py."""
 FILES = ("generate", "plan", *ON_DISK)
-FOLDERS = ("chat", "serve", "bench", "selftest")
+FOLDERS = ("chat", "serve", "bench", "selftest", "audit")
 
 
 def main(argv: list[str] | None = None) -> None:

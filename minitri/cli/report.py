@@ -1,7 +1,7 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minitri import Token
@@ -39,6 +39,16 @@ def outline(run: "Generation") -> str:
         counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
         line += f", {sum(counts) / total:.0%} guessed"
     return line
+
+
+def as_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> str:
+    """Lines with a heading; `columns` are names of values, and how many characters wide."""
+    lines = []
+    for row in [{name: name.removeprefix("num_") for name in columns}, *rows]:
+        cells = {name: row.get(name, "") for name in columns}
+        texts = {name: f"{it:.2g}" if type(it) is float else str(it) for name, it in cells.items()}
+        lines.append("".join(texts[name].ljust(width) for name, width in columns.items()).rstrip())
+    return "\n".join(lines)
 
 
 def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
-    from minitri.cli.report import where
+    from minitri.cli.report import as_table, where
     from minitri.log import log
     from minitri.settings import METHODS
 
@@ -73,15 +73,10 @@ def note(mode: str, method: str, found: dict[str, Any]) -> dict[str, Any]:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The comparisons for people, and what they say, in a last line."""
-    lines = []
-    for row in [{name: name.removeprefix("num_") for name in COLUMNS}, *results]:
-        cells = {name: row.get(name, "") for name in COLUMNS}
-        texts = {name: f"{it:.2g}" if type(it) is float else str(it) for name, it in cells.items()}
-        lines.append("".join(texts[name].ljust(width) for name, width in COLUMNS.items()).rstrip())
     counts = Counter(row["verdict"] for row in results)
     found = [verdict for verdict in VERDICTS if verdict in counts]
     says = ", ".join(f"{counts[verdict]} {verdict}" for verdict in found)
-    return "\n".join([*lines, "", f"{VERDICTS[found[-1]]}: {says}"])
+    return f"{as_table(results, COLUMNS)}\n\n{VERDICTS[found[-1]]}: {says}"
 
 
 def run_command(args: argparse.Namespace) -> int:

@@ -1,0 +1,149 @@
+"""The checks of an audit, one row each: a verdict, what was found, and what would be noticed."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from minitri.audit.client import Client, Text
+from minitri.audit.scores import Departures
+from minitri.log import log
+from minitri.selftest.martingale import Martingale
+
+PROMPTS = ["The old keeper climbed the stairs", "In that spring the two brothers decided to"]
+PROMPTS += ["Most people who visit the mountains", "She opened the letter, because she knew that"]
+NUM_NEW = 32
+BURST = 8
+"""Equal requests at one time."""
+TEMPERATURES = (1.0, 0.5, 1.5)
+FALSE_ALARM = 1e-6
+"""Odds that an audit finds fault with a lossless server."""
+LEAST_P = FALSE_ALARM / 7
+"""Of one test: two scores at each temperature, and `copied`."""
+TOLERANCE = 0.5
+"""Nats by which rounding (in bfloat16, say) may change a log-probability."""
+MOST_COPIED = 0.1
+"""Of the tokens of concurrent answers, beyond chance."""
+GREEDY = 50.0
+"""The power of probabilities that leaves the likeliest tokens only."""
+RECOVERED = (
+    "speculation is not lossless, as if recovered tokens were sampled from p instead of the "
+)
+RECOVERED += "residual: what drafts favor comes {:.2f} times as often as told"
+Row = dict[str, Any]
+Bursts = Sequence[Sequence[Text]]
+
+
+def audit(client: Client, num_tokens: int) -> Iterator[Row]:
+    """All checks. Raises `InputError` where the server does not answer."""
+    num_rounds = -(-num_tokens // (len(TEMPERATURES) * len(PROMPTS) * BURST * NUM_NEW))
+    has_switch = client.takes(speculation=False) and not client.takes(speculation="sometimes")
+
+    def sample(**fields: Any) -> Bursts:
+        log.info("sampling: %s", fields)
+        return [client.burst(BURST, it, NUM_NEW, **fields) for it in PROMPTS * num_rounds]
+
+    texts = {it: sample(temperature=it) for it in TEMPERATURES}
+    places = [place for burst in texts[1.0] for text in burst for place in text]
+    most = max(sum(map(math.exp, it.top.values())) for it in places)
+    is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
+    notices = f"a sum > 1.01; told {'before' if is_before else 'after'} temperature"
+    words = f"log-probabilities of one place sum to {most:.2f} > 1"
+    words = words if any(it.logprob for it in places) else "all log-probabilities are 0"
+    yield row("log-probabilities", words, most > 1.01, most, len(places), notices)
+    if most > 1.01:
+        return
+    greedy = [client.ask(it, NUM_NEW, temperature=0.0) for it in PROMPTS]
+    worst = max(max(it.top.values()) - it.logprob for text in greedy for it in text)
+    words = f"greedy texts have a token {worst:.2f} nats below the argmax"
+    notices = f"{TOLERANCE} nats below the argmax"
+    yield row("greedy", words, worst > TOLERANCE, worst, sum(map(len, greedy)), notices)
+    seeded = [client.ask(PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)]
+    seeded += client.burst(BURST, PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)
+    num_texts = len({names(text) for text in seeded})
+    words = f"one seed gives {num_texts} texts, alone and next to others"
+    yield row("seed", words, num_texts > 1, num_texts, sum(map(len, seeded)), "a second text")
+    if has_switch:
+        plain = [client.ask(it, NUM_NEW, temperature=0.0, speculation=False) for it in PROMPTS]
+        yield check_speculation(greedy, plain)
+    else:
+        yield {"check": "speculation", "verdict": "skipped", "says": "no request switches it off"}
+    yield (found := check_independence(texts[1.0]))
+    for temperature in TEMPERATURES if found["verdict"] == "ok" else ():
+        power = 1 / temperature if is_before else 1.0
+        found = check_texts(texts[temperature], temperature, power)
+        if "speculation" in found["says"] and has_switch:
+            alone = Departures(sample(temperature=temperature, speculation=False), power)
+            found["says"] += f"; without speculation p is {alone.worst.p_value:.2g}"
+        yield found
+
+
+def row(
+    check: str, fault: str, is_fault: bool, statistic: float, num_tokens: int, notices: str
+) -> Row:
+    """A row of the table; `fault` says in words what it is, if it is one."""
+    found: Row = {"check": check, "verdict": "FAULT" if is_fault else "ok"}
+    found |= {"statistic": float(statistic), "num_tokens": num_tokens, "notices": notices}
+    return found | {"says": fault * is_fault}
+
+
+def tested(check: str, fault: str, is_fault: bool, test: Martingale) -> Row:
+    """The row of a statistical test."""
+    notices = f"{test.noticed(LEAST_P):.2g} a token"
+    found = row(check, fault, is_fault, test.mean, test.num_tokens, notices)
+    return found | {"p_value": test.p_value}
+
+
+def names(text: Text) -> tuple[str, ...]:
+    """Its tokens."""
+    return tuple(place.token for place in text)
+
+
+def spread(bursts: Bursts) -> float:
+    """How far apart log-probabilities are where the answers to the prompts begin."""
+    tops = [burst[0][0].top.values() for burst in bursts[: len(PROMPTS)]]
+    return sum(max(top) - sum(top) / len(top) for top in tops)
+
+
+def check_speculation(texts: Sequence[Text], plain: Sequence[Text]) -> Row:
+    """Are log-probabilities the same without, up to where greedy texts part?"""
+    worst = 0.0
+    for pair in zip(texts, plain, strict=True):
+        for n, (one, other) in enumerate(zip(*pair, strict=False)):
+            if names(pair[0][:n]) == names(pair[1][:n]):
+                gaps = (abs(log - other.top.get(it, log)) for it, log in one.top.items())
+                worst = max(worst, *gaps)
+    words = f"speculation changes log-probabilities by {worst:.2f}"
+    notices = f"{TOLERANCE} nats of difference"
+    num_tokens = sum(map(len, plain))
+    return row("speculation", words, worst > TOLERANCE, worst, num_tokens, notices)
+
+
+def check_independence(bursts: Bursts) -> Row:
+    """Do concurrent answers use random numbers of their own?"""
+    copied = Departures(bursts, 1.0).copied
+    words = "concurrent answers copy each other: one random number serves several rows"
+    if Departures(bursts, GREEDY).worst.p_value > LEAST_P:
+        words = "at temperature 1 all tokens are the argmax"
+    is_fault = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
+    return tested("independence", words, is_fault, copied)
+
+
+def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
+    """Do texts follow the log-probabilities, told ones raised to a power?"""
+    is_whole = all(len(text) == NUM_NEW for burst in bursts for text in burst)
+    found = Departures(bursts, power, beyond=is_whole and power == 1)
+    is_fault = found.worst.p_value < LEAST_P
+    words = ""
+    if is_fault:
+        words = "some tokens come {:.2f} times as often as told" if found.factor > 2 else RECOVERED
+        words = words.format(found.factor)
+        if is_whole and power == 1 and Departures(bursts, power).worst.p_value > LEAST_P:
+            words = "a filter (top-k, top-p, min-p) leaves out unlikely tokens"
+        for words_of, other in (
+            ("all tokens are the argmax", GREEDY),
+            ("temperature is ignored", power * temperature),
+            ("temperature is applied twice", power / temperature),
+        ):
+            if other != power and Departures(bursts, other).worst.p_value > LEAST_P:
+                words = words_of
+    return tested(f"texts, T = {temperature:g}", words, is_fault, found.worst)
