@@ -25,10 +25,6 @@ MOST_COPIED = 0.1
 """Of the tokens of concurrent answers, beyond chance."""
 GREEDY = 50.0
 """The power of probabilities that leaves the likeliest tokens only."""
-RECOVERED = (
-    "speculation is not lossless, as if recovered tokens were sampled from p instead of the "
-)
-RECOVERED += "residual: what drafts favor comes {:.2f} times as often as told"
 Row = dict[str, Any]
 Bursts = Sequence[Sequence[Text]]
 
@@ -45,23 +41,23 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     texts = {it: sample(temperature=it) for it in TEMPERATURES}
     places = [place for burst in texts[1.0] for text in burst for place in text]
     most = max(sum(map(math.exp, it.top.values())) for it in places)
+    fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
+    if not any(it.logprob for it in places):
+        fault = "all log-probabilities are 0"
     is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
     notices = f"a sum > 1.01; told {'before' if is_before else 'after'} temperature"
-    words = f"log-probabilities of one place sum to {most:.2f} > 1"
-    words = words if any(it.logprob for it in places) else "all log-probabilities are 0"
-    yield row("log-probabilities", words, most > 1.01, most, len(places), notices)
-    if most > 1.01:
+    yield row("log-probabilities", fault, most, len(places), notices)
+    if fault:
         return
     greedy = [client.ask(it, NUM_NEW, temperature=0.0) for it in PROMPTS]
     worst = max(max(it.top.values()) - it.logprob for text in greedy for it in text)
-    words = f"greedy texts have a token {worst:.2f} nats below the argmax"
-    notices = f"{TOLERANCE} nats below the argmax"
-    yield row("greedy", words, worst > TOLERANCE, worst, sum(map(len, greedy)), notices)
+    fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
+    yield row("greedy", fault, worst, sum(map(len, greedy)), f"{TOLERANCE} nats below the argmax")
     seeded = [client.ask(PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)]
     seeded += client.burst(BURST, PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)
-    num_texts = len({names(text) for text in seeded})
-    words = f"one seed gives {num_texts} texts, alone and next to others"
-    yield row("seed", words, num_texts > 1, num_texts, sum(map(len, seeded)), "a second text")
+    num_texts = len({tuple(place.token for place in text) for text in seeded})
+    fault = f"one seed gives {num_texts} texts, alone and next to others" if num_texts > 1 else ""
+    yield row("seed", fault, num_texts, sum(map(len, seeded)), "a second text")
     if has_switch:
         plain = [client.ask(it, NUM_NEW, temperature=0.0, speculation=False) for it in PROMPTS]
         yield check_speculation(greedy, plain)
@@ -77,30 +73,23 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         yield found
 
 
-def row(
-    check: str, fault: str, is_fault: bool, statistic: float, num_tokens: int, notices: str
-) -> Row:
-    """A row of the table; `fault` says in words what it is, if it is one."""
-    found: Row = {"check": check, "verdict": "FAULT" if is_fault else "ok"}
-    found |= {"statistic": float(statistic), "num_tokens": num_tokens, "notices": notices}
-    return found | {"says": fault * is_fault}
+def row(check: str, fault: str, statistic: float, num_tokens: int, notices: str) -> Row:
+    """A row of the table; `fault` says which, if there is one."""
+    found: Row = {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault}
+    return found | {"statistic": statistic, "num_tokens": num_tokens, "notices": notices}
 
 
-def tested(check: str, fault: str, is_fault: bool, test: Martingale) -> Row:
+def tested(check: str, fault: str, test: Martingale) -> Row:
     """The row of a statistical test."""
     notices = f"{test.noticed(LEAST_P):.2g} a token"
-    found = row(check, fault, is_fault, test.mean, test.num_tokens, notices)
+    found = row(check, fault, test.mean, test.num_tokens, notices)
     return found | {"p_value": test.p_value}
-
-
-def names(text: Text) -> tuple[str, ...]:
-    """Its tokens."""
-    return tuple(place.token for place in text)
 
 
 def spread(bursts: Bursts) -> float:
     """How far apart log-probabilities are where the answers to the prompts begin."""
-    tops = [burst[0][0].top.values() for burst in bursts[: len(PROMPTS)]]
+    texts = [burst[0] for burst in bursts[: len(PROMPTS)] if burst[0]]
+    tops = [text[0].top.values() for text in texts]
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
 
@@ -108,42 +97,44 @@ def check_speculation(texts: Sequence[Text], plain: Sequence[Text]) -> Row:
     """Are log-probabilities the same without, up to where greedy texts part?"""
     worst = 0.0
     for pair in zip(texts, plain, strict=True):
-        for n, (one, other) in enumerate(zip(*pair, strict=False)):
-            if names(pair[0][:n]) == names(pair[1][:n]):
-                gaps = (abs(log - other.top.get(it, log)) for it, log in one.top.items())
-                worst = max(worst, *gaps)
-    words = f"speculation changes log-probabilities by {worst:.2f}"
-    notices = f"{TOLERANCE} nats of difference"
-    num_tokens = sum(map(len, plain))
-    return row("speculation", words, worst > TOLERANCE, worst, num_tokens, notices)
+        for one, other in zip(*pair, strict=False):
+            worst = max(worst, *(abs(log - other.top.get(it, log)) for it, log in one.top.items()))
+            if one.token != other.token:
+                break
+    fault = f"speculation changes log-probabilities by {worst:.2f}" if worst > TOLERANCE else ""
+    return row("speculation", fault, worst, sum(map(len, plain)), f"{TOLERANCE} nats of difference")
 
 
 def check_independence(bursts: Bursts) -> Row:
     """Do concurrent answers use random numbers of their own?"""
     copied = Departures(bursts, 1.0).copied
-    words = "concurrent answers copy each other: one random number serves several rows"
-    if Departures(bursts, GREEDY).worst.p_value > LEAST_P:
-        words = "at temperature 1 all tokens are the argmax"
-    is_fault = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
-    return tested("independence", words, is_fault, copied)
+    fault = ""
+    if copied.p_value < LEAST_P and copied.mean > MOST_COPIED:
+        fault = "concurrent answers copy each other: one random number serves several rows"
+        if Departures(bursts, GREEDY).worst.p_value > LEAST_P:
+            fault = "at temperature 1 all tokens are the argmax"
+    return tested("independence", fault, copied)
 
 
 def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
-    """Do texts follow the log-probabilities, told ones raised to a power?"""
+    """Do texts follow the log-probabilities that are told, raised to a power?"""
     is_whole = all(len(text) == NUM_NEW for burst in bursts for text in burst)
     found = Departures(bursts, power, beyond=is_whole and power == 1)
-    is_fault = found.worst.p_value < LEAST_P
-    words = ""
-    if is_fault:
-        words = "some tokens come {:.2f} times as often as told" if found.factor > 2 else RECOVERED
-        words = words.format(found.factor)
-        if is_whole and power == 1 and Departures(bursts, power).worst.p_value > LEAST_P:
-            words = "a filter (top-k, top-p, min-p) leaves out unlikely tokens"
-        for words_of, other in (
-            ("all tokens are the argmax", GREEDY),
-            ("temperature is ignored", power * temperature),
-            ("temperature is applied twice", power / temperature),
-        ):
-            if other != power and Departures(bursts, other).worst.p_value > LEAST_P:
-                words = words_of
-    return tested(f"texts, T = {temperature:g}", words, is_fault, found.worst)
+    fault = ""
+    if found.worst.p_value < LEAST_P:
+        fault = f"some tokens come {found.factor:.2f} times as often as told"
+        if found.factor < 2:  # the most that comes of it
+            fault = f"what drafts favor comes {found.factor:.2f} times as often as told, as if "
+            fault += "recovered tokens were sampled from p instead of the residual (speculation)"
+        causes = {
+            "a filter (top-k, top-p, min-p) leaves out unlikely tokens": power,
+            "temperature is ignored": power * temperature,
+            "temperature is applied twice": power / temperature,
+            "all tokens are the argmax": GREEDY,
+        }
+        for cause, other in causes.items():
+            is_new = other != power or (power == 1 and "filter" in cause)
+            if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
+                fault = cause
+                break
+    return tested(f"texts, T = {temperature:g}", fault, found.worst)

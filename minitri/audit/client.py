@@ -64,7 +64,7 @@ class Client:
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""
         try:
-            return len(self.ask("Once", 1, **fields)) > 0
+            return any(place.top for place in self.ask("Once", 1, **fields))
         except InputError:
             return False
 
