@@ -122,10 +122,11 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
     found = Departures(bursts, power, beyond=is_whole and power == 1)
     fault = ""
     if found.worst.p_value < LEAST_P:
-        fault = f"some tokens come {found.factor:.2f} times as often as told"
+        often = f"{found.factor:.2f} times as often as told" if found.factor else "too often"
+        fault = f"some tokens come {often}"
         if found.factor < 2:  # the most that comes of it
-            fault = f"what drafts favor comes {found.factor:.2f} times as often as told, as if "
-            fault += "recovered tokens were sampled from p instead of the residual (speculation)"
+            fault = f"what drafts favor comes {often}, as if recovered tokens were sampled from p "
+            fault += "instead of the residual: speculation is not lossless"
         causes = {
             "a filter (top-k, top-p, min-p) leaves out unlikely tokens": power,
             "temperature is ignored": power * temperature,

@@ -1,10 +1,10 @@
 """How far texts depart from the log-probabilities that are told of them: three scores.
 
 Only the likeliest tokens of a place are told, so scores are of the token *given that it is one of
-those*: what it must follow is known at every temperature. `likelihood` is the probability itself,
-against too sharp or too flat a distribution. `learned` is how much too often the token came so far
-after the same token, against what departs in the same way again and again, as traces of a drafter
-do. `copied` is the share of concurrent answers, the same so far, that went on with the token.
+those*: what it must follow is known at every temperature. `likelihood` is its share of the largest
+probability, against too sharp or too flat a distribution. `learned` is how much too often it came
+so far after the same token, against what departs in the same way again and again, as traces of a
+drafter do. `copied` is the share of concurrent answers, the same so far, that went on with it.
 """
 
 import math
@@ -50,7 +50,8 @@ class Departures:
                 others.update(names[: n + 1] for n in range(1, len(names)))
 
     def _take(self, before: str, token: str, probs: dict[str, float]) -> None:
-        self.likelihood.add(token, probs, probs)
+        best = max(probs.values())
+        self.likelihood.add(token, probs, {it: prob / best for it, prob in probs.items()})
         excess = {it: math.tanh(self._excess((before, it))) for it in probs}
         self.learned.add(token, probs, {it: (1 + one) / 2 for it, one in excess.items()})
         self._seen[before, token] += 1
@@ -69,7 +70,7 @@ class Departures:
 
     @property
     def factor(self) -> float:
-        """How many times as often as told the tokens came that came too often."""
+        """How many times as often as told those came that came too often; 0 if none stands out."""
         pairs = [it for it in self._expected if self._excess(it) > 3]
         expected = sum(self._expected[it] for it in pairs)
         return sum(self._seen[it] for it in pairs) / (expected or 1.0)

@@ -3,12 +3,19 @@
 Sound servers fail with odds of 1e-6; a fault is far beyond what is noticed.
 """
 
+import re
+from dataclasses import replace
+
 import pytest
 
+from minitri import SpeculationConfig
 from minitri.audit import __main__ as audit
+from minitri.selftest.departures import last_logits
 from minitri.selftest.martingale import Martingale
 from tests.audit.toy_server import toy_server
-from tests.serve.conftest import serving
+from tests.mutation import Mutant, mutated
+from tests.serve.conftest import COUPLED, serving
+from tests.test_plugins import with_drafter
 
 TEXTS = [f"texts, T = {temperature}" for temperature in ("1", "0.5", "1.5")]
 CHECKS = ["log-probabilities", "greedy", "seed", "speculation", "independence", *TEXTS]
@@ -69,12 +76,37 @@ def test_of_the_wrong_recovery_it_is_told_that_it_is_the_speculation(call):
     assert 1 < factor < 2
 
 
-def test_our_own_server_passes(call, engine):
-    with serving(engine) as server:
+@pytest.mark.parametrize("coupled", [True, False])
+def test_our_own_server_passes(call, engine, coupled):
+    with serving(engine, speculation=replace(COUPLED, coupled=coupled)) as server:
         code, rows = audited(call, server.url, "--num-tokens", "3072")
     assert (code, [*rows]) == (0, CHECKS)
     assert {row["verdict"] for row in rows.values()} == {"ok"}
     assert rows["speculation"]["statistic"] < 1e-4
+
+
+class Likeliest:
+    """A drafter that guesses the target's argmax."""
+
+    def __init__(self, engine) -> None:
+        self.model = engine.model
+
+    def guess(self, tokens, row):
+        return int(last_logits(self.model, tokens, 1)[-1].argmax())
+
+
+def test_the_published_wrong_rule_is_found_in_our_own_server(call, engine):
+    engine = with_drafter(engine, Likeliest(engine))
+    function = "decoding.verification:_sample_next"
+    old = "left_BV.where(left_BV.sum(1, keepdim=True) > 0, p_BV)"
+    wrong = Mutant("recovered from p", function, old, "p_BV", killer="")
+    speculation = SpeculationConfig("naive", gamma1=2)
+    with mutated(wrong), serving(engine, speculation=speculation) as server:
+        code, rows = audited(call, server.url, "--num-tokens", "3072")
+    assert code == 1
+    says = rows["texts, T = 0.5"]["says"]
+    assert "recovered tokens were sampled from p" in says
+    assert float(says.rpartition(" ")[2]) > 1e-3  # without speculation
 
 
 def test_the_table_says_what_was_found_and_what_would_be(call):
@@ -96,8 +128,6 @@ def test_the_table_says_what_was_found_and_what_would_be(call):
     ],
 )
 def test_what_cannot_be_audited_is_one_line(call, url, message, engine):
-    import re
-
     with serving(engine, api_key="secret") as server:
         done = call(audit.main, url.replace("KEY", server.url))
         assert done.code == 2
