@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+LIMIT = 180
+"""Seconds after which a browser that hangs is ended."""
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 FLAGS += ("--no-first-run", "--disable-background-networking", "--remote-debugging-pipe")
 
@@ -101,8 +104,11 @@ def browsing(profile: Path) -> Iterator[Page]:
     with subprocess.Popen([*command, f"--user-data-dir={profile}"], **pipes) as process:
         os.close(their_in)
         os.close(their_out)
+        limit = threading.Timer(LIMIT, process.kill)
+        limit.start()
         try:
             with open(our_out, "wb") as writer, open(our_in, "rb") as reader:  # noqa: PTH123
                 yield Page(writer, reader)
         finally:
+            limit.cancel()
             process.terminate()
