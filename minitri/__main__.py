@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 
 from minitri import __version__
-from minitri.cli.exits import NO_TEXT, clean_exits, is_piped
+from minitri.cli.exits import clean_exits
 from minitri.errors import InputError
 
 HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
@@ -28,43 +28,36 @@ examples:
   minitri --list-models                 the models that have names; --version: of minitri
 """
 ON_DISK = ("pull", "list", "remove")
-"""Programs of cli/on_disk.py."""
-FILES = ("generate", "plan", *ON_DISK)
-FOLDERS = ("chat", "serve", "bench", "selftest", "audit")
+FOLDERS = ("chat", "serve", "selftest", "audit")
+PROGRAMS = ("generate", "plan", "bench", *FOLDERS, *ON_DISK)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Entry point of `minitri` and `python -m minitri`."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin and sys.stdin.isatty()):
-        answer(HELP)
-    elif argv == ["--version"]:
-        answer(f"minitri {__version__}\n")
     with clean_exits():
+        is_lost = not argv and sys.stdin.isatty()
+        if is_lost or argv in (["-h"], ["--help"], ["help"]):
+            print(HELP, end="")
+            sys.exit()
+        if argv == ["--version"]:
+            print("minitri", __version__)
+            sys.exit()
         check_words(argv)
-    name = argv.pop(0) if argv and argv[0] in FILES + FOLDERS else "generate"
+    name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
     if name in ON_DISK:
         import_module("minitri.cli.on_disk").PROGRAMS[name](argv)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 
 def check_words(argv: list[str]) -> None:
-    """Raises `InputError` where there is nothing to do, or for the name of a program misspelled."""
-    if not argv and not is_piped():
-        raise InputError(NO_TEXT)
-    if argv and argv[0].isalpha() and argv[0] not in FILES + FOLDERS:
+    """Raises `InputError` for the name of a program misspelled."""
+    if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:
         from difflib import get_close_matches  # imports re
 
-        for name in get_close_matches(argv[0].lower(), FILES + FOLDERS, 1, 0.8):
+        for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
             advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
             raise InputError(f"there is no program {argv[0]}; {advice}")
-
-
-def answer(text: str) -> None:
-    """Prints it and ends."""
-    with clean_exits():
-        sys.stdout.write(text)
-        sys.exit()
 
 
 if __name__ == "__main__":

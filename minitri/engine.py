@@ -19,10 +19,11 @@ from torch import Tensor
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import Generation, filters_of, make_row, running
-from minitri.gpu.allocation import allocate_full_cache, most_rows
+from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, requests_of, run_settings
 from minitri.runner import score
@@ -181,7 +182,9 @@ class Engine:
             raise InputError("the text is one token, after which nothing is scored; give more")
         run = GenerationConfig(1)
         with running(self.models):
-            full = allocate_full_cache(self.model, None, run, ALONE, [len(ids)], len(ids))
+            # No guesses follow, and nothing after the last token.
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
     def stream(
@@ -251,18 +254,11 @@ class Engine:
         num_new = max(request.generation.max_new_tokens for request in requests)
         run = dataclasses.replace(run, max_new_tokens=num_new)
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
-        if batch_size is not None:
-            lengths = lengths[: self._most_rows(run, speculation, lengths)]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        if batch_size is not None:
+            shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
-
-    def _most_rows(
-        self, run: GenerationConfig, speculation: SpeculationConfig, lengths: list[int]
-    ) -> int:
-        draft = self.models.draft.config if self.models.draft else None
-        host = self._pool.host.num_free_bytes
-        return most_rows(self.model, draft, run, speculation, lengths, host)
 
     def _shared(self, prompt: Prompt, **settings: Any) -> tuple[Request, dict[str, Any]]:
         """A request of `agenerate`, and the settings of a run that it shares with its equals."""
@@ -282,8 +278,9 @@ class Engine:
     def _open_for(self, shared: dict[str, Any]) -> Generation:
         """A run for requests of `agenerate`."""
         run = shared["generation"]
-        num_rows = self._most_rows(run, shared["speculation"], [run.reserve] * MAX_ROWS)
-        return self.open(batch_size=num_rows, **shared)
+        lengths = (run.reserve,) * MAX_ROWS
+        shape = MemoryShape(lengths, SamplingParams(), run, shared["speculation"])
+        return self.open(batch_size=self._pool.fitting(shape).num_rows, **shared)
 
     @property
     def held_tokens(self) -> list[int]:

@@ -4,14 +4,15 @@ Text, or with --json one JSON object, goes to standard output, everything else t
 Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
-from minitri.cli.exits import NO_TEXT, clean_imports, is_piped, program
+from minitri.cli.exits import clean_imports, program
 
 with clean_imports():
     import argparse
     import dataclasses
     import json
+    import os
+    import stat
     import sys
-    from typing import TYPE_CHECKING
 
     from minitri import GenerationConfig, InputError, SamplingParams
     from minitri.cli import arguments, boot
@@ -26,9 +27,6 @@ with clean_imports():
     from minitri.parallel.ranks import join
     from minitri.settings import MAX_ROWS
 
-    if TYPE_CHECKING:
-        from minitri import Engine, Generation
-
 
 @dataclasses.dataclass(frozen=True)
 class GenerateFlags:
@@ -42,15 +40,11 @@ class GenerateFlags:
     """Prompts of a file that run at a time, if memory allows."""
     chat: bool = False
     """The prompt is a message: put it into the model's chat template."""
-    system: str | None = None
-    """With --chat: a message of the system."""
     load_kv: str | None = None
     """Start after what the prompt has in common with the text whose KV cache this file holds."""
     save_kv: str | None = None
     """In the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
     default model at 8,000)."""
-    color: bool = False
-    """Color each token by the stage it came from."""
     json: bool = False
     """Print one JSON object instead of the text."""
 
@@ -73,13 +67,12 @@ def build_parser() -> arguments.OneLineParser:
     )
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
-    prompts, *others = arguments.names_of(GenerateFlags)
+    prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
     arguments.add_flags(parser, "stop", "ignore_eos", "logprobs", *arguments.MEMORY)
     arguments.add_fields(parser, GenerateFlags, *others)
-    arguments.add_open_sampling_flags(parser)
-    title = "speculation (none of this changes the text's distribution)"
-    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
+    arguments.add_flags(parser, "system", "color")
+    arguments.add_decoding_flags(parser)
     text = "show the models that have names and exit"
     parser.add_argument("--list-models", action="version", version=table(), help=text)
     return parser
@@ -92,7 +85,6 @@ def run_command(args: argparse.Namespace) -> int:
     speculation = arguments.speculation_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
-    arguments.warn_of_ignored(args)
     boot.check_save_kv(args)
     if args.prompts is not None:
         run_lines(args, generation, speculation)
@@ -100,16 +92,20 @@ def run_command(args: argparse.Namespace) -> int:
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)
     engine, [prompt] = boot.load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
-    source = " of --demo" if args.demo else f" of {shorten(args.prompt_file)}"
-    source = {"-": " of standard input", None: source * args.demo}.get(args.prompt_file, source)
-    work = f"prompt: {len(prompt)} tokens{source}"
+    work = f"prompt: {len(prompt)} tokens"
+    if args.prompt is None:
+        source = {"-": "standard input", None: "--demo"}.get(args.prompt_file, args.prompt_file)
+        work += f" of {shorten(source)}"
     sampling, seed = boot.sampling_of(args, engine, work)
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )
-    finish_reason = show(args, engine, run)
+    if args.color and not args.json:
+        log.info(LEGEND)
+    stream(run, args, show=not args.json)
+    print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
     boot.conclude(args, engine, run)
-    return 130 if finish_reason == "interrupted" else 0
+    return 0 if run.rows[0].finish_reason else 130
 
 
 def choose_prompt(args: argparse.Namespace) -> None:
@@ -118,20 +114,17 @@ def choose_prompt(args: argparse.Namespace) -> None:
     if not args.demo and join().ask_first(is_piped):
         args.prompt_file = "-"
     elif args.demo or join().ask_first(sys.stdin.isatty):
-        args.demo = True
         args.max_prompt_tokens = args.max_prompt_tokens or arguments.DEMO_PROMPT_TOKENS
     else:
-        raise InputError(NO_TEXT)
+        raise InputError(
+            "there is no text: standard input is neither a pipe nor a terminal; give one in "
+            "quotes, a file with --prompt-file, or --demo"
+        )
 
 
-def show(args: argparse.Namespace, engine: "Engine", run: "Generation") -> str:
-    """Writes a run's text or JSON as it goes; returns how it finished."""
-    if args.color and not args.json:
-        log.info(LEGEND)
-    finish_reason, tokens = stream(run, quiet=args.quiet, show=not args.json, color=args.color)
-    end = json.dumps(report(engine, run, args, finish_reason, tokens)) if args.json else ""
-    print(end, flush=True)
-    return finish_reason
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file: no terminal, nor /dev/null."""
+    return not stat.S_ISCHR(os.fstat(0).st_mode)
 
 
 main = program(build_parser, run_command, parallel=True)

@@ -20,10 +20,11 @@ from minitri.decoding.sampling import log_probs
 from minitri.decoding.verification import NotFiniteError
 from minitri.errors import InputError, shorten
 from minitri.fields import expect
+from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, MemoryShape, Models
+from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
 from minitri.settings import GenerationConfig, SamplingParams

@@ -23,19 +23,14 @@ from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError, shorten
-from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.allocation import allocate_full_cache, fitting
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.gpu.placement import MemoryShape
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, empty_queries
-from minitri.settings import (
-    LONGEST_BLOCK,
-    GenerationConfig,
-    SamplingParams,
-    SpeculationConfig,
-    round_up_to_stride,
-)
+from minitri.settings import LONGEST_BLOCK
 
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
@@ -65,44 +60,6 @@ class Models:
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
-
-
-@dataclass(frozen=True)
-class MemoryShape:
-    """What a run needs memory for."""
-
-    prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row."""
-    sampling: SamplingParams
-    """The filters that captured steps apply."""
-    generation: GenerationConfig
-    speculation: SpeculationConfig
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompt_lengths)
-
-    @property
-    def reserved_lengths(self) -> list[int]:
-        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
-        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
-
-    @property
-    def capacity(self) -> int:
-        """Slots that each row needs: prompt, output, and the guesses of the last step."""
-        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
-        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
-
-    @property
-    def budgets(self) -> list[int]:
-        """Tokens that the retrieval cache of each row must have room for, now or later."""
-        return [self.budget_for(length) for length in self.reserved_lengths]
-
-    def budget_for(self, length: int) -> int:
-        """The budget for a prompt of this length: never more than a text here can fill."""
-        unit = self.speculation.chunk_size
-        slots = round_up_to_stride(self.capacity)
-        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,28 +100,25 @@ def allocate(
 ) -> Memory:
     """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
-    `full` is a full cache to take over; `held` are texts that another run left, in `full` or
-    elsewhere; `host` lends memory for K and V. By default the full cache goes where it fits, and
-    passes are captured on a GPU, but for those that stream K and V from host memory.
+    `full` is a full cache to take over, by default a new one where it fits; `held` are texts that
+    another run left; `host` lends memory for K and V. Passes are captured on a GPU, but for those
+    that stream K and V from host memory.
     """
     target = models.target
     speculation = shape.speculation
     plans = speculation.plans
     draft = models.draft if any(plan.uses_drafter for plan in plans) else None
     if full is None:
-        draft_config = draft.config if draft is not None else None
-        settings = (draft_config, shape.generation, speculation)
-        full = allocate_full_cache(target, *settings, shape.reserved_lengths, shape.capacity, host)
-    elif isinstance(full, OffloadedFullCache):
-        full.rebuilding = None  # it belongs to a retrieval cache that is gone
-    is_row_invariant = target.execution.is_row_invariant
-    prefix = PrefixCache(full, speculation.max_block, reads_alike=not is_row_invariant)
+        full = allocate_full_cache(target, draft.config if draft else None, shape, host)
+    reads_alike = not target.execution.is_row_invariant
+    prefix = PrefixCache(full, speculation.max_block, reads_alike=reads_alike)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
     options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
     small: dict[str, Any] = {}
+    cache: RetrievalCache | None = None
     try:
         if draft is not None:
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
@@ -173,11 +127,14 @@ def allocate(
             options["block_sizes"] = {window.max_block} if speculation.tree else ()
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
-            cache = small["retrieval_cache"] = _retrieval_cache(shape, full, queries_LBTHD)
+            policy = make_policy(speculation.policy, full, speculation.chunk_size)
+            sizes: dict[str, Any] = {"num_heads": queries_LBTHD.shape[3], "budgets": shape.budgets}
+            cache = RetrievalCache(full, policy, speculation, **sizes)
             longest = 1 + max(plan.gamma1 for plan in plans)
             options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
-        if full.on_chip < target.config.num_layers:
+        if isinstance(full, OffloadedFullCache):
+            full.rebuilding = None if cache is None else (weakref.proxy(cache), queries_LBTHD)
             options["graphs"] = None
         options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
         options["queries_LBTHD"] = queries_LBTHD
@@ -187,18 +144,8 @@ def allocate(
             f"the small KV caches do not fit on {target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
+    small["retrieval_cache"] = cache
     return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
-
-
-def _retrieval_cache(shape: MemoryShape, full: FullCache, queries_LBTHD: Tensor) -> RetrievalCache:
-    """An empty one; it follows `full`, and the queries of its latest block."""
-    speculation = shape.speculation
-    policy = make_policy(speculation.policy, full, speculation.chunk_size)
-    num_heads = queries_LBTHD.shape[3]
-    cache = RetrievalCache(full, policy, speculation, num_heads=num_heads, budgets=shape.budgets)
-    if isinstance(full, OffloadedFullCache):
-        full.rebuild_while_staged(cache, queries_LBTHD)
-    return cache
 
 
 class MemoryPool:
@@ -229,10 +176,15 @@ class MemoryPool:
         self._latest = id(kept)
         return kept
 
+    def fitting(self, shape: MemoryShape) -> MemoryShape:
+        """The first rows of a shape, in falling order of length, for which there is room."""
+        draft = self.models.draft.config if self.models.draft else None
+        return fitting(self.models.target, draft, shape, self.host.num_free_bytes)
+
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which is over. K and V in host memory are not kept
-        after an interruption, which may leave buffers half written; nor where a shorter text may
-        have room for more layers on the device."""
+        """Keeps the memory of the latest run, which is over; K and V in host memory neither after
+        an interruption, which may leave buffers half written, nor where a shorter text may have
+        room for more layers on the device."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
@@ -275,11 +227,11 @@ class MemoryPool:
         """Whether the memory, and what was captured in it, serve a run of another shape."""
         settings = kept.shape.speculation
         # Every run may choose these two for itself.
-        own = {name: getattr(settings, name) for name in ("coupled", "timed")}
+        wanted = replace(new.speculation, coupled=settings.coupled, timed=settings.timed)
         cache = kept.retrieval_cache
         return (
             fits(kept, new)
-            and replace(new.speculation, **own) == settings
+            and wanted == settings
             and isinstance(settings.policy, str)  # another keeps its own state
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk

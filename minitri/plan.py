@@ -15,25 +15,23 @@ with clean_imports():
 
     from minitri import InputError, ModelConfig
     from minitri.cli import arguments
-    from minitri.cli.hardware import ROWS, TABLE, Site, site_named, this_machine
+    from minitri.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
-    from minitri.gpu.placement import CONTEXT, GIB, Demand, choose_on_chip
-    from minitri.loading.fetch import (
-        LOOKUPS,
-        config_folder,
-        default_draft,
-        local_path,
-        repository_of,
-    )
-    from minitri.loading.named_models import shape_of
+    from minitri.gpu.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
+    from minitri.loading.fetch import LOOKUPS, default_draft, locate_config
+    from minitri.loading.named_models import MODELS
     from minitri.log import log
-    from minitri.roofline import CARDS, Machine, Pass, Workload, copy_bytes
-    from minitri.settings import DTYPES, GenerationConfig, StepPlan
+    from minitri.roofline import Machine, Workload, copy_bytes
+    from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
 
 
-ACCEPTANCE = (0.46, 0.92)
-"""Of the drafter's guesses and of the retrieval level's: about the paper's."""
+ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
+"""Of the guesses of a stage: about the paper's."""
+HEAD = "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
+ROW = "{:20d} {:10.2f} {:12.2f} {:>5s} {:15.1f} {:12.1f} {:8.2f}  {}"
+PASS_HEAD = f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"
+PASS_ROW = "{:16s}" + 5 * "{:12.3f}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +44,7 @@ class PlanFlags:
     """Of weights and KV cache."""
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
-    gpu: str | None = one_of(None, "list", *ROWS)
+    gpu: str | None = one_of(None, "list", *SITES)
     """A card or an Apple chip by name; `list` shows their figures."""
     cpu: bool = False
     """This machine's processor, whose memory is measured."""
@@ -86,71 +84,40 @@ def build_parser() -> arguments.OneLineParser:
 
 def config_of(name: str) -> ModelConfig:
     """The shape of a model, without its weights. Raises `InputError`."""
-    if (shape := shape_of(name)) is not None:
-        return shape
-    path = local_path(name)
-    found = path or config_folder(repository_of(name))
+    if row := MODELS.get(name):
+        return row.shape
+    found = locate_config(name)
     with clean_imports():  # PyTorch, for files only
         from minitri.loading.checkpoint import open_checkpoint
-    return open_checkpoint(found).config(found.resolve().name if path else name)
+    return open_checkpoint(found.path).config(found.name)
 
 
 def demand_of(args: argparse.Namespace) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
-    context = args.context or config.context_length
-    if context > config.context_length:
+    longest = config.context_length
+    context = args.context or longest
+    if context > longest:
         advice = "it needs --rope-scaling, or take a lower --context"
-        told = (config.name, config.context_length, context, advice)
-        log.warning("%s holds %d tokens, not %d; %s", *told)
+        log.warning("%s holds %d tokens, not %d; %s", config.name, longest, context, advice)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
+    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(
-        config,
-        None if draft in (*LOOKUPS, "none") else config_of(draft),
-        arguments.speculation_of(args),
-        context,
-        [context],
-        args.prefill_chunk,
+        config.share(args.gpus),
+        None if draft in LOOKUPS else config_of(draft),
+        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
-        num_gpus=args.gpus,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
-
-
-def workload(needs: Demand, on_chip: int) -> Workload:
-    """What each GPU decodes at the end of the context."""
-    return Workload(
-        needs.share,
-        needs.draft,
-        needs.num_tokens,
-        needs.speculation.budget_for(needs.num_tokens),
-        itemsize=needs.itemsize,
-        hosted_share=1 - on_chip / needs.config.num_layers,
-        retrieval_bytes=copy_bytes(needs.share, needs.copy_bits) or None,
-    )
-
-
-def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
-    """The fastest plan; milliseconds per token with it and without speculation."""
-    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
-    for stage, rate in zip(("draft", "retrieval"), ACCEPTANCE, strict=True):
-        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
-    best = max(plans, key=tuner.tokens_per_second)
-    alone = 1e3 * work.seconds(machine, "target", 0)
-    cascade = 1e3 / tuner.tokens_per_second(best)
-    ms = {"autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
-    return {"plan": best, **ms}
 
 
 def site_of(args: argparse.Namespace) -> Site:
     """Where it is to run, with what other flags say instead. Raises `InputError`."""
     if args.cpu and args.gpu:
         raise InputError("--cpu and --gpu are two machines; give one of them")
-    gib = args.gpu_memory or 24
-    machine = next(card for most, card in CARDS.items() if gib <= most)
-    site = Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
-    if args.cpu or args.gpu:
-        site = this_machine() if args.cpu else site_named(args.gpu)
+    site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
+    if args.cpu:
+        site = this_machine()
     if site.is_cpu and args.gpus > 1:
         raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     machine = site.machine
@@ -159,92 +126,121 @@ def site_of(args: argparse.Namespace) -> Site:
     return site._replace(gib=args.gpu_memory or site.gib, machine=machine)
 
 
-def run_command(args: argparse.Namespace) -> int:
-    """Prints the plan. Raises `InputError` with what is missing if no placement fits."""
+def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
+    """Layers whose KV lies where the model computes: on a CPU all. Raises `InputError` with what
+    is missing if nothing fits."""
+    L = needs.config.num_layers
+    room = site.gib * GIB - CONTEXT
+    if not site.is_cpu:
+        return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
+    if not needs.fits(room, 0, L):
+        raise InputError(
+            f"{needs.config.name} needs {needs.on_device(L) / GIB:.2f} GiB with its KV cache, "
+            f"{site.name} has {room / GIB:.2f}",
+            "lower context=",
+            "lower prefill_chunk=",
+            "take a smaller model",
+        )
+    return L
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Prints the plan. Raises `InputError` if no placement fits."""
     if args.gpu == "list":
         print(TABLE)
-        return 0
+        return
     needs = demand_of(args)
     site = site_of(args)
-    L = needs.config.num_layers
-    host_bytes = 0 if site.is_cpu else args.host_memory * GIB / args.gpus
-    wanted = GenerationConfig(offload=True, on_chip=L if site.is_cpu else None)
-    best = choose_on_chip(needs, wanted, site.gib * GIB - CONTEXT, host_bytes)
-    choices = sorted({L} if site.is_cpu else {L, best, 0}, reverse=True)
-    placements = {on_chip: placement(needs, site, host_bytes, on_chip) for on_chip in choices}
+    host_bytes = args.host_memory * GIB / args.gpus
+    best = most_on_chip(needs, site, host_bytes)
+    choices = {needs.config.num_layers, best, best if site.is_cpu else 0}
+    placements = {n: placement(needs, site, host_bytes, n) for n in sorted(choices)[::-1]}
     if args.json:
-        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
-        facts |= {"model_context": needs.config.context_length, "hardware": site._asdict()}
-        print(json.dumps({**facts, "placements": [*placements.values()]}, default=vars))
-        return 0
-    speed = f"{site.machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
+        facts = {
+            "model": needs.config.name,
+            "context": needs.num_tokens,
+            "on_chip": best,
+            "model_context": needs.config.context_length,
+            "hardware": site._asdict(),
+            "placements": [*placements.values()],
+        }
+        print(json.dumps(facts, default=vars))
+        return
+    machine = site.machine
+    speed = f"{machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
     if not site.is_cpu:
-        speed += (
-            f"; host: {args.host_memory} GiB at {site.machine.link_bytes_per_second / 1e9:.3g} GB/s"
-        )
-    print(
-        f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}\n"
-        f"{f'{args.gpus} x ' * (args.gpus > 1)}{site.name}: {site.gib:.1f} GiB at {speed}\n\n"
-        "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
-    )
-    print(*map(placement_line, placements.values()), sep="\n")
+        speed += f"; host: {args.host_memory} GiB at {machine.link_bytes_per_second / 1e9:.3g} GB/s"
+    count = f"{args.gpus} x " * (args.gpus > 1)
+    print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
+    print(f"{count}{site.name}: {site.gib:.1f} GiB at {speed}\n\n{HEAD}")
+    for on_chip, row in placements.items():
+        sizes = [row["device_bytes"] / GIB, row["host_bytes"] / GIB]
+        plan, *ms = row["predicted_ms"].values()
+        print(ROW.format(on_chip, *sizes, "yes" if row["fits"] else "no", *ms, plan))
     print(f"\nGiB there with the KV of {best} layers:")
     for name, size in placements[best]["parts"].items():
         print(f"  {name:25s} {size / GIB:8.2f}")
     if args.explain:
         plan = placements[best]["predicted_ms"]["plan"]
-        found = passes(workload(needs, best), plan, args.prefill_chunk)
-        print(f"\n{pass_table(found, site.machine)}\nConstants: {site.machine}")
-    return 0
+        print(f"\n{pass_table(workload(needs, best), plan, args.prefill_chunk, machine)}")
+        print(f"Constants: {machine}")
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
     """The bytes with KV of so many layers on the device, and how fast that can be."""
-    fits = needs.on_device(on_chip) <= site.gib * GIB - CONTEXT
     return {
         "on_chip": on_chip,
         "device_bytes": needs.on_device(on_chip),
         "host_bytes": needs.on_host(on_chip),
-        "fits": fits and needs.on_host(on_chip) <= host_bytes,
+        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
         "parts": needs.parts(on_chip),
         "predicted_ms": predict(workload(needs, on_chip), site.machine, needs.speculation.plans),
     }
 
 
-def placement_line(row: dict[str, Any]) -> str:
-    """A placement as a row of the table."""
-    ms = row["predicted_ms"]
-    return (
-        f"{row['on_chip']:20d} {row['device_bytes'] / GIB:10.2f} {row['host_bytes'] / GIB:12.2f} "
-        f"{'yes' if row['fits'] else 'no':>5s} {ms['autoregressive']:15.1f} {ms['cascade']:12.1f} "
-        f"{ms['speedup']:8.2f}  {ms['plan']}"
+def workload(needs: Demand, on_chip: int) -> Workload:
+    """What each GPU decodes at the end of the context."""
+    return Workload(
+        needs.config,
+        needs.draft,
+        needs.num_tokens,
+        needs.speculation.budget_for(needs.num_tokens),
+        itemsize=needs.itemsize,
+        hosted_share=1 - on_chip / needs.config.num_layers,
+        retrieval_bytes=copy_bytes(needs.config, needs.copy_bits) or None,
     )
 
 
-def passes(work: Workload, plan: StepPlan, prefill_chunk: int) -> dict[str, Pass]:
+def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
+    """The fastest plan; milliseconds per token with it and without speculation."""
+    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
+    for stage, rate in ACCEPTANCE.items():
+        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
+    best = max(plans, key=tuner.tokens_per_second)
+    alone = 1e3 * work.seconds(machine, "target", 0)
+    cascade = 1e3 / tuner.tokens_per_second(best)
+    return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+
+
+def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Machine) -> str:
     """The passes of a step by this plan, of autoregressive decoding, and of an average chunk of the
     prompt, whose K and V of hosted layers are written to host memory once."""
-    found = {
+    passes = {
         "target": work.read("target", plan.gamma2 or plan.gamma1),
         "autoregressive": work.read("target", 0),
     }
     if plan.uses_retrieval:
-        found["retrieval"] = work.read("retrieval", plan.gamma1)
+        passes["retrieval"] = work.read("retrieval", plan.gamma1)
     if plan.uses_drafter and work.draft is not None:
-        found["draft"] = work.read("draft", 0)
+        passes["draft"] = work.read("draft", 0)
     half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
-    link_bytes = work.hosted_share * prefill_chunk * work.slot_bytes
     chunk = half.read("target", prefill_chunk - 1)
-    return {**found, "prefill chunk": dataclasses.replace(chunk, link_bytes=link_bytes)}
-
-
-def pass_table(found: dict[str, Pass], machine: Machine) -> str:
-    """Passes as lines."""
-    lines = [f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"]
-    for name, it in found.items():
+    written = work.hosted_share * prefill_chunk * work.slot_bytes
+    passes["prefill chunk"] = dataclasses.replace(chunk, link_bytes=written)
+    lines = [PASS_HEAD]
+    for name, it in passes.items():
         sizes = (it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9)
-        numbers = (f"{number:12.3f}" for number in (*sizes, 1e3 * it.seconds(machine)))
-        lines.append(f"{name:16s}" + "".join(numbers))
+        lines.append(PASS_ROW.format(name, *sizes, 1e3 * it.seconds(machine)))
     return "\n".join(lines)
 
 

@@ -156,13 +156,14 @@ class Workload:
         known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}
         weight_bytes = known.get(stage) or whole
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
+        kv_bytes = slots * self.slot_bytes
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
         return Pass(
-            num_layers=config.num_layers,
-            weight_bytes=weight_bytes,
-            kv_bytes=slots * self.slot_bytes,
-            link_bytes=(self.hosted_share if stage == "target" else 0.0) * slots * self.slot_bytes,
+            config.num_layers,
+            weight_bytes,
+            kv_bytes,
+            link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
             flops=num_tokens * (2 * num_weights + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
             is_in_four_bits=stage == "retrieval" and weight_bytes < whole / 2,

@@ -1,8 +1,7 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
 `ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass;
-shorter rows are padded at the end, where nothing looks. `DraftRunner` adds how a drafter gets to
-the end of a long text; `prefill` fills a row of a full cache beforehand.
+shorter rows are padded at the end, where nothing looks. `prefill` fills a row of a full cache.
 
 Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
@@ -45,12 +44,9 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """`vocab_size` is that of the distributions: the target's, whatever the model's.
-
-        `queries_LBTHD` takes the rotated queries of every block. With `graphs` passes over blocks
-        of the `block_sizes` are captured, now; others are padded to the next of these, and trees to
-        the last. Captured passes keep the form of the filters (`SamplingParams.form`).
-        """
+        """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs` passes over blocks of
+        `block_sizes` are captured, now, for filters of this form; others are padded to the next of
+        these sizes, and trees to the last."""
         self.model = model
         self.cache = cache
         B = len(cache.lengths)
@@ -68,10 +64,7 @@ class ModelRunner:
                 graphs.run(self.passes.probs, packed_4BT, guesses_BT)
 
     def next_probs(
-        self,
-        sequences: list[list[int]],
-        active: list[bool],
-        guesses: Proposal | None = None,
+        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         fresh = self.unread(sequences, active)

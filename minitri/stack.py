@@ -15,17 +15,16 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.graphs import GraphPool
+from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of
-from minitri.memory import Memory, MemoryShape, Models
+from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill
-from minitri.settings import SpeculationConfig
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
@@ -40,7 +39,8 @@ class Stack:
         self.shape = shape
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self.source = _random_source(shape.speculation)
+        kind = shape.speculation.verification  # of chains
+        self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         if memory.graphs is not None:
             self._capture(memory.graphs)
@@ -177,14 +177,6 @@ class Stack:
         self.cascade.retire(b)
 
 
-def _random_source(speculation: SpeculationConfig) -> IndependentSource | CoupledSource:
-    """Where random numbers come from; `restart` gives each row its seed."""
-    if speculation.coupled:
-        return CoupledTrees() if speculation.tree else CoupledSource()
-    make = IndependentTrees if speculation.tree else IndependentSource
-    return make(kind=speculation.verification)
-
-
 def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], float]:
     """What a round of each stage takes by bytes over bandwidth, before it was measured."""
     models = memory.models
@@ -206,12 +198,9 @@ def prior_seconds(memory: Memory, shape: MemoryShape) -> Callable[[str, float], 
 
 
 def may_use_clock(models: Models, shape: MemoryShape) -> bool:
-    """Whether the autotuner may follow measured times: if all plans write the same text, or if
-    `timed` accepts that they may not. Ranks that compute one model together must choose alike.
-
-    Unless the model is row-invariant, the length of a block may decide a near-tie in other dtypes
-    than float32, and on a GPU.
-    """
+    """Whether the autotuner may follow measured times: if all plans write the same text, or `timed`
+    accepts that they may not. Ranks must choose alike. Unless the model is row-invariant, the size
+    of a block may decide a near-tie in other dtypes than float32, and on a GPU."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:

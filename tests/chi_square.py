@@ -14,7 +14,8 @@ from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
-from minitri.memory import Memory, MemoryShape, Models
+from minitri.gpu.placement import MemoryShape
+from minitri.memory import Memory, Models
 from minitri.model.attention import fold, unfold
 from minitri.model.block import read_block
 from minitri.model.llama import Llama

@@ -204,6 +204,13 @@ decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
     _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
+gpu_twins/test_capture_lint.py
+::test_so_do_trees_and_guesses_of_no_fixed_length[naive-how0-sampling0-False]
+  a captured tree sees what its block is padded with
+    ModelRunner.read_tree: torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
+    => F.pad(rule_TT, (0, pad, 0, pad), value=True)
+  a captured tree keeps the shape that it was captured with
+    GraphPool.capture: zip(statics, inputs, strict=True) => zip(statics[:2], inputs)
 gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
@@ -233,9 +240,11 @@ gpu_twins/test_layer_major.py::test_nothing_travels_twice[0]
   a prefix fetched again for every chunk
     HostedRow.update: buffer.num_held[self._b] = self._lengths[0] + block.keys_BTKD.shape[1] => pass
 gpu_twins/test_layer_major.py::test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk[200-16-16]
-  queries of the last chunk alone | read_by_layers: len(ends) - 2 => len(ends) - 1
+  queries of the last chunk alone
+    read_by_layers: start + chunk > end - max_queries => start + chunk >= end
 gpu_twins/test_layer_major.py::test_k_and_v_are_those_of_a_cache_on_the_device[0-200]
-  a prompt that counts as read before its last layer | read_by_layers: ends[done // L] => end
+  a prompt that counts as read before its last layer
+    read_by_layers: starts[done // L + 1] => end
 gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   an event is read before the device has passed it | CudaClock.settle: end.synchronize() => pass
 reuse/test_prefixes.py::test_slots_that_passes_of_others_wrote_over_are_put_back[in place-0]

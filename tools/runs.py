@@ -5,7 +5,8 @@ from typing import Any
 
 from minitri.decoding.level import Level
 from minitri.decoding.random_source import RandomSource
-from minitri.memory import MemoryShape, Models, allocate
+from minitri.gpu.placement import MemoryShape
+from minitri.memory import Models, allocate
 from minitri.requests import Request
 from minitri.settings import SpeculationConfig
 from minitri.stack import Stack

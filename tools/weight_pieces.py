@@ -67,7 +67,7 @@ def entries(model: str) -> Iterator[dict[str, Tensor]]:
     config = checkpoint.config(located.name)
     if config.rope.kind != "default" or config.draft_of is not None or config.head_norm:
         raise InputError(f"{config.name} is more than a plain Llama; give smollm2-135m or the like")
-    backend, _ = checkpoint.tokenizer()
+    backend = checkpoint.tokenizer()
     if not isinstance(backend, TokenizersBackend):
         raise InputError(f"{model} has a sentencepiece tokenizer; give one with a tokenizer.json")
     files = {

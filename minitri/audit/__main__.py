@@ -15,8 +15,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.report import as_table
 
-COLUMNS = {"check": 19, "verdict": 9, "statistic": 11, "p_value": 10, "num_tokens": 8, "notices": 0}
-"""What the table shows, and how many characters wide."""
+COLUMNS = "check verdict statistic p_value num_tokens notices"
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -41,7 +40,7 @@ def run_command(args: argparse.Namespace) -> int:
     is_lossless = all(it["verdict"] != "FAULT" for it in rows)
     report = {"url": client.url, "endpoint": client.kind[0], "model": client.fields["model"]}
     report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
-    print(json.dumps(report) if args.json else "\n".join([as_table(rows, COLUMNS), "", *says]))
+    print(json.dumps(report) if args.json else "\n".join([as_table(COLUMNS, rows), "", *says]))
     return int(not is_lossless)
 
 

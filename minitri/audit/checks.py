@@ -46,7 +46,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         fault = "all log-probabilities are 0"
     is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
     notices = f"a sum > 1.01; told {'before' if is_before else 'after'} temperature"
-    yield row("log-probabilities", fault, most, len(places), notices)
+    yield row("logprobs", fault, most, len(places), notices)
     if fault:
         return
     greedy = [client.ask(it, NUM_NEW, temperature=0.0) for it in PROMPTS]
@@ -138,4 +138,4 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
             if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
                 fault = cause
                 break
-    return tested(f"texts, T = {temperature:g}", fault, found.worst)
+    return tested(f"texts, T={temperature:g}", fault, found.worst)

@@ -40,6 +40,7 @@ class StreamingCache(Cache):
                 f"needs {slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
                 "guesses); lower num_recent_tokens=, num_sink_tokens= or the gammas"
             )
+        slots += speculation.max_block  # that a captured pass may pad its block to
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         self.raw_keys, keys, values = (
             torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
@@ -48,7 +49,7 @@ class StreamingCache(Cache):
         self.num_sink_tokens = speculation.num_sink_tokens
         self.num_recent_tokens = speculation.num_recent_tokens
         self.max_block = speculation.max_block
-        self._room = speculation.room
+        self._room = speculation.room + speculation.max_block
         self._rope = rope
 
     @property

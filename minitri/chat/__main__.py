@@ -14,7 +14,7 @@ with clean_imports():
     import sys
     from collections.abc import Iterator, Sequence
     from dataclasses import dataclass, replace
-    from typing import TYPE_CHECKING, Any
+    from typing import TYPE_CHECKING
 
     from minitri import GenerationConfig, InputError, ModelConfig, SamplingParams
     from minitri.chat.conversation import TALK_TOKENS, Conversation, Turn
@@ -24,11 +24,11 @@ with clean_imports():
     from minitri.cli.report import outline
     from minitri.cli.terminal import LEGEND, stream
     from minitri.errors import MAX_COUNT, explain, shorten
-    from minitri.fields import between, changed, check_names
+    from minitri.fields import between, check_names
     from minitri.loading.prompt_ids import MAX_SEED, as_seeds
     from minitri.loading.tokenizer import Tokenizer
     from minitri.log import log
-    from minitri.requests import Row
+    from minitri.requests import Request, Row
     from minitri.stats import num_common
 
 if TYPE_CHECKING:
@@ -38,21 +38,19 @@ tell = log.warning
 """Says what a command was asked for, with --quiet, too."""
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
 """Where the model's files recommend nothing: greedy answers come to repeat themselves."""
-ENDINGS = {"length": "cut", "interrupted": "stopped", "full": "the context is full"}
+ENDINGS = {"length": "cut", None: "stopped", "full": "the context is full"}
 """Why an answer ended, unless the model ended it."""
 
 
 class Chat:
-    """A conversation with an engine; its methods `do_NAME` are what /NAME does, and their
-    docstrings what /help says: first what it takes."""
+    """A conversation with an engine; its methods `do_NAME` are what /NAME does."""
 
     def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
         self.talk = talk
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
-        own = {"seed": seed, "max_new_tokens": args.max_new_tokens}
-        self._settings: dict[str, Any] = {**vars(sampling), **own}
+        self._settings = vars(sampling) | {"seed": seed, "max_new_tokens": args.max_new_tokens}
         if args.load is not None:
             self.do_load(args.load)
         else:
@@ -63,17 +61,18 @@ class Chat:
         name, _, value = line[1:].partition(" ")
         if name in self._settings:
             name, value = "sampling", f"{name}={value}"
+        command = COMMANDS.get(name)
         try:
             if not line.startswith("/"):
                 self._complete(self.talk.turns, Turn(line))
-            elif name not in commands():
-                near = difflib.get_close_matches(name, commands(), 1)
+            elif command is None:
+                near = difflib.get_close_matches(name, COMMANDS, 1)
                 advice = f"did you mean /{near[0]}?" if near else "/help lists what there is"
                 raise InputError(f"there is no /{shorten(name, 40)}; {advice}")
-            elif commands()[name].startswith("FILE") and not value:
+            elif not value and f"{command.__doc__}".startswith("FILE"):
                 raise InputError(f"/{name} needs FILE")
             else:
-                getattr(self, f"do_{name}")(value.strip())
+                command(self, value.strip())
         except InputError as error:
             log.error("%s", error)
         except KeyboardInterrupt:
@@ -81,12 +80,12 @@ class Chat:
 
     def do_help(self, _: str) -> None:
         """this list"""
-        tell("\n".join(f"/{name} {text}" for name, text in commands().items()))
+        tell("\n".join(f"/{name} {command.__doc__}" for name, command in COMMANDS.items()))
 
     def do_show(self, _: str) -> None:
         """the conversation"""
         for turn in self._turns():
-            tell(f"> {turn.question}\n{self._engine.tokenizer.decode(turn.token_ids).strip()}")
+            tell(f"> {turn.question}\n{self.talk.tokenizer.decode(turn.token_ids).strip()}")
 
     def do_regenerate(self, _: str) -> None:
         """answer the last question once more, with the next seed"""
@@ -107,9 +106,8 @@ class Chat:
             check_names([name], self._settings)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
                 new = {**self._settings, name: type(self._settings[name])(value)}
-            changed(SamplingParams(), new)
-            GenerationConfig(new["max_new_tokens"])
             as_seeds(new["seed"], 1)
+            Request("", **new)
             self._settings = new
         tell(", ".join(f"{name}={value}" for name, value in self._settings.items()))
 
@@ -123,8 +121,8 @@ class Chat:
         """[FILE] add a document; go on reading where Ctrl-C stopped; show the tokens of each"""
         talk = self.talk
         if file:
-            talk = talk.with_document(file, read_document(file, "/documents"))
-            talk = talk.fitted(self._engine.config, self._args)
+            text = read_document(file, "/documents")
+            talk = talk.with_documents({file: text}, self._engine.config, self._args)
         self._read(replace(talk, most=MAX_COUNT))
         shown = [f"{it.name}: {len(it.token_ids)} of {it.size} tokens" for it in talk.documents]
         tell("\n".join(shown) or "there are no documents; /documents FILE adds one")
@@ -157,28 +155,33 @@ class Chat:
 
     def _read(self, talk: Conversation) -> None:
         """Goes on with this conversation, and reads its documents; Ctrl-C keeps what was read."""
-        self.talk, beginning = talk, talk.beginning
+        self.talk = talk
+        beginning = talk.beginning
         is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
-        if talk.documents and not is_read and self._run(beginning, 1)[0] == "interrupted":
+        if talk.documents and not is_read and self._run(beginning, 1).finish_reason is None:
             num_read = num_common(self._engine.held_tokens, beginning)
             self.talk = replace(talk, most=max(num_read, len(talk.start)))
             tell(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
 
     def _complete(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Answers a question, or goes on with its answer, after these turns."""
-        talk, context = self.talk, self._engine.config.context_length
+        talk = self.talk
+        context = self._engine.config.context_length
         most_new = self._settings["max_new_tokens"]
         wanted = min(most_new, (context - len(talk.beginning)) // 2)
         turns = talk.slide([*earlier, turn], context - wanted)
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
-            raise InputError(f"{problem}; ask something shorter, or /reset")
+            raise InputError(
+                f"this needs {len(prompt)} tokens but the context holds {context}; ask something "
+                "shorter, or /reset"
+            )
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
-        reason, row = self._run(prompt, min(most_new, room), show=True)
+        row = self._run(prompt, min(most_new, room), show=True)
         self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
+        reason = row.finish_reason
         if reason == "length" and room < most_new:
             reason = "full"
         ids = row.token_ids
@@ -189,31 +192,27 @@ class Chat:
         done = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], done])
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> tuple[str, Row]:
-        """Lets the model write, and shows it; returns how it ended."""
-        context = self._engine.config.context_length
-        reserve = min(context, len(self.talk.beginning) + TALK_TOKENS)
-        own = {"max_new_tokens": num_new, "reserve": reserve, "stop": self.talk.stops}
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
+        """Lets the model write, and shows it."""
+        reserve = len(self.talk.beginning) + TALK_TOKENS
+        own = {"max_new_tokens": num_new, "stop": self.talk.stops}
+        own["reserve"] = min(self._engine.config.context_length, reserve)
         run = self._engine.generate(
             prompt,
-            sampling=changed(SamplingParams(), self._settings),
-            generation=arguments.taken(GenerationConfig, self._args, **own),
+            generation=arguments.taken(GenerationConfig, self._args),
             speculation=arguments.speculation_of(self._args),
-            seed=self._settings["seed"],
+            **{**self._settings, **own},
         )
-        reason = "interrupted"
         with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
-            reason, _ = stream(run, show=show, color=self._args.color, quiet=self._args.quiet)
+            stream(run, self._args, show=show)
         if show:
             print(flush=True)
         log.debug(outline(run))
-        return reason, run.rows[0]
+        return run.rows[0]
 
 
-def commands() -> dict[str, str]:
-    """What may be typed: what it takes, in brackets if it may be left out, and what it does."""
-    named = ((name.partition("do_")[2], method.__doc__) for name, method in vars(Chat).items())
-    return {name: text for name, text in named if name}
+COMMANDS = {name[3:]: it for name, it in vars(Chat).items() if name.startswith("do_")}
+"""What may be typed; docstrings begin with what it takes, in brackets if that may be left out."""
 
 
 @dataclass(frozen=True)
@@ -224,22 +223,18 @@ class ChatFlags:
     """Keep of the documents what fits the context, with room for questions and answers."""
     max_prompt_tokens: int | None = between(None, 1)
     """Keep N tokens of the documents: the longest are cut."""
-    system: str | None = None
-    """How the model is to behave."""
     load: str | None = None
     """Go on with what /save wrote to this file."""
-    color: bool = False
-    """Color each token by the stage it came from."""
 
 
 def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
-    about = "Answers questions, about documents that are read once. "
     parser = arguments.OneLineParser(
         "chat",
         "--document novel.txt",
         "--document a.txt b.pdf --fit --system 'Answer in one sentence.' --temperature 0.6",
-        description=about + "While it runs: " + ", ".join(f"/{name}" for name in commands()),
+        description="Answers questions, about documents that are read once. While it runs: "
+        + ", ".join(f"/{name}" for name in COMMANDS),
     )
     arguments.add_flags(parser, *arguments.MODEL)
     text = "texts, PDF or HTML to ask about; may be given several times"
@@ -247,12 +242,10 @@ def build_parser() -> arguments.OneLineParser:
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
     arguments.add_fields(parser, ChatFlags)
-    arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
+    arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"
-    arguments.add_open_sampling_flags(parser, otherwise)
-    title = "speculation (none of this changes the text's distribution)"
-    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
+    arguments.add_decoding_flags(parser, otherwise)
     return parser
 
 
@@ -260,19 +253,17 @@ def run_command(args: argparse.Namespace) -> None:
     """Chats until /quit or the end of the input."""
     arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
     arguments.speculation_of(args)
-    arguments.warn_of_ignored(args)
-    documents = [(file, read_document(file, "--document")) for file in args.document]
+    documents = {file: read_document(file, "--document") for file in args.document}
+    begun = []
 
-    def begin(tokenizer: Tokenizer, config: ModelConfig) -> Conversation:
+    def begin(tokenizer: Tokenizer, config: ModelConfig) -> None:
         talk = Conversation(tokenizer, args.system)
-        for document in documents:
-            talk = talk.with_document(*document)
-        return talk.fitted(config, args)  # fails before weights are read
+        begun.append(talk.with_documents(documents, config, args))
 
-    engine, talk = boot(args, begin)
+    engine = boot(args, begin)
     if args.color:
         log.info(LEGEND)
-    chat = Chat(engine, talk, args)
+    chat = Chat(engine, begun[0], args)
     for line in typed_lines():
         chat.obey(line)
 
@@ -282,20 +273,23 @@ def typed_lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
-            import readline  # noqa: F401
+            import readline
+
+            # What a terminal makes of a Ctrl-D that was typed while nobody read is a NUL.
+            readline.parse_and_bind(r'"\C-@": "\C-d"')
         log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
         try:
-            line = input("> " if is_terminal else "").strip()
+            if line := input("> " if is_terminal else "").strip():
+                yield line
         except UnicodeDecodeError:
             raise InputError("standard input is not UTF-8 text; convert it") from None
-        except (EOFError, KeyboardInterrupt) as end:
-            if not is_terminal or isinstance(end, EOFError):
-                return
-            line = ""
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            if not is_terminal:
+                raise
             tell("\n/quit or Ctrl-D leaves")
-        if line:
-            yield line
 
 
 main = program(build_parser, run_command)

@@ -7,9 +7,10 @@ model without one gets plain questions and answers.
 """
 
 import argparse
+import bisect
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -70,24 +71,26 @@ class Conversation:
     @functools.cached_property
     def beginning(self) -> list[int]:
         """Token ids of all that stands before the first question."""
-        found, gap = [*self.start], self.tokenizer.encode_marked("\n\n")
+        found = [*self.start]
+        gap = self.tokenizer.encode_marked("\n\n")
         for document in self.documents:
             found += [*document.token_ids, *gap]
         return found if len(found) <= self.most else [*found[: self.most], *gap]
 
-    def with_document(self, name: str, text: str) -> "Conversation":
-        """This conversation with another document."""
-        ids = self.tokenizer.encode_marked(text.strip())
-        return replace(self, documents=[*self.documents, Document(name, ids, len(ids))])
-
-    def fitted(self, config: ModelConfig, args: argparse.Namespace) -> "Conversation":
-        """This conversation with what the flags keep of its documents: the longest are cut to one
-        length. Raises `InputError` if that is more than the context holds."""
+    def with_documents(
+        self, texts: Mapping[str, str], config: ModelConfig, args: argparse.Namespace
+    ) -> "Conversation":
+        """This conversation with more documents, by their names. Of all of them it has what the
+        flags keep: the longest are cut to one length. Raises `InputError` if that is more than the
+        context holds."""
+        documents = [*self.documents]
+        for name, text in texts.items():
+            ids = self.tokenizer.encode_marked(text.strip())
+            documents.append(Document(name, ids, len(ids)))
         context = config.context_length
         room = context - len(self.start) - min(TALK_TOKENS, context // 4)
-        sizes = sorted(document.size for document in self.documents)
-        total = sum(sizes)
-        kept = min(total, args.max_prompt_tokens or total)
+        sizes = [it.size for it in documents]
+        kept = min(sum(sizes), args.max_prompt_tokens or MAX_COUNT)
         if args.fit:
             kept = max(0, min(kept, room))
         if kept > room:
@@ -97,19 +100,13 @@ class Conversation:
                 f"{len(self.start) + room} and for questions and answers; --fit keeps what fits, "
                 f"--max-prompt-tokens N N tokens, --rope-scaling yarn:{factor} stretches that"
             )
-        share = 0
-        for number, size in enumerate(sizes):
-            share = kept // (len(sizes) - number)
-            if size > share:
-                break
-            kept -= size
-        documents = []
-        for it in self.documents:
-            ids = it.token_ids[:share]
-            if len(ids) < it.size:
-                log.info("%s: its first %d of %d tokens", it.name, len(ids), it.size)
-            documents.append(Document(it.name, ids, it.size))
-        return replace(self, documents=documents)
+        lengths = range(1, max(sizes, default=0) + 1)
+        most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))
+        for it in documents:
+            if most < it.size:
+                log.info("%s: its first %d of %d tokens", it.name, most, it.size)
+        cut = [it._replace(token_ids=it.token_ids[:most]) for it in documents]
+        return replace(self, documents=cut)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the opening and of these turns, up to where the last answer goes on."""

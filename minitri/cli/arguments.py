@@ -10,7 +10,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
@@ -27,12 +27,19 @@ Flags = argparse._ActionsContainer
 DEMO_PROMPT_TOKENS = 4000
 """Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
+SHORT |= {"quiet": ["-q"], "verbose": ["-v"]}
+SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
+"""One in a message, as a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedFlags:
     """What several programs ask for and no other class holds."""
 
+    quiet: bool = False
+    """No progress, log or statistics on standard error."""
+    verbose: bool = False
+    """More about files, kernels and memory on standard error."""
     threads: int | None = between(None, 1, 1024)
     """Cores of a CPU to compute on; leave some to other programs. Default: all."""
     bitwise: bool = False
@@ -47,18 +54,17 @@ class SharedFlags:
     """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
     seed: int | None = between(None, 0, MAX_SEED)
     """The same command with the same seed writes the same text. Default: drawn."""
-
-
-def names_of(settings: type[Any]) -> list[str]:
-    """The fields of a settings class."""
-    return [field.name for field in dataclasses.fields(settings)]
+    system: str | None = None
+    """How the model is to behave: a message of the system."""
+    color: bool = False
+    """Color each token by the stage it came from."""
 
 
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Whose fields are flags; no two have the same name. The following are those that go together."""
-MODEL = (*names_of(ModelChoice)[:-1], "threads", "bitwise")
+MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
 MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs")
-SAMPLING = names_of(SamplingParams)
+SAMPLING = [*vars(SamplingParams())]
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
 """Of the drafter's cache."""
 RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
@@ -87,24 +93,36 @@ class OneLineParser(argparse.ArgumentParser):
     def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
         """`examples` are flags of `minitri PROGRAM`."""
         if program:
-            lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
             settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
+            lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
             settings["epilog"] = "\n".join(lines)
         super().__init__(formatter_class=HelpFormatter, **settings)
         self.add_argument("--version", action="version", version=f"minitri {__version__}")
-        text = "no progress, log or statistics on standard error"
-        self.add_argument("-q", "--quiet", action="store_true", help=text)
-        text = "more about files, kernels and memory on standard error"
-        self.add_argument("-v", "--verbose", action="store_true", help=text)
+        add_flags(self, "quiet", "verbose")
 
-    @property
-    def flags(self) -> dict[str, str]:
-        """The flag of every setting by its name."""
-        found: dict[str, str] = {}
-        for action in self._actions:
-            for flag in (it for it in action.option_strings[::-1] if it.startswith("--")):
-                found |= {flag[2:].replace("-", "_"): flag, action.dest: flag}
-        return found
+    def in_flags(self, error: InputError) -> str:
+        """What went wrong in the words of this program: settings as its flags, and of the ways out
+        those whose settings it has."""
+        flags = {
+            name: flag
+            for action in self._actions
+            for flag in action.option_strings[::-1]
+            if flag.startswith("--")
+            for name in (flag[2:].replace("-", "_"), action.dest)
+        }
+
+        def spelled(match: re.Match[str]) -> str:
+            name, value = match.groups()
+            if name not in flags:
+                return match[0]
+            if value == "False":
+                return f"--no-{flags[name][2:]}"
+            return flags[name] + " " * (value == "")
+
+        ways = [it for it in error.ways if all(one[1] in flags for one in SETTING.finditer(it))]
+        text = SETTING.sub(spelled, str(InputError(error.message, *ways)))
+        name, _, rest = text.partition(" is ")
+        return f"{flags[name]} is {rest}" if name in flags else text
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{shorten(message, 400)}; see --help")
@@ -121,8 +139,9 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
     def read(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
-        value = shorten(repr(text), 60)
-        raise argparse.ArgumentTypeError(f"{value} is not a whole number from {least} to {most}")
+        raise argparse.ArgumentTypeError(
+            f"{shorten(repr(text), 60)} is not a whole number from {least} to {most}"
+        )
 
     return read
 
@@ -164,23 +183,6 @@ def as_flag(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
-def in_flags(error: InputError, flags: Mapping[str, str]) -> str:
-    """What went wrong, in the words of a program that has these flags, by the names of settings:
-    settings as its flags, and of the ways out those whose settings it has."""
-    setting = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
-
-    def spelled(match: re.Match[str]) -> str:
-        name, value = match.groups()
-        if name not in flags:
-            return match[0]
-        return f"--no-{flags[name][2:]}" if value == "False" else flags[name] + " " * (value == "")
-
-    ways = [it for it in error.ways if all(one[1] in flags for one in setting.finditer(it))]
-    text = setting.sub(spelled, str(InputError(error.message, *ways)))
-    name, is_first, rest = text.partition(" is ")
-    return f"{flags[name]} is {rest}" if is_first and name in flags else text
-
-
 @functools.cache
 def field_texts(settings: type) -> dict[str, str]:
     """The text below each field of a class; every field has one."""
@@ -190,45 +192,50 @@ def field_texts(settings: type) -> dict[str, str]:
 
 def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
     """What the model reads, and how much it writes; returns the group of which one may be given."""
-    group = parser.add_argument_group(f"prompt (default: {default})")
-    group = group.add_mutually_exclusive_group()
+    title = f"prompt (default: {default})"
+    group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add_flags(group, "prompt", "prompt_file", "demo")
     add_flags(parser, "max_prompt_tokens", "max_new_tokens")
     return group
 
 
-def add_open_sampling_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
-    """Sampling that the model's files decide where no flag does: flags are None then."""
+def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
+    """Speculation, and sampling that the model's files decide where no flag does: those are None
+    then."""
     title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
     parser.set_defaults(**dict.fromkeys(SAMPLING))
+    title = "speculation (none of this changes the text's distribution)"
+    add_flags(parser, *SPECULATION, title=title)
 
 
-def taken(settings: type[Settings], args: argparse.Namespace, **others: Any) -> Settings:
-    """Settings by the flags that are named after their fields. Raises `InputError`."""
+def taken(
+    settings: type[Settings],
+    args: argparse.Namespace,
+    base: Settings | None = None,
+    **others: Any,
+) -> Settings:
+    """Settings by the flags that are named after their fields, the rest as in `base`, or by
+    default. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
-    return changed(settings(), given | others)
+    return changed(base or settings(), given | others)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` by the flags, without what the method has no use for."""
-    options = dict(vars(taken(ModelChoice, args)))
+    """The keyword arguments of `load` by the flags. Names those that the method has no use for."""
+    options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
+    defaults = {"draft": "auto", **vars(SpeculationConfig())}
     unused = UNUSED.get(vars(args).get("method", ""), ())
+    for name in unused:
+        if vars(args).get(name, defaults[name]) != defaults[name]:
+            log.warning("%s is ignored: --method %s has no use for it", as_flag(name), args.method)
     if "draft" in unused:
         options["draft"] = "suffix"
     if "budget" in unused:
         options["draft_weights"] = "same"
-    return {**options, "progress": not args.quiet and sys.stderr.isatty()}
+    return options
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
     """How the flags want to speculate; by the clock if no seed is given. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)
-
-
-def warn_of_ignored(args: argparse.Namespace) -> None:
-    """Names the flags that were set although the method has no use for them."""
-    defaults = {"draft": "auto", **vars(SpeculationConfig())}
-    for name in UNUSED.get(args.method, ()):
-        if getattr(args, name) != defaults[name]:
-            log.warning("%s is ignored: --method %s has no use for it", as_flag(name), args.method)

@@ -4,15 +4,14 @@ import argparse
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minitri import InputError, ModelConfig, SamplingParams
-from minitri.cli.arguments import model_of
+from minitri.cli.arguments import model_of, taken
 from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
 from minitri.cli.report import outline, where
 from minitri.errors import shorten
-from minitri.fields import changed
 from minitri.loading.prompt_ids import draw_seed
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
@@ -23,41 +22,40 @@ if TYPE_CHECKING:
 
 
 def boot(
-    args: argparse.Namespace, prepare: Callable[[Tokenizer, ModelConfig], Any] = lambda *_: None
-) -> "tuple[Engine, Any]":
-    """Boots the engine of the flags; gives also what `prepare` made. Raises `InputError`."""
+    args: argparse.Namespace, check: Callable[[Tokenizer, ModelConfig], None] | None = None
+) -> "Engine":
+    """Boots the engine of the flags. What has to fit the model is checked before weights are read.
+    Raises `InputError`."""
     with clean_imports():  # the only place where programs import PyTorch: no flag is wrong any more
         import torch
 
         from minitri.loader import load
-    if args.threads is not None:
-        torch.set_num_threads(_at_most_the_cores(args.threads))
-    made = []
-    engine = load(**model_of(args), before_weights=lambda *files: made.append(prepare(*files)))
+    if args.threads is not None:  # more than there are would wait for one another
+        allowed = getattr(os, "sched_getaffinity", lambda _: ())(0)  # on Linux, as in a container
+        most = len(allowed) or os.cpu_count() or 1
+        if args.threads > most:
+            log.warning("--threads %d: this machine has %d cores; using those", args.threads, most)
+        torch.set_num_threads(min(args.threads, most))
+    engine = load(**model_of(args), before_weights=check)
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
-        raise InputError(f"--bitwise needs {needs}; leave it out")
+        raise InputError(
+            "--bitwise needs the compiled kernels (a CPU with a C++ compiler) and no --tree; leave "
+            "it out"
+        )
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
-    return engine, made[0]
-
-
-def _at_most_the_cores(num_threads: int) -> int:
-    """More would wait for one another."""
-    allowed = getattr(os, "sched_getaffinity", lambda _: ())(0)  # on Linux, as in a container
-    num_cores = len(allowed) or os.cpu_count() or 1
-    if num_threads > num_cores:
-        log.warning("--threads %d: this machine has %d cores; using those", num_threads, num_cores)
-    return min(num_threads, num_cores)
+    return engine
 
 
 def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
-    """Boots the engine that the flags ask for; its prompts are checked before it reads weights."""
+    """Boots the engine of the flags; gives also the token ids of prompts."""
+    prompts = []
 
-    def prompts(tokenizer: Tokenizer, config: ModelConfig) -> list[list[int]]:
-        return [encode(text, tokenizer, config, args.max_new_tokens, args) for text in texts]
+    def check(tokenizer: Tokenizer, config: ModelConfig) -> None:
+        for text in texts:
+            prompts.append(encode(text, tokenizer, config, args.max_new_tokens, args))
 
-    return boot(args, prompts)
+    return boot(args, check), prompts
 
 
 def sampling_of(
@@ -70,15 +68,13 @@ def sampling_of(
     if need be. Logs the line in front of all work."""
     plain = SamplingParams()
     advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
-    given = {name: value for name, value in vars(args).items() if value is not None}
-    sampling = changed(plain if args.temperature == 0 else advised, given)
+    sampling = taken(SamplingParams, args, plain if args.temperature == 0 else advised)
     shown = {name: it for name, it in vars(sampling).items() if it != getattr(plain, name)}
     seed: int = args.seed or 0
     if sampling.temperature:
         seed = shown["seed"] = join().ask_first(draw_seed) if args.seed is None else seed
     how = ", ".join(f"{name} {value}" for name, value in shown.items()) or "greedy"
-    facts = where(engine.model)
-    on = f"{engine.config.name}, {facts['dtype']} on {facts['device']}"
+    on = "{}, {dtype} on {device}".format(engine.config.name, **where(engine.model))
     log.info("%s", "; ".join((on, *work, how)))
     return sampling, seed
 
@@ -95,7 +91,5 @@ def conclude(args: argparse.Namespace, engine: "Engine", run: "Generation") -> N
     """Closes a run: its statistics go to the log; does what --save-kv says."""
     run.close()
     log.info(outline(run))
-    if args.save_kv is not None and not engine.held_tokens:
-        log.warning("--save-kv writes nothing: a prompt of one token leaves nothing to start after")
-    elif args.save_kv is not None:
+    if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

@@ -7,11 +7,9 @@ Imports next to nothing, so that it can guard the imports that take seconds.
 
 import atexit
 import contextlib
-import errno
 import gc
 import os
 import signal
-import stat
 import sys
 from collections.abc import Iterator
 
@@ -23,12 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from minitri.cli.arguments import OneLineParser
-
-
-NO_TEXT = (
-    "there is no text: standard input is neither a pipe nor a terminal; give one in quotes, a file "
-    "with --prompt-file, or --demo"
-)
 
 
 @contextlib.contextmanager
@@ -70,7 +62,7 @@ def program(
         with clean_exits():
             import logging
 
-            from minitri.cli.arguments import in_flags
+            from minitri.log import log
             from minitri.parallel.ranks import join
 
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
@@ -80,20 +72,19 @@ def program(
             ranks = join()
             if ranks.count > 1 and not parallel:
                 raise InputError(f"{parser.prog} is one process; start it without torchrun")
-            if ranks.rank:
+            log.disabled = ranks.rank > 0  # the first speaks for all
+            if log.disabled:
                 _mute()
             args = parser.parse_args(argv)
-            args.flags = parser.flags
-            args.quiet |= ranks.rank > 0
-            log = logging.getLogger("minitri")
+            args.in_flags = parser.in_flags
+            args.quiet |= log.disabled
             log.handlers = [logging.StreamHandler()]  # to standard error, message only
-            level = logging.DEBUG if args.verbose else logging.INFO
-            log.setLevel(logging.WARNING if args.quiet else level)
-            log.disabled = ranks.rank > 0
+            level = "DEBUG" if args.verbose else "INFO"
+            log.setLevel("WARNING" if args.quiet else level)
             try:
                 sys.exit(run_command(args) or 0)
             except InputError as error:
-                raise InputError(in_flags(error, args.flags)) from None
+                raise InputError(parser.in_flags(error)) from None
 
     return main
 
@@ -121,17 +112,9 @@ def clean_exits() -> Iterator[None]:
         raise _end(130, "interrupted") from None
     except OSError as error:
         _mute()  # what could not be written is given up: else Python fails again in the end
-        if error.errno == errno.EPIPE:  # whoever read our output has gone
+        if isinstance(error, BrokenPipeError):  # whoever read our output has gone
             raise _end(0) from None
         raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
-
-
-def is_piped() -> bool:
-    """Whether standard input is a pipe or a file: no terminal, nor /dev/null, nor closed."""
-    try:
-        return not stat.S_ISCHR(os.fstat(sys.stdin.fileno()).st_mode)
-    except (AttributeError, OSError, ValueError):  # None, closed, or replaced by a test
-        return False
 
 
 def _end(code: int, line: str = "") -> SystemExit:

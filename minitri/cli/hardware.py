@@ -13,14 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from minitri.gpu.placement import GIB
-from minitri.roofline import CPU, Machine, card
+from minitri.roofline import CARDS, CPU, Machine, card
 
 REACHED = 0.8
 """Of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; and half of its FLOP/s. Assumed."""
 REACHED_BY_CORES = 0.5
 """Of an Apple chip's GB/s, all of which only its GPU can use, for which minitri has no kernels."""
-TABLE = Path(__file__).with_name("hardware.txt").read_text("utf-8").rstrip()
-ROWS = {name: row for name, *row in (line.split(None, 5) for line in TABLE.splitlines()[1:])}
 
 
 class Site(NamedTuple):
@@ -33,9 +31,20 @@ class Site(NamedTuple):
     is_cpu: bool = False
 
 
-def site_named(name: str) -> Site:
+def site_of_size(gib: float) -> Site:
+    """A GPU of which only the memory is known."""
+    machine = next(card for most, card in CARDS.items() if gib <= most)
+    return Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
+
+
+def processor(speed: float) -> Machine:
+    """A CPU whose memory is read at so many bytes per second."""
+    return replace(CPU, weight_bytes_per_second=speed, kv_bytes_per_second=speed)
+
+
+def site_of_row(row: str) -> Site:
     """A row of the table, as far as its peaks are reached."""
-    gib, memory, link, tflops, source = ROWS[name]
+    name, gib, memory, link, tflops, source = row.split(None, 5)
     speed = 1e9 * float(memory)
     if link == "-":
         source += "; an estimate for its CPU cores, not measured: minitri has no Metal kernels"
@@ -44,9 +53,8 @@ def site_named(name: str) -> Site:
     return Site(name, float(gib), machine, f"{REACHED:.0%} of {source}")
 
 
-def processor(speed: float) -> Machine:
-    """A CPU whose memory is read at so many bytes per second."""
-    return replace(CPU, weight_bytes_per_second=speed, kv_bytes_per_second=speed)
+TABLE = Path(__file__).with_name("hardware.txt").read_text("utf-8").rstrip()
+SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 
 
 def this_machine() -> Site:

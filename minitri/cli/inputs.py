@@ -75,12 +75,12 @@ def encode(
 
     ids = encoded(prompt)
     empty = encoded("")
-    start = num_common(ids, empty)
-    end = len(ids) - num_common(ids[::-1], empty[start:][::-1])
-    num_cut = len(ids) - (args.max_prompt_tokens or len(ids))
-    if 0 < num_cut < end - start:
-        log.debug("prompt: only its first %d tokens", args.max_prompt_tokens)
-        ids = ids[: end - num_cut] + ids[end:]
+    most = args.max_prompt_tokens or len(ids)
+    if len(empty) < most < len(ids):
+        log.debug("prompt: only its first %d tokens", most)
+        rest = empty[num_common(ids, empty) :]
+        end = len(ids) - num_common(ids[::-1], rest[::-1])
+        ids = ids[: most + end - len(ids)] + ids[end:]
     room = config.context_length - num_new
     ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
     check_prompt(ids, config, num_new, *ways)

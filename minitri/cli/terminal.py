@@ -1,11 +1,12 @@
 """Shows a run as it goes: text, a progress bar, colors by origin."""
 
+import argparse
 import signal
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from minitri import End, PrefillProgress, Token
+from minitri import PrefillProgress, Token
 
 if TYPE_CHECKING:
     from minitri import Generation
@@ -26,13 +27,9 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
 
 
-def stream(
-    run: "Generation", *, quiet: bool, show: bool = True, color: bool = False
-) -> tuple[str, list[Token]]:
+def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
     """Writes a run of one prompt if it is to be shown, with a progress bar on a terminal while that
-    is read; returns how it ended, and its tokens: after a Ctrl-C as `interrupted`, with the next
-    event, after another at once."""
-    tokens: list[Token] = []
+    is read. A Ctrl-C stops with the next event, another at once."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -41,22 +38,18 @@ def stream(
         is_stopped = True
 
     total = len(run.rows[0].prompt)
-    hidden = True if quiet else None
     before = signal.signal(signal.SIGINT, stop)
     try:
+        hidden = args.quiet or None
         with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
             for event in run:
-                if isinstance(event, End):
-                    return event.finish_reason, tokens
                 if isinstance(event, PrefillProgress):
                     bar.update(event.num_done - bar.n)
                 elif isinstance(event, Token):
                     bar.close()
-                    tokens.append(event)
                     if show:
-                        print(colored(event) if color else event.text, end="", flush=True)
+                        print(colored(event) if args.color else event.text, end="", flush=True)
                 if is_stopped:
                     break
     finally:
         signal.signal(signal.SIGINT, before)
-    return "interrupted", tokens

@@ -61,11 +61,13 @@ class KernelLinear(Linear):
             multiply(some, weight.t(), out=place)
         return out[:T].view(*x.shape[:-1], -1)
 
-    def plain_weight(self, dtype: torch.dtype) -> Tensor:
-        """W of shape (out_features, in_features); plain weights keep their own number type."""
+    def plain_weight(self, dtype: torch.dtype, rows: Tensor | slice = slice(None)) -> Tensor:
+        """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
+        number type."""
+        weight = self.weight[rows]
         if self.bits == 16:
-            return self.weight
-        return dequantize(self.weight, self.in_features, self.bits, dtype)
+            return weight
+        return dequantize(weight, self.in_features, self.bits, dtype)
 
 
 @lru_cache
@@ -98,11 +100,7 @@ class KernelTiedHead(KernelHead, TiedHead):
     """An LM head that is the embedding table, too."""
 
     def rows(self, numbers: Tensor) -> Tensor:
-        if self.bits == 16:
-            return super().rows(numbers)
-        packed_NX = self.weight[numbers.flatten()]
-        rows_NE = dequantize(packed_NX, self.in_features, self.bits, self.dtype)
-        return rows_NE.view(*numbers.shape, -1)
+        return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
 
 
 class KernelPartialHead(KernelHead):

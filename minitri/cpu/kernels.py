@@ -23,7 +23,8 @@ from minitri.errors import shorten
 from minitri.log import log
 
 MAX_HEAD_DIM = 1024
-
+LOADING = threading.Lock()
+"""All engines of a process have the same kernels, also if they are loaded at the same time."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
 
 
@@ -132,11 +133,16 @@ def struct_of(*fields: Tensor | float | None) -> bytes:
     return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
 
 
-@functools.cache
 def load_kernels() -> Kernels | None:
     """The kernels, built for this machine if need be, with as many threads as PyTorch has now.
 
     None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off."""
+    with LOADING:
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> Kernels | None:
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
     try:

@@ -52,6 +52,6 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 def pack_linears(model: nn.Module) -> None:
     """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
     for name, layer in list(model.named_modules()):
-        if type(layer) in PACKED:
-            model.set_submodule(name, PACKED[type(layer)](layer))
+        if pack := PACKED.get(type(layer)):
+            model.set_submodule(name, pack(layer))
             del layer.weight

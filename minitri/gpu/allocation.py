@@ -15,9 +15,8 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, explain
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import GIB, Demand, choose_on_chip
+from minitri.gpu.placement import GIB, Demand, MemoryShape, choose_on_chip, placements
 from minitri.model.llama import Llama
-from minitri.settings import GenerationConfig, SpeculationConfig
 
 log = logging.getLogger("minitri")
 
@@ -40,18 +39,8 @@ def free_host_bytes() -> float:
     return min(free)
 
 
-def demand_of(
-    target: Llama,
-    draft: ModelConfig | None,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-    num_tokens: int,
-    prompt_lengths: list[int],
-) -> tuple[Demand, float, float]:
-    """What a run needs here, and the bytes that each rank can take on its device, weights
-    included, and of the host's memory."""
-    whose = (target.config, draft, speculation, num_tokens, prompt_lengths)
-    needs = Demand(*whose, generation.prefill_chunk, target.dtype.itemsize)
+def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
+    """Bytes that each rank can take on its device, weights included, and of the host's memory."""
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     on_device = on_host
@@ -60,57 +49,52 @@ def demand_of(
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     parts = needs.parts(0)
-    return needs, on_device + parts["weights"] + parts["weights that only propose"], on_host
+    return on_device + parts["weights"] + parts["weights that only propose"], on_host
 
 
-def most_rows(
-    target: Llama,
-    draft: ModelConfig | None,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-    longest: list[int],
-    kept_host_bytes: int = 0,
-) -> int:
-    """How many texts memory holds at a time, of prompts in falling order of length; at least 1."""
-    num_tokens = longest[0] + generation.max_new_tokens
-    run = (target, draft, generation, speculation, num_tokens)
-    whole, on_device, on_host = demand_of(*run, longest)
+def fitting(
+    target: Llama, draft: ModelConfig | None, shape: MemoryShape, kept_host_bytes: int
+) -> MemoryShape:
+    """The first rows of a shape, as many as memory holds at a time, at least one."""
+    needs = Demand(target.config, draft, shape, target.dtype.itemsize)
+    on_device, on_host = room_for(target, needs)
     room = (on_device, on_host + kept_host_bytes)
-    on_chip = None if generation.offload else target.config.num_layers
-    needs = ((n, replace(whole, prompt_lengths=longest[:n])) for n in range(len(longest), 1, -1))
-    return next((n for n, demand in needs if demand.fits(*room, on_chip)), 1)
+    choices = placements(shape.generation, target.config.num_layers)
+    while shape.num_rows > 1 and not any(needs.fits(*room, n) for n in choices):
+        shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
+        needs = replace(needs, shape=shape)
+    return shape
 
 
 def allocate_full_cache(
-    target: Llama,
-    draft: ModelConfig | None,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-    prompt_lengths: list[int],
-    capacity: int,
-    host: HostMemory | None = None,
+    target: Llama, draft: ModelConfig | None, shape: MemoryShape, host: HostMemory | None = None
 ) -> FullCache:
-    """An empty full cache with `capacity` slots per prompt, on the device or partly in memory that
-    `host` lends. Raises `InputError` if there is no room for it and what else a run needs."""
-    config, device, B = target.config, target.device, len(prompt_lengths)
-    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    """An empty full cache, on the device or partly in memory that `host` lends. Raises `InputError`
+    if there is no room for it and what else a run needs."""
+    config = target.config
+    device = target.device
+    generation = shape.generation
     on_chip = config.num_layers
+    size = (config, shape.num_rows, shape.capacity)
+    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
     host = host or HostMemory(device)
     try:
         if device.type == "cuda":
-            models = (target, draft, generation, speculation)
-            needs, on_device, on_host = demand_of(*models, capacity, prompt_lengths)
+            needs = Demand(config, draft, shape, target.dtype.itemsize)
+            on_device, on_host = room_for(target, needs)
             on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
         elif generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
-            return FullCache.allocate(config, B, capacity, **where)
+            return FullCache.allocate(*size, **where)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.debug(placed, on_chip, config.num_layers, device)
-        return OffloadedFullCache(config, B, capacity, on_chip=on_chip, host=host, **where)
+        return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
-        needed = B * capacity * config.kv_values_per_token * target.dtype.itemsize
+        num_slots = shape.num_rows * shape.capacity
+        needed = num_slots * config.kv_values_per_token * target.dtype.itemsize
         raise InputError(
-            f"the KV cache for {B} x {capacity} tokens needs {needed / 1e9:.1f} GB, which {device} "
-            "does not have; shorten the prompt, lower max_new_tokens, or use a smaller dtype"
+            f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
+            f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "
+            "max_new_tokens, or use a smaller dtype"
         ) from None

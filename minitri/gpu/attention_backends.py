@@ -1,11 +1,9 @@
-"""Attention on a GPU: backends for short blocks, and which of them a model uses.
-
-For short blocks row lengths are read on the device, so the host never waits, shapes never change,
-and a CUDA graph can replay it:
+"""Attention on a GPU: backends for short blocks, which read row lengths on the device, so that a
+graph can hold them, and which of them a model uses.
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 from the flash-attn package, where it is asked for; it takes no float32,
-  and trees go to our own kernel;
+- `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
+  go to our own kernel;
 - `math`: plain formulas over all slots with a mask, where our kernel does not work.
 
 Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
@@ -161,10 +159,7 @@ def choose_attention(
 
 
 def check_backend(
-    attend: Backend,
-    device: torch.device,
-    dtype: torch.dtype,
-    config: ModelConfig,
+    attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
 ) -> None:
     """Raises an error if a backend differs from plain formulas in float64, on long, short and
     empty prefixes, of chains and of trees."""

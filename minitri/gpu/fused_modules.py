@@ -1,8 +1,8 @@
 """The network on a GPU with what stands between its matrices compiled.
 
-A pass of decoding is made of launches, each of which costs a microsecond or two. `torch.compile`
-makes one kernel each of a residual addition with the norm after it, of RoPE, and of SiLU with its
-product. Shapes are dynamic, but for sizes of 1: a few kernels serve all blocks and models.
+Launches cost a microsecond or two each. `torch.compile` makes one kernel each of a residual
+addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
+sizes of 1: a few kernels serve all blocks and models.
 
 Legend: B batch, T tokens, E hidden size, X heads, D head dim.
 """
@@ -77,8 +77,8 @@ class FusedLayers(Layers):
 
 
 def fuse_if_possible(model: Llama) -> Llama:
-    """The model on compiled kernels, sharing all weights, on a GPU where they work; elsewhere the
-    model as it is. The environment variable MINITRI_KERNELS=off stands for no kernels."""
+    """The model on compiled kernels, where they work, on a GPU; else as it is. The environment
+    variable MINITRI_KERNELS=off stands for no kernels."""
     if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
         return model
     if problem := problem_with(lambda: check_kernels(model)):
@@ -89,8 +89,7 @@ def fuse_if_possible(model: Llama) -> Llama:
 
 @torch.inference_mode()
 def check_kernels(model: Llama) -> None:
-    """Raises an error if a kernel cannot be compiled for a model's device and number type, or
-    differs from its plain function, for one token and for several."""
+    """Raises an error if a kernel cannot be compiled, or differs from its plain function."""
     tolerance = TOLERANCES[model.dtype]
     generator = torch.Generator().manual_seed(0)
     for T in (1, 3):

@@ -1,12 +1,11 @@
-"""CUDA graphs: a computation of fixed shapes is captured once and replayed, so that no kernel costs
-a launch, an allocation or Python.
+"""CUDA graphs: a computation of fixed shapes is captured once and replayed, without launches,
+allocations and Python.
 
-What is captured is a function of tensors alone: a pass from a block of tokens to distributions, a
-round of a draft model, the verdict on a proposal. While a run starts, `GraphPool.run` captures it
-for inputs of these shapes; later it copies others of the same shapes into static buffers, over
-which the graph runs. **What it returns is overwritten by the next run** of any function: use it at
-once, or clone it. Weights and caches must stay where they were at capture. On a CPU the static
-buffers run eagerly, so that tests cover all but the graph itself.
+What is captured is a function of tensors alone: a pass from tokens to distributions, a round of a
+draft model, a verdict. While a run starts, `GraphPool.run` captures it for inputs of these shapes;
+later it copies others into static buffers, over which the graph runs. **What it returns is
+overwritten by the next run** of any function. Weights and caches must stay where they were. On a
+CPU the static buffers run eagerly, so that tests cover all but the graph itself.
 """
 
 import gc
@@ -107,11 +106,8 @@ class GraphPool:
 
 @dataclass(eq=False)
 class Passes:
-    """Passes of a model over a cache as functions of tensors alone, which a graph can hold.
-
-    They follow other numbers of the filters (temperature, top-p, min-p) when `numbers_3` is given
-    others; of `filters` only the form counts.
-    """
+    """Passes of a model over a cache as functions of tensors alone, which a graph can hold. Of
+    `filters` the form counts; the numbers (temperature, top-p, min-p) are read from `numbers_3`."""
 
     model: Llama
     cache: Cache
@@ -175,8 +171,7 @@ class Passes:
 
 
 def clear_workspaces() -> None:
-    """Frees cuBLAS's workspaces, one per stream: that of a capture must lie in the graph's memory,
-    and none may be left for its stream."""
+    """Frees cuBLAS's workspaces: that of a capture must lie in the graph's memory."""
     torch._C._cuda_clearCublasWorkspaces()
 
 

@@ -1,4 +1,5 @@
-"""How many bytes a run needs, and what of it fits where, before anything is allocated.
+"""What a run needs memory for, how many bytes that is, and what of it fits where, before anything
+is allocated.
 
 An engine boots with these numbers and `python -m minitri.plan` prints them. The KV cache of the
 first `on_chip` layers lives on the device, that of the others in host memory.
@@ -6,8 +7,8 @@ first `on_chip` layers lives on the device, that of the others in host memory.
 Legend: L layers, B batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError
@@ -16,6 +17,7 @@ from minitri.settings import (
     LONGEST_BLOCK,
     SLIDE,
     GenerationConfig,
+    SamplingParams,
     SpeculationConfig,
     round_up_to_stride,
 )
@@ -28,49 +30,95 @@ RESERVE = GIB // 2
 
 
 @dataclass(frozen=True)
+class MemoryShape:
+    """What a run needs memory for."""
+
+    prompt_lengths: tuple[int, ...]
+    """Tokens of the longest prompt of each row."""
+    sampling: SamplingParams
+    """The filters that captured steps apply."""
+    generation: GenerationConfig
+    speculation: SpeculationConfig
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def reserved_lengths(self) -> list[int]:
+        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
+        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens that the retrieval cache of each row must have room for, now or later."""
+        return [self.budget_for(length) for length in self.reserved_lengths]
+
+    def budget_for(self, length: int) -> int:
+        """The budget for a prompt of this length: never more than a text here can fill."""
+        unit = self.speculation.chunk_size
+        slots = round_up_to_stride(self.capacity)
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
+
+
+@dataclass(frozen=True)
 class Demand:
-    """What a run computes, and the bytes that it needs, on each of its GPUs."""
+    """The bytes that a run needs on each of its GPUs."""
 
     config: ModelConfig
+    """The model's, or each GPU's share of it."""
     draft: ModelConfig | None
     """None stands for lookup."""
-    speculation: SpeculationConfig
-    num_tokens: int
-    """Of the longest sequence, its prompt included."""
-    prompt_lengths: list[int]
-    prefill_chunk: int = 1024
+    shape: MemoryShape
     itemsize: int = 2
-    num_gpus: int = 1
-    """That share the model."""
     copy_bits: int = 0
     """Of a copy of the weights that proposes with the retrieval cache; 0: there is none."""
 
-    @cached_property
-    def share(self) -> ModelConfig:
-        """The model's part on a GPU. Raises `InputError` if it cannot be split over that many."""
-        return self.config.share(self.num_gpus)
+    @property
+    def speculation(self) -> SpeculationConfig:
+        return self.shape.speculation
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest text, or prompt, that a row must have room for."""
+        return max(self.shape.reserved_lengths)
 
     @property
     def slots(self) -> int:
         """Of each row of the full cache."""
-        return round_up_to_stride(self.num_tokens + self.speculation.max_block)
+        return round_up_to_stride(self.shape.capacity)
 
     @property
     def kv_slot(self) -> int:
         """Bytes of a token of every row in one layer of the full cache."""
-        config = self.share
-        return len(self.prompt_lengths) * 2 * config.num_kv_heads * config.head_dim * self.itemsize
+        config = self.config
+        return self.shape.num_rows * 2 * config.num_kv_heads * config.head_dim * self.itemsize
+
+    @property
+    def drafter(self) -> ModelConfig | None:
+        """The draft model, if any plan uses one."""
+        is_used = any(plan.uses_drafter for plan in self.speculation.plans)
+        return self.draft if is_used else None
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
-        config = self.share
+        config = self.config
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
+        proposing = copy_bytes(config, self.copy_bits)
+        if (drafter := self.drafter) is not None:
+            proposing += num_weights(drafter) * self.itemsize
         # Of a prompt that is read layer by layer.
-        hidden_states = max(self.prompt_lengths) * config.hidden_size * self.itemsize
+        hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
-            "weights that only propose": self._draft_weights(),
+            "weights that only propose": proposing,
             "full KV cache": on_chip * kv_layer,
             "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(1 if hosted else on_chip),
@@ -78,42 +126,36 @@ class Demand:
             "reserve, graphs": RESERVE,
         }
 
-    def _draft_weights(self) -> int:
-        num_bytes = copy_bytes(self.share, self.copy_bits)
-        if self.draft is not None and any(plan.uses_drafter for plan in self.speculation.plans):
-            num_bytes += num_weights(self.draft) * self.itemsize
-        return num_bytes
-
     def _small_caches(self, num_means: int) -> int:
         """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
-        config = self.share
+        config = self.config
         speculation = self.speculation
-        B = len(self.prompt_lengths)
+        B = self.shape.num_rows
         num_bytes = 0
         if any(plan.uses_retrieval for plan in speculation.plans):
-            chunk = speculation.chunk_size
-            longest = max(speculation.budget_for(length) for length in self.prompt_lengths)
-            budget = min(longest, -(-self.slots // chunk) * chunk)
-            held = config.num_layers * round_up_to_stride(budget + speculation.room)
-            num_bytes += (2 * held + num_means * (self.slots // chunk)) * self.kv_slot // 2
+            slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
+            num_chunks = self.slots // speculation.chunk_size
+            held = 2 * config.num_layers * slots + num_means * num_chunks
+            num_bytes += held * self.kv_slot // 2
             num_queries = speculation.observation_window + speculation.max_block
             width = config.num_heads * config.head_dim
             num_bytes += B * config.num_layers * num_queries * width * self.itemsize
-        draft = self.draft
-        if draft is not None and any(plan.uses_drafter for plan in speculation.plans):
+        if (drafter := self.drafter) is not None:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
-            width = draft.num_layers * draft.num_kv_heads * draft.head_dim
-            num_bytes += 3 * B * width * (window + speculation.room) * self.itemsize
+            window += speculation.room + speculation.max_block
+            width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+            num_bytes += 3 * B * width * window * self.itemsize
         return num_bytes
 
     def _activations(self) -> int:
         """While a chunk of the prompt is read, or a block verified; an estimate."""
-        config = self.share
-        num_tokens = len(self.prompt_lengths) * self.speculation.max_block
+        config = self.config
+        num_tokens = self.shape.num_rows * self.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
         row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
         sampling = 40 * num_tokens * config.vocab_size  # logits, sorted, with running sums
-        return max(self.prefill_chunk, num_tokens) * row * self.itemsize + sampling
+        num_read = max(self.shape.generation.prefill_chunk, num_tokens)
+        return num_read * row * self.itemsize + sampling
 
     def on_device(self, on_chip: int) -> int:
         """Bytes on the device if `on_chip` layers keep their KV there."""
@@ -123,32 +165,32 @@ class Demand:
         """Bytes of page-locked host memory."""
         return (self.config.num_layers - on_chip) * self.slots * self.kv_slot
 
-    def most_on_chip(self, device_bytes: float) -> int | None:
-        """The most layers whose KV fits on a device of that size; None: not even none of them."""
-        choices = range(self.config.num_layers + 1)
-        return max((n for n in choices if self.on_device(n) <= device_bytes), default=None)
-
-    def fits(self, device_bytes: float, host_bytes: float, on_chip: int | None = None) -> bool:
-        """Whether there is room with KV of `on_chip` layers on the device; None: of the most."""
-        best = self.most_on_chip(device_bytes)
-        if best is None:
+    def fits(self, device_bytes: float, host_bytes: float, on_chip: int) -> bool:
+        """Whether there is room with KV of `on_chip` layers on the device."""
+        if on_chip > self.config.num_layers:
             return False
-        wanted = best if on_chip is None else on_chip
-        return wanted <= best and self.on_host(wanted) <= host_bytes
+        return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
+
+
+def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
+    """How many layers may keep their KV on the device, the best first: all without `offload`, else
+    `on_chip` or any."""
+    if not generation.offload:
+        return [num_layers]
+    return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
 
 
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
-    """Layers whose KV stays on the device: all without `offload`, else `on_chip` or the most that
-    fit. `device_bytes` include what weights have already taken. Raises `InputError` with what is
-    needed, and what to do, where that does not fit."""
-    L, room = needs.config.num_layers, device_bytes
-    on_chip = generation.on_chip
-    if not generation.offload:
-        on_chip, room = L, device_bytes + RESERVE
-    here = needs.most_on_chip(room) or 0 if on_chip is None else on_chip
-    if needs.fits(room, host_bytes, on_chip):
+    """Layers whose KV stays on the device: the most that may and fit. `device_bytes` include what
+    weights have already taken. Raises `InputError` with what is needed, and what to do, where
+    nothing fits."""
+    L = needs.config.num_layers
+    choices = placements(generation, L)
+    room = device_bytes if generation.offload else device_bytes + RESERVE
+    here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
+    if needs.fits(room, host_bytes, here):
         return here
     raise InputError(
         f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "

@@ -1,9 +1,8 @@
 """A copy of a model in 4 or 8 bits, which proposes with the retrieval cache on a GPU.
 
-Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. The model
-itself verifies whatever the copy says, and reads the prompt. Groups of `GROUP` weights of a row
-share a scale in float32; the last one may be filled up. Embedding table and norms are the model's
-own, and the LM head has 8 bits. On a CPU the plain formula stands for the kernel, for tests.
+Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. Groups of
+`GROUP` weights of a row share a scale in float32; the last one may be filled up. Embedding table
+and norms are the model's own, the LM head has 8 bits. On a CPU the plain formula is the kernel.
 
 Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
 """

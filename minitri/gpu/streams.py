@@ -31,8 +31,7 @@ class CopyStream:
         tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:
-        """Waits until the device has done everything it was asked to."""
-        synchronize(self._stream.device)
+        torch.cuda.synchronize(self._stream.device)
 
 
 class CudaClock(Clock):

@@ -38,14 +38,14 @@ class ChatTemplate:
             self._template = self._environment.from_string(source)
         self._special_tokens = special_tokens
 
-    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = True) -> str:
-        """A conversation as text, perhaps with the beginning of the answer. Raises `InputError`."""
+    def render(self, messages: Sequence[Message]) -> str:
+        """A conversation as text, up to where the next answer begins. Raises `InputError`."""
         with explain("the model's chat template fails", ADVICE):
             self._environment.deadline = time.monotonic() + MAX_SECONDS
             self._environment.room = MAX_SIZE
             return self._template.render(
                 messages=[*messages],
-                add_generation_prompt=add_generation_prompt,
+                add_generation_prompt=True,
                 tools=None,
                 documents=None,
                 **self._special_tokens,

@@ -7,6 +7,7 @@ they would guess badly without any error, so their files keep a sample of the ri
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +34,26 @@ from minitri.parallel.split import SplitLlama, share
 
 MIN_SIMILARITY = 0.9
 """Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
+NAMES = {
+    "embed_tokens": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "lm_head.linear.weight": "lm_head.weight",
+    "embedding_sample": "target.embedding_sample",
+}
+"""What files call tensors outside the layers, as far as they do not call them as `Llama` does."""
 
 Checkpoint = Folder | GgufFile
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """A GGUF file, by its ending, or else a Hugging Face folder. Raises `InputError`."""
-    if path.is_file() and path.suffix != ".gguf":
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return GgufFile(path)
         raise InputError(f"{path} is a file but no .gguf; give such a file, or a model's folder")
-    if path.is_dir() and not (path / "config.json").exists():
+    if not (path / "config.json").exists():
         raise InputError(f"{path} has no config.json; give a folder in the Hugging Face layout")
-    return GgufFile(path) if path.suffix == ".gguf" and path.is_file() else Folder(path)
+    return Folder(path)
 
 
 def load_model(
@@ -62,19 +72,17 @@ def load_model(
 
     `target` lends its embeddings to a drafter without; `native` leaves weights quantized."""
     lender = target if config.draft_of is not None else None
-    attend = attention_for(device, dtype, config, attention)
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender, "attend": attend}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender}
+    options["attend"] = attention_for(device, dtype, config, attention)
     advice = "use a smaller model or dtype, or check the sizes in the config"
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
         # There may be no memory, or sizes may be beyond those of any tensor.
-        if isinstance(ranks, RankGroup):
-            model: Llama = SplitLlama(config, ranks=ranks, **options)
-        else:
-            model = Llama(config, **options)
+        make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
+        model = make(config, **options)
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
-    packed = list[str]()
+    packed: list[str] = []
     if native and isinstance(checkpoint, GgufFile):
         packed = keep_quantized(model, placements(model), checkpoint.quantized())
     if native and not packed:
@@ -119,28 +127,24 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
 def placements(model: Llama) -> dict[str, Tensor]:
     """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
     config = model.config
-    head = model.lm_head
-    places: dict[str, Tensor] = {"model.norm.weight": model.norm.weight}
-    if isinstance(head, TrimmedHead):
-        places["lm_head.weight"] = head.linear.weight
-        places["lm_head.token_ids"] = head.token_ids
-        places["target.embedding_sample"] = model.embedding_sample
-    elif config.tie_word_embeddings:
-        places["model.embed_tokens.weight"] = head.weight
-    else:
-        places["model.embed_tokens.weight"] = model.embed_tokens
-        places["lm_head.weight"] = head.weight
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
     fused = {  # the tensors that fill a fused projection, and how many rows each of them has
         "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
-    for path, parameter in model.layers.named_parameters(prefix="model.layers"):
-        block, module, kind = path.rsplit(".", 2)
-        sizes = fused.get(module, {module: len(parameter)})
-        for name, rows in zip(sizes, parameter.split([*sizes.values()]), strict=True):
-            places[f"{block}.{name}.{kind}"] = rows
+    names = dict(NAMES)
+    if config.tie_word_embeddings:
+        names["lm_head.weight"] = names["embed_tokens"]
+    places: dict[str, Tensor] = {}
+    for path, tensor in model.state_dict().items():
+        if path.startswith("layers."):
+            block, module, kind = path.rsplit(".", 2)
+            sizes = fused.get(module, {module: len(tensor)})
+            for name, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
+                places[f"model.{block}.{name}.{kind}"] = rows
+        else:
+            places[names.get(path, path)] = tensor
     return places
 
 
@@ -169,8 +173,7 @@ def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progr
 
 
 def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
-    kinds = [(it.is_floating_point(), it.shape) for it in (tensor, place)]
-    if kinds[0] != kinds[1]:
+    if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
         raise InputError(
             f"{name} is {found} where the config asks for {wanted}; use a checkpoint that is not "

@@ -44,8 +44,7 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
     if name != "auto":
-        dtype: torch.dtype = getattr(torch, name)
-        return dtype
+        return getattr(torch, name)
     if device.type == "cuda":
         is_new = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if is_new else torch.float16

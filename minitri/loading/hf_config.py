@@ -82,9 +82,16 @@ def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
     if kind in (None, "default", "none"):
         return RopeConfig(theta)
     context = scaling.get(_TRAINED, given.get("max_position_embeddings"))
-    found = _fields(RopeConfig, scaling) | {"theta": theta, "kind": kind}
-    found |= {"factor": scaling["factor"], "original_context": given.get(_TRAINED, context)}
-    return RopeConfig(**found | {"frequency_divisors": None})
+    return RopeConfig(
+        **{
+            **_fields(RopeConfig, scaling),
+            "theta": theta,
+            "kind": kind,
+            "factor": scaling["factor"],
+            "original_context": given.get(_TRAINED, context),
+            "frequency_divisors": None,
+        }
+    )
 
 
 def require(settings: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:

@@ -35,28 +35,27 @@ class Folder:
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """What its generation_config.json holds; nothing if there is none."""
-        return read_json(self.path / "generation_config.json", or_nothing=True)
+        """What its generation_config.json holds."""
+        return read_json(self.path / "generation_config.json")
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
         """What its tokenizer_config.json holds; a chat template in a file of its own wins."""
-        found = read_json(self.path / "tokenizer_config.json", or_nothing=True)
+        found = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
         if template.is_file():
             found["chat_template"] = template.read_text("utf-8")
         return found
 
-    def tokenizer(self) -> tuple[Backend, bool]:
-        """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
+    def tokenizer(self) -> Backend:
         file, model = self.path / "tokenizer.json", self.path / "tokenizer.model"
         if file.is_file():
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
-            return TokenizersBackend(pipeline), bool(pipeline.encode("").ids)
+            return TokenizersBackend(pipeline)
         if model.is_file():
-            return SentencePieceBackend(model.read_bytes()), True
+            return SentencePieceBackend(model.read_bytes())
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, *_: Any) -> "Iterator[tuple[str, Tensor]]":
@@ -64,12 +63,18 @@ class Folder:
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
-                yield from _stored(file)
+                if file.suffix == ".safetensors":
+                    with safe_open(file, framework="pt") as shard:
+                        for name in shard.keys():  # noqa: SIM118 (not a dict)
+                            yield name, shard.get_tensor(name)
+                else:
+                    for name, tensor in _unpickled(file).items():
+                        yield str(name), tensor.detach()
 
 
-def read_json(path: Path, *, or_nothing: bool = False) -> dict[str, Any]:
-    """A JSON object from a file, or an `InputError`; with `or_nothing` it may be missing."""
-    if or_nothing and not path.exists():
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, an empty one if there is none. Raises `InputError`."""
+    if not path.exists():
         return {}
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
         if not path.is_file():  # a pipe might never end
@@ -98,14 +103,8 @@ def weight_files(path: Path) -> list[Path]:
     )
 
 
-def _stored(file: Path) -> "Iterator[tuple[str, Tensor]]":
-    if file.suffix == ".safetensors":
-        with safe_open(file, framework="pt") as shard:
-            for name in shard.keys():  # noqa: SIM118 (not a dict)
-                yield name, shard.get_tensor(name)
-    else:
-        import torch
+def _unpickled(file: Path) -> "dict[Any, Tensor]":
+    import torch
 
-        with warnings.catch_warnings(action="ignore"):  # remarks on protocols
-            loaded = torch.load(file, map_location="cpu", weights_only=True)
-        yield from ((str(name), value.detach()) for name, value in loaded.items())
+    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+        return torch.load(file, map_location="cpu", weights_only=True)

@@ -46,26 +46,22 @@ class ModelChoice:
 
 
 class NamedModel(NamedTuple):
-    """A repository on the Hugging Face hub, the default drafter, and the context in tokens."""
+    """A repository on the Hugging Face hub, the default drafter, and the shape."""
 
     repo: str
     draft: str
-    context: int
+    shape: ModelConfig
+
+
+def _read(line: str) -> NamedModel:
+    name, repo, draft, context, kind, *numbers, tied = line.split()
+    sizes: list[Any] = [int(number) for number in (*numbers, context)]
+    settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
+    return NamedModel(repo, draft, ModelConfig(*sizes, **settings))
 
 
 _TABLE = Path(__file__).with_name("named_models.txt").read_text("utf-8").splitlines()
-_ROWS = {name: columns for name, *columns in map(str.split, _TABLE[1:])}
-MODELS = {name: NamedModel(row[0], row[1], int(row[2])) for name, row in _ROWS.items()}
-
-
-def shape_of(name: str) -> ModelConfig | None:
-    """The config of a named model, as far as the table tells; None for any other name."""
-    if name not in MODELS:
-        return None
-    _, _, context, kind, *numbers, tied = _ROWS[name]
-    sizes: list[Any] = [*map(int, numbers), int(context)]
-    settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
-    return ModelConfig(*sizes, **settings)
+MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:

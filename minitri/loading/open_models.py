@@ -21,7 +21,7 @@ from minitri.loading.devices import (
 from minitri.loading.fetch import LOOKUPS, default_draft, locate
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_config import stretch_rope
-from minitri.loading.named_models import ModelChoice
+from minitri.loading.named_models import MODELS, ModelChoice
 from minitri.loading.tokenizer import Tokenizer, check_same_vocabulary
 from minitri.log import log
 from minitri.model.execution import Ranks
@@ -41,12 +41,13 @@ class OpenModel:
             torch.cuda.set_device(self._device.index or 0)
             # NCCL takes its memory before the model does.
             join().sum(torch.zeros(1, device=self._device))
+        self._dtype = choose_dtype(choice.dtype, self._device)
         located = join().ask_first(lambda: locate(choice.model, progress=progress))
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
         self.config = self.checkpoint.config(located.name)
-        if located.context:
-            self.config = replace(self.config, context_length=located.context)
+        if row := MODELS.get(choice.model):
+            self.config = replace(self.config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
             self.config = stretch_rope(self.config, choice.rope_scaling)
         self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table
@@ -56,35 +57,35 @@ class OpenModel:
     def load_with_copy(self) -> tuple[Llama, Llama | None]:
         """The model, and what proposes for it with the retrieval cache if that has fewer bits: the
         same matrices as a GGUF file has them, or a copy that is quantized here."""
-        with ThreadPoolExecutor(1) as pool:  # together they take half as long as in turns
-            quantized = pool.submit(self._load_quantized)
+        choice = self._choice
+        file = self.checkpoint
+        has_copy = (
+            isinstance(file, GgufFile)
+            and file.is_in_4_bits()
+            and choice.weights != "native"
+            and choice.draft_weights in ("auto", "int4")
+            and join().count == 1
+            and kernels_for(self._device, self.config) is not None
+        )
+        if not has_copy:
             model = self.load()
-            copy = quantized.result()
-        if copy is None:
-            return model, retrieval_copy(model, self._choice.draft_weights)
+            return model, retrieval_copy(model, choice.draft_weights)
+        with ThreadPoolExecutor(1) as pool:  # together they take half as long as in turns
+            reading = pool.submit(
+                load_model, file, self.config, dtype=self._dtype, device=self._device, native=True
+            )
+            model = self.load()
+            copy = reading.result()
         if not self.config.tie_word_embeddings:
             copy.embed_tokens = model.embed_tokens
         return model, copy
-
-    def _load_quantized(self) -> Llama | None:
-        """None if the file has more bits, or a copy is not wanted or of no use."""
-        file = self.checkpoint
-        is_wanted = self._choice.draft_weights in ("auto", "int4")
-        if self._choice.weights == "native" or not is_wanted or join().count > 1:
-            return None
-        if not isinstance(file, GgufFile) or not file.is_in_4_bits():
-            return None
-        if kernels_for(self._device, self.config) is None:
-            return None
-        dtype = choose_dtype(self._choice.dtype, self._device)
-        return load_model(file, self.config, dtype=dtype, device=self._device, native=True)
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         model = load_model(
             self.checkpoint,
             self.config,
-            dtype=choose_dtype(self._choice.dtype, self._device),
+            dtype=self._dtype,
             device=self._device,
             attention=self._choice.attention,
             target=target,
@@ -119,9 +120,9 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
 def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
     """The tokenizer of an opened model. Raises `InputError` if there is none that fits."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
-        backend, add_bos = checkpoint.tokenizer()
+        backend = checkpoint.tokenizer()
         settings = {key: it for key, it in checkpoint.tokenizer_config.items() if it is not None}
-        add_bos = settings.get("add_bos_token", add_bos)
+        add_bos = settings.get("add_bos_token", backend.adds_bos)
         template = settings.get("chat_template")
         if isinstance(template, list):  # of several ones
             template = {it["name"]: it["template"] for it in template}.get("default")

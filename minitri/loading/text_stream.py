@@ -19,12 +19,12 @@ class StopScanner:
         if self.found:
             return ""
         text = self._held + text
-        starts = ((text.find(stop), len(stop)) for stop in self._stop)
-        ends = [(start + length, start) for start, length in starts if start >= 0]
-        if ends:
+        found = [stop for stop in self._stop if stop in text]
+        if found:
             self.found = True
             self._held = ""
-            return text[: min(ends)[1]]
+            first = min(found, key=lambda stop: text.index(stop) + len(stop))
+            return text[: text.index(first)]
         cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[cut:]
         return text[:cut]

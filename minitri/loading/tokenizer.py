@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 class SentencePieceBackend:
     """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
 
+    adds_bos = True
+    """Whether prompts start with BOS unless the settings say otherwise."""
+
     def __init__(self, model: bytes) -> None:
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         self.num_tokens = self._model.vocab_size()
@@ -50,6 +53,7 @@ class TokenizersBackend:
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
         self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
+        self.adds_bos = bool(pipeline.encode("").ids)
 
     def encode(self, text: str) -> list[int]:
         return self._pipeline.encode(text, add_special_tokens=False).ids

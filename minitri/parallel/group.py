@@ -1,8 +1,8 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
-All ranks draw the same random numbers and read the same gathered logits, so they take the same
-decisions; what only one can know, such as a prompt from standard input, rank 0 is asked for.
-Tensors on CUDA go through NCCL, all others through gloo.
+All draw the same random numbers and read the same gathered logits, so they take the same decisions;
+what only one can know, such as a prompt from standard input, rank 0 is asked for. Tensors on CUDA
+go through NCCL, all others through gloo.
 """
 
 import atexit
@@ -96,12 +96,11 @@ def leave() -> None:
 def first_end(code: int) -> tuple[int, bool]:
     """The exit code of the rank that ends first, and whether it is this one, which says why."""
     rank = os.environ.get("RANK", "0")
-    ranks = join_group() if dist.is_initialized() else None
-    if ranks is None:
+    if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()
     own = f"{code} {rank}"
     try:
-        first = ranks.store.compare_set("end", "", own).decode()
+        first = join_group().store.compare_set("end", "", own).decode()
     except RuntimeError:  # rank 0 kept the store, and has gone
         return code, True
     return int(first.split()[0]), first == own

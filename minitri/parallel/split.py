@@ -1,9 +1,9 @@
 """A Llama split over ranks: heads, MLP and vocabulary. Tensor parallelism, Megatron-LM's cut
 (arXiv 1909.08053).
 
-What leaves the heads and the MLP is added up over the ranks, two sums a layer; embeddings are a
-third sum, logits are gathered. A rank's `config` is that of its share, but for the vocabulary.
-Retrieval chooses chunks per KV head, so caches send nothing.
+What leaves the heads and the MLP is added up over the ranks, embeddings are another sum, logits are
+gathered. A rank's `config` is that of its share, but for the vocabulary. Chunks are chosen per KV
+head, so caches send nothing.
 
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """

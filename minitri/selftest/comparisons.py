@@ -1,78 +1,122 @@
-"""The comparisons of the self-test: one engine, one prompt, all methods."""
+"""The comparisons of the self-test: one engine, one prompt, all methods.
+
+Rounding explains why two texts part if both tokens score within `bound` of the best one there:
+twice the largest difference between logits computed alone and at the end of a block, but at least
+the spacing of the dtype's numbers, divided by the temperature where tokens are sampled.
+"""
 
 import argparse
 import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams
 from minitri.cli import arguments
-from minitri.selftest.departures import explain
-from minitri.selftest.distribution_test import is_alarm, run_test, windows
+from minitri.decoding.noise import gumbel, noise_key
+from minitri.log import log
+from minitri.model.llama import Llama
+from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, last_logits, run_test, windows
 from minitri.stats import num_common
+
+Result = dict[str, Any]
+"""What was found out about a method, by the names of columns."""
 
 WINDOW = 64
 NEW_TOKENS = 64
 """Of the statistical test: tokens that a text begins with, and tokens that it goes on for."""
 
 
-@dataclasses.dataclass
-class SelfTest:
-    """The comparisons of one engine on one prompt."""
+def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
+    """Whether no difference is explained by rounding."""
+    return engine.model.execution.is_row_invariant and not args.tree
 
-    engine: Engine
-    prompt: list[int]
-    args: argparse.Namespace
 
-    @property
-    def is_bitwise(self) -> bool:
-        """Whether no difference is explained by rounding."""
-        return self.engine.model.execution.is_row_invariant and not self.args.tree
+def compare_texts(
+    engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
+) -> Iterator[Result]:
+    """Greedy and coupled texts of every method against those of autoregressive decoding."""
+    settings = arguments.speculation_of(args)
+    same = {"generation": arguments.taken(GenerationConfig, args), "seed": args.seed}
+    for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
+        texts: list[list[int]] = []
+        for method in ("autoregressive", *methods):
+            speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
+            how = {"temperature": temperature, "speculation": speculation}
+            texts.append(list(engine.complete(prompt, **how, **same).token_ids))
+            if method == "autoregressive":
+                continue
+            expected, *_, got = texts
+            n = num_common(expected, got)
+            found: Result = {"mode": mode, "method": method, "verdict": "equal"}
+            found |= {"num_tokens": len(got), "num_equal_tokens": n}
+            if n < len(got):
+                engine.release()
+                what = (prompt + got[:n], [expected[n], got[n]], speculation.max_block)
+                found |= explain(engine.model, *what, temperature, args.seed)
+                is_tie = found["score_gap"] <= found["bound"] and not is_bitwise(engine, args)
+                found["verdict"] = "tie" if is_tie else "BUG"
+            yield found
 
-    def decode(self, speculation: SpeculationConfig, temperature: float) -> list[int]:
-        end = self.engine.complete(
-            self.prompt,
-            sampling=SamplingParams(temperature),
-            generation=arguments.taken(GenerationConfig, self.args),
-            speculation=speculation,
-            seed=self.args.seed,
-        )
-        return list(end.token_ids)
 
-    def compare(
-        self, speculation: SpeculationConfig, temperature: float, expected: list[int]
-    ) -> dict[str, Any]:
-        """The text of one method against that of autoregressive decoding."""
-        got = self.decode(speculation, temperature)
-        n = num_common(expected, got)
-        counts = {"num_tokens": len(got), "num_equal_tokens": n}
-        if n == len(got):
-            return {"verdict": "equal", **counts}
-        self.engine.release()
-        pair = [expected[n], got[n]]
-        sequence = self.prompt + got[:n]
-        noise = (temperature, self.args.seed)
-        found = explain(self.engine.model, sequence, pair, speculation.max_block, *noise)
-        is_tie = found["score_gap"] <= found["bound"] and not self.is_bitwise
-        return {"verdict": "tie" if is_tie else "BUG", **counts, **found}
+def explain(
+    model: Llama, sequence: list[int], tokens: list[int], block: int, temperature: float, seed: int
+) -> Result:
+    """Compares the scores after `sequence` of two `tokens`, the expected one and the one that came.
 
-    def check_samples(
-        self, speculation: SpeculationConfig, sampling: SamplingParams, num_tests: int
-    ) -> dict[str, Any]:
-        """The statistical test of one method."""
-        num_rows = -(-self.args.num_samples // NEW_TOKENS)
-        prompts = windows(self.prompt, num_rows, WINDOW)
-        # A cache so small that the guesses of the retrieval level are often wrong.
-        budget = speculation.budget or 4 * speculation.chunk_size
-        speculation = dataclasses.replace(speculation, budget=budget)
+    `score_gap` is how far the worse of them scores below the best of all; `bound`, what rounding
+    explains of that. Blocks have `block` tokens.
+    """
+    widths = (1, min(block, len(sequence)))
+    logits_2V = torch.stack([last_logits(model, sequence, width)[-1] for width in widths])
+    spacing = torch.finfo(model.dtype).eps * logits_2V[0].abs().max()
+    error = logits_2V.diff(dim=0).abs().max().maximum(spacing)
+    scores_V = scores(logits_2V[0], temperature, seed, len(sequence))
+    return {
+        "position": len(sequence),
+        "expected": tokens[0],
+        "got": tokens[1],
+        "score_gap": float(scores_V.max() - scores_V[tokens].min()),
+        "bound": 2 * float(error) / (temperature or 1.0),
+    }
+
+
+def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Tensor:
+    """What the token at a position is the argmax of, in float64 and up to a constant: the logits,
+    or the logarithm of the distribution plus Gumbel noise."""
+    if not temperature:
+        return logits_V.double()
+    tokens = torch.arange(len(logits_V), device=logits_V.device)
+    keys = torch.full_like(tokens, noise_key(seed, position))
+    return logits_V.double() / temperature + gumbel(keys, tokens)
+
+
+def compare_samples(
+    engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
+) -> Iterator[Result]:
+    """The statistical test of every method; none at temperature 0."""
+    sampling = arguments.taken(SamplingParams, args)
+    settings = arguments.speculation_of(args)
+    is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
+    num_rows = -(-args.num_samples // NEW_TOKENS)
+    prompts = windows(prompt, num_rows, WINDOW)
+    # A cache so small that the guesses of the retrieval level are often wrong.
+    budget = settings.budget or 4 * settings.chunk_size
+    if not prompts or not sampling.temperature:
+        return
+    log.info("a false alarm in the samples has odds of 1 in %.0f", 1 / FALSE_ALARM)
+    for method in methods:
+        speculation = dataclasses.replace(settings, method=method, budget=budget)
         p_values = run_test(
-            self.engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=self.args.seed
+            engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=args.seed
         )
-        is_exact = self.is_bitwise or self.engine.model.dtype == torch.float32
         alarm = "BUG" if is_exact else "unclear"
-        return {
-            "verdict": alarm if is_alarm(p_values, num_tests) else "consistent",
+        yield {
+            "mode": "sampled",
+            "method": method,
+            "verdict": alarm if is_alarm(p_values, len(methods)) else "consistent",
             "num_tokens": num_rows * NEW_TOKENS,
             "least_p_value": min(p_values.values()),
             "p_values": p_values,

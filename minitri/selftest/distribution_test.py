@@ -2,7 +2,7 @@
 
 After any text a plain pass of the model gives the distribution p that the next token must follow.
 Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far the scores of
-the tokens that were emitted are from their mean under p. For an exact method that sum is a
+the tokens that were emitted are from their mean under p: for an exact method that sum is a
 martingale (`martingale.py`). The scores are
 
 - `likelihood`: p itself, against too sharp or flat a distribution.
@@ -18,15 +18,18 @@ Legend: N tokens, V vocab.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
+from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.loading.prompt_ids import MAX_SEED
+from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.selftest.departures import last_logits
+from minitri.runner import prefill
 from minitri.selftest.martingale import Martingale
 
 FALSE_ALARM = 1e-4
@@ -49,19 +52,16 @@ def run_test(
         Request(prompt, (seed + number) % (MAX_SEED + 1), sampling, generation)
         for number, prompt in enumerate(prompts)
     ]
-    emitted: list[list[Token]] = [[] for _ in prompts]
-    for event in engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation):
-        if isinstance(event, Token):
-            emitted[event.row].append(event)
+    run = engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation)
     sums: defaultdict[str, Tensor] = defaultdict(lambda: torch.zeros(2, dtype=torch.float64))
-    for prompt, tokens in zip(prompts, emitted, strict=True):
-        for name, own_sums in score(engine, prompt, tokens, sampling).items():
+    for prompt, end in zip(prompts, run.results(), strict=True):
+        for name, own_sums in score(engine, prompt, end.tokens, sampling).items():
             sums[name] += own_sums.cpu()
     return {name: Martingale(*both.tolist()).p_value for name, both in sums.items()}
 
 
 def score(
-    engine: Engine, prompt: list[int], emitted: list[Token], sampling: SamplingParams
+    engine: Engine, prompt: list[int], emitted: Sequence[Token], sampling: SamplingParams
 ) -> dict[str, Tensor]:
     """By score, the sums over the new tokens of what it is off its mean and of its variance."""
     new = [event.token_id for event in emitted]
@@ -89,6 +89,18 @@ def score(
     return sums
 
 
+@torch.inference_mode()
+def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
+    """Logits (N, V) after each of the last `width` tokens of a sequence, which are read at once."""
+    start = len(sequence) - width
+    cache = FullCache.allocate(
+        model.config, 1, len(sequence), dtype=model.dtype, device=model.device
+    )
+    for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=1024):
+        pass
+    return model.logits(read_block(model, [sequence[start:]], cache)[0])
+
+
 def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
     """Whether one of them is too small for sound code that passes `num_tests` such tests."""
     return min(p_values.values()) * len(p_values) * num_tests < FALSE_ALARM
@@ -96,5 +108,5 @@ def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
 
 def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
     """Pieces of a text to go on from, of at most `length` tokens, spread over it."""
-    step = max(len(tokens) - length, 0) / num_rows
-    return [tokens[int(row * step) :][:length] for row in range(num_rows)]
+    spare = max(len(tokens) - length, 0)
+    return [tokens[row * spare // num_rows :][:length] for row in range(num_rows)]

@@ -66,7 +66,6 @@ def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
-    arguments.warn_of_ignored(args)
     if args.api_key == "":
         raise InputError("--api-key is empty, so that all could send it; give a text")
     with clean_imports():  # what the server needs: no flag is wrong any more
@@ -80,7 +79,7 @@ def run_command(args: argparse.Namespace) -> None:
     with explain(problem, "choose another --host or --port"):
         listener = socket.create_server((args.host, args.port))
     with listener:  # clients may connect while the model is loaded
-        engine, _ = boot(args)
+        engine = boot(args)
         most = engine.config.context_length
         context = args.context or min(DEFAULT_CONTEXT, most)
         if not 1 < context <= most:

@@ -18,11 +18,11 @@ import pytest
 
 import minitri
 from minitri import InputError
-from minitri.chat.__main__ import Chat, build_parser, commands, main
+from minitri.chat.__main__ import COMMANDS, Chat, build_parser, main
 from minitri.chat.conversation import Conversation, Turn
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.log import log
-from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.conftest import byte_level_tokenizer, edit_json, tiny_config, write_hf_folder
 from tests.loading.test_chat_template import CHATML, LLAMA3
 
 
@@ -100,17 +100,16 @@ def begin(loaded, monkeypatch, capsys):
 
     def begin(flags: str = "-n 12", documents=(), **made) -> Chat:
         args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
-        talk = conversation(loaded.tokenizer, documents, **made)
-        return Chat(loaded, talk.fitted(loaded.config, args), args)
+        talk = Conversation(loaded.tokenizer, **made)
+        return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
 
     return begin
 
 
 def conversation(tokens, documents=(), **made) -> Conversation:
-    talk = Conversation(tokens, **made)
-    for document in documents:
-        talk = talk.with_document(*document)
-    return talk
+    flags = build_parser().parse_args([])
+    config = tiny_config(context_length=2048)
+    return Conversation(tokens, **made).with_documents(dict(documents), config, flags)
 
 
 def press(monkeypatch, event: int, times: int = 1) -> None:
@@ -166,7 +165,7 @@ def test_a_command_is_answered_in_one_line(begin, capsys, line):
 def test_help_lists_what_there_is(begin, capsys):
     begin().obey("/help")
     told = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in told] == [f"/{name}" for name in commands()]
+    assert [line.split()[0] for line in told] == [f"/{name}" for name in COMMANDS]
 
 
 def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(begin):
@@ -289,7 +288,7 @@ def test_what_cannot_begin_is_one_line(instruct, call, flags):
     assert ("missing.kv" if "--load" in flags else "--fit") in line
 
 
-def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line(instruct):
+def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instruct):
     terminal, other = pty.openpty()
     shown = ""
 
@@ -322,10 +321,13 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line(instruct):
             os.write(terminal, b"\x03")
             half = b"half a line"
             steps = [("stopped", b""), (">", half), ("a line", b"\x03"), ("/quit or", b"")]
-            for shown_first, typed in (*steps, (">", b"/quit\r")):
+            for shown_first, typed in (*steps, (">", b"And now?\r")):
                 read_until(shown_first)
                 time.sleep(0.2)  # a Ctrl-C between prompt and waiting is noticed at the next key
                 os.write(terminal, typed)
+            read_until("now?")
+            time.sleep(0.5)
+            os.write(terminal, b"\x04")  # while it answers
             assert process.wait(timeout=60) == 0
         finally:
             process.kill()

@@ -4,6 +4,7 @@ import os
 import shutil
 import stat
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,16 @@ def test_a_library_that_is_built_takes_no_compiler(source, cache, tmp_path, monk
 
 
 @needs_compiler
+def test_threads_that_ask_at_once_get_the_same_kernels(source, request, caplog, monkeypatch):
+    monkeypatch.setattr(kernels, "Kernels", lambda *_: object())
+    request.addfinalizer(kernels._load_once.cache_clear)
+    kernels._load_once.cache_clear()
+    with ThreadPoolExecutor(4) as threads:
+        found = set(threads.map(lambda _: kernels.load_kernels(), range(4)))
+    assert len(found) == len(caplog.messages) == 1
+
+
+@needs_compiler
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder", "others may write", "no folder"])
 def test_a_damaged_library_or_cache_is_not_used(damage, source, cache, monkeypatch, caplog):
     load_library(source)
@@ -146,7 +157,7 @@ def test_a_compiler_that_is_broken_or_not_there_is_one_line(
         set_compiler(script, tmp_path, monkeypatch)
     else:
         monkeypatch.setenv("PATH", str(tmp_path))
-    assert kernels.load_kernels.__wrapped__() is None
+    assert kernels._load_once.__wrapped__() is None
     [line] = caplog.messages
     assert "CXX" in line
     assert "\n" not in line

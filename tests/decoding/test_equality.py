@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.memory import MemoryShape
+from minitri.gpu.placement import MemoryShape
 from minitri.model.execution import Execution
 from minitri.stack import may_use_clock
 from tests.cascades import settings_of, tiny_engine

@@ -10,15 +10,7 @@ import torch.nn.functional as F
 from minitri import settings
 from minitri.errors import InputError
 from minitri.gpu import attention_backends
-from minitri.gpu.attention_backends import (
-    TOLERANCES,
-    GpuAttention,
-    attend_flash,
-    attend_fused,
-    attend_masked,
-    check_backend,
-    choose_attention,
-)
+from minitri.gpu.attention_backends import TOLERANCES, GpuAttention, attend_flash, attend_masked
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import CPU, tiny_config
@@ -124,10 +116,10 @@ def forgets_rules(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT):
 
 
 def test_a_wrong_backend_fails_the_test_of_every_boot():
-    check_backend(attend_masked, CPU, torch.float32, CONFIG)
+    attention_backends.check_backend(attend_masked, CPU, torch.float32, CONFIG)
     for wrong in (forgets_rules, lambda *inputs: attend_masked(*inputs) / 0):
         with pytest.raises(AssertionError, match="not close"):
-            check_backend(wrong, CPU, torch.float32, CONFIG)
+            attention_backends.check_backend(wrong, CPU, torch.float32, CONFIG)
 
 
 def test_lengths_on_the_host_go_to_the_other_path():
@@ -174,9 +166,12 @@ def test_our_kernel_is_the_default_and_what_is_asked_for_works_or_is_refused(
     monkeypatch.setattr(attention_backends, "make_backend", lambda name: make())
     if chosen not in settings.BACKENDS:
         with pytest.raises(InputError, match=chosen):
-            choose_attention(CPU, torch.float16, CONFIG, wanted=wanted)
+            attention_backends.choose_attention(CPU, torch.float16, CONFIG, wanted=wanted)
         return
-    assert choose_attention(CPU, torch.float16, CONFIG, wanted=wanted).name == chosen
+    assert (
+        attention_backends.choose_attention(CPU, torch.float16, CONFIG, wanted=wanted).name
+        == chosen
+    )
     assert bool(caplog.records) == (chosen == "math")
     assert ("range must be a power of 2" in caplog.text) == (make is absent)
 
@@ -191,6 +186,6 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     q, k, v, lengths = random_case(1, (70, 70), H=6, K=2, D=16)
-    got = attend_fused(q, k, v, lengths)
+    got = attention_backends.attend_fused(q, k, v, lengths)
     assert (got - attend_math(q, k, v, lengths)).abs().max() < 3e-6
     assert calls == [(6, 6, False)]

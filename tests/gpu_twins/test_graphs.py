@@ -9,9 +9,10 @@ import torch
 from minitri.errors import InputError
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
-from minitri.settings import SamplingParams
+from minitri.settings import SamplingParams, StepPlan
 from tests.cascades import Rig, near_copy, plain_tokens
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.decoding.test_switching_plans import AR, forced
 from tests.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
 from tests.gpu_twins.offload import offloaded
 
@@ -77,3 +78,17 @@ def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
         assert found[-1][0][1].shape == (1, CONFIG.vocab_size)
     torch.testing.assert_close(*found)
     assert pool.num_graphs == 2
+
+
+@pytest.mark.parametrize("tree", ["", "1x2"])
+def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
+    tree, lengths_on_the_device, monkeypatch
+):
+    """It reads a whole block into a window that is nearly full, and goes on guessing after it."""
+    target, found = as_on_a_gpu(tiny_model(CONFIG)), []
+    settings = {"num_recent_tokens": 20, "budget": 240, "gamma1": 2, "gamma2": 12, "tree": tree}
+    settings |= {"draft": as_on_a_gpu(near_copy(target, 0.0)), "num_new": 110}
+    for graphs in (None, GraphPool(CPU)):
+        forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
+        found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
+    assert found[0] == found[1]

@@ -92,8 +92,8 @@ def test_the_next_run_of_an_engine_takes_over_host_memory_until_it_is_released(m
     """Also for a shorter text; texts stay as they are."""
     engine, fresh = tiny_engine(), tiny_engine()
 
-    def allocate(*settings):
-        return offloaded(0, 1, settings[5], config=engine.config, host=settings[6])
+    def allocate(target, draft, shape, host):
+        return offloaded(0, 1, shape.capacity, config=target.config, host=host)
 
     monkeypatch.setattr(memory, "allocate_full_cache", allocate)
     how = {"generation": GenerationConfig(24, offload=True, prefill_chunk=32)}

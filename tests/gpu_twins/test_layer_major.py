@@ -4,15 +4,7 @@ travels twice."""
 import pytest
 import torch
 
-from minitri import (
-    End,
-    GenerationConfig,
-    PrefillProgress,
-    Request,
-    SpeculationConfig,
-    memory,
-    runner,
-)
+from minitri import End, GenerationConfig, PrefillProgress, Request, SpeculationConfig
 from minitri.runner import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_model
@@ -35,7 +27,7 @@ def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
 
 def by_chunks(monkeypatch) -> None:
     """As other caches are read: every chunk through all layers."""
-    monkeypatch.setattr(runner, "OffloadedFullCache", type(None))
+    monkeypatch.setattr("minitri.runner.OffloadedFullCache", type(None))
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
@@ -108,9 +100,8 @@ def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
     ]
     alone = [event for event in engine.stream(requests, **how) if isinstance(event, End)]
     engine.release()
-    monkeypatch.setattr(
-        memory, "allocate_full_cache", lambda *_: offloaded(1, 2, config=engine.config)
-    )
+    full = lambda *_: offloaded(1, 2, config=engine.config)  # noqa: E731
+    monkeypatch.setattr("minitri.memory.allocate_full_cache", full)
     events = list(engine.stream(requests, **how))
     ends = [event for event in events if isinstance(event, End)]
     for row in range(5):

@@ -8,9 +8,9 @@ import torch
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.devices import choose_device, retrieval_copy
-from minitri.loading.named_models import shape_of
+from minitri.loading.named_models import MODELS
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.trees.shape import shape_of as shape_of_tree
+from minitri.trees.shape import shape_of
 from tests.conftest import byte_level_tokenizer
 from tests.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
 from tests.mutation import Mutant, mutated
@@ -18,8 +18,8 @@ from tools.bench import kernel_times, synthetic
 
 pytest.importorskip("triton", reason="needs triton, which is made for Linux")
 
-TARGET = replace(shape_of("llama2-7b-128k"), num_layers=3)
-DRAFT = shape_of("llama-68m")
+TARGET = replace(MODELS["llama2-7b-128k"].shape, num_layers=3)
+DRAFT = MODELS["llama-68m"].shape
 WARM = SamplingParams(0.6, top_p=0.9)
 UNTIL_4 = GenerationConfig(4, ignore_eos=True)
 HOSTED = {"offload": True, "on_chip": 0}
@@ -31,7 +31,7 @@ def cuda(monkeypatch):
     if torch.cuda.is_available():
         pytest.skip("has a CUDA device, and needs none")
     trust_kernels(monkeypatch)
-    shape_of_tree.cache_clear()  # masks are tensors, and real ones
+    shape_of.cache_clear()  # masks are tensors, and real ones
     with fake_cuda(monkeypatch) as found:
         capture = GraphPool.capture
 
@@ -41,7 +41,7 @@ def cuda(monkeypatch):
 
         monkeypatch.setattr(GraphPool, "capture", noted)
         yield found
-    shape_of_tree.cache_clear()
+    shape_of.cache_clear()
 
 
 def setup_of(backend="triton", weights="same", offload=(), **speculation):

@@ -9,37 +9,26 @@ import pytest
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig, plan
 from minitri.errors import InputError
-from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
-from minitri.loading.named_models import shape_of
-from minitri.memory import MemoryShape, Models, allocate
+from minitri.gpu.placement import CONTEXT, GIB, RESERVE, Demand, MemoryShape, choose_on_chip
+from minitri.loading.named_models import MODELS
+from minitri.memory import Models, allocate
 from minitri.roofline import CPU as CPU_MACHINE
 from minitri.roofline import GPU as GPU_MACHINE
-from minitri.roofline import (
-    Machine,
-    Workload,
-    copy_bytes,
-    num_weights,
-    weights_per_pass,
-)
+from minitri.roofline import Machine, Workload, copy_bytes, num_weights, weights_per_pass
 from minitri.settings import StepPlan
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.gpu_twins.offload import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 PLAN = StepPlan("triforce", 2, 6)
-SEVEN_B, DRAFT = shape_of("llama2-7b-128k"), shape_of("llama-68m")
+SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
 WINDOW = SpeculationConfig(num_recent_tokens=100)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"tie_word_embeddings": True},
-        {"attention_bias": True},
-        {"num_kv_heads": 4, "num_layers": 3},
-    ],
-)
+GROUPED = {"num_kv_heads": 4, "num_layers": 3, "attention_bias": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, GROUPED])
 def test_weights_are_counted_as_the_model_has_them(changes):
     model = tiny_model(tiny_config(**changes))
     assert num_weights(model.config) == sum(weight.numel() for weight in model.parameters())
@@ -59,12 +48,11 @@ def test_weights_are_counted_as_the_model_has_them(changes):
 )
 def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     config, B = tiny_config(num_layers=3, context_length=16384), 2
-    target, num_tokens = tiny_model(config), max(lengths) + 100
-    needs = Demand(config, config, speculation, num_tokens, lengths, itemsize=4)
-    capacity = num_tokens + speculation.max_block
-    full = new_cache(config, B, capacity)
-    assert needs.parts(3)["full KV cache"] == full.num_bytes
+    target = tiny_model(config)
     shape = MemoryShape(tuple(lengths), SamplingParams(), GenerationConfig(100), speculation)
+    needs = Demand(config, config, shape, itemsize=4)
+    full = new_cache(config, B, shape.capacity)
+    assert needs.parts(3)["full KV cache"] == full.num_bytes
     memory = allocate(Models(target, target, target), shape, full=full)
     small = memory.retrieval_cache
     means = small._policy._means
@@ -75,7 +63,7 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     assert needs.parts(2)["small KV caches"] == held + means.nbytes / 3  # of one layer
     waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]
     assert waiting == max(lengths) * 4 * config.hidden_size
-    cache = offloaded(1, B, capacity, config=config)
+    cache = offloaded(1, B, shape.capacity, config=config)
     on_device = cache.keys.nbytes + cache.values.nbytes + cache.latest_LBTPKD.nbytes
     on_device += sum(buffer.kv_BSPKD.nbytes for buffer in cache.buffers)
     parts = needs.parts(1)
@@ -83,8 +71,9 @@ def test_caches_are_counted_as_they_are_allocated(speculation, lengths):
     assert needs.on_host(1) == cache.host_LBSPKD.nbytes
 
 
-def seven_b(context: int = 124928, speculation=TRIFORCE, **changes):
-    return Demand(SEVEN_B, DRAFT, speculation, context, [context], **changes)
+def seven_b(context: int = 124928, speculation=TRIFORCE, num_gpus: int = 1, **changes):
+    shape = MemoryShape((context,), SamplingParams(), GenerationConfig(1), speculation)
+    return Demand(SEVEN_B.share(num_gpus), DRAFT, shape, **changes)
 
 
 def test_an_engine_places_as_many_layers_as_fit():
@@ -96,7 +85,7 @@ def test_an_engine_places_as_many_layers_as_fit():
     for gib in (23.2, 40, 72):
         best = chosen(offload(), gib)
         assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
-    assert needs.most_on_chip(16 * GIB) is None
+    assert not any(needs.fits(16 * GIB, 256 * GIB, n) for n in range(33))
     assert chosen(offload(on_chip=0), 80) == 0
     exact = needs.on_device(32) - RESERVE
     assert chosen(GenerationConfig(), 141) == chosen(GenerationConfig(), exact / GIB) == 32
@@ -150,9 +139,6 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
     assert (code, lines, error.count("\n")) == (2, [], 1)
     assert "lower --prefill-chunk" in error
     assert run(capsys, "--model", str(folder), "--draft", "ngram")[0] == 0
-    for flag, value in (("--model", "lama"), ("--gpu-memory", "-1"), ("--context", "0")):
-        code, _, error = run(capsys, flag, value)
-        assert (code, error.count(f"'{value}'"), error.count("\n")) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +191,7 @@ def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
     guessing = [parts["weights that only propose"] for parts in (one, two, copied)]
     assert guessing[0] == guessing[1] == guessing[2] - copy_bytes(SEVEN_B.share(2), 4)
     with pytest.raises(InputError, match="cannot be split over 3 ranks"):
-        seven_b(num_gpus=3).on_device(0)
+        seven_b(num_gpus=3)
 
 
 @pytest.mark.parametrize("machine", [CPU_MACHINE, GPU_MACHINE])
@@ -230,10 +216,11 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
 def test_a_cascade_is_predicted_by_its_passes(monkeypatch):
     """No guess of the drafter is accepted: a round of two draft steps and one verification for each
     of six tokens."""
-    monkeypatch.setattr(plan, "ACCEPTANCE", (0.0, 1.0))
+    monkeypatch.setattr(plan, "ACCEPTANCE", {"draft": 0.0, "retrieval": 1.0})
     work, machine = Workload(SEVEN_B, DRAFT, 100_000, 4096), Machine(2e12, 2e12, 50e9)
     found = plan.predict(work, machine, [PLAN])
-    ms = {name: 1e3 * it.seconds(machine) for name, it in plan.passes(work, PLAN, 1024).items()}
+    lines = plan.pass_table(work, PLAN, 1024, machine).splitlines()[1:]
+    ms = {line[:16].rstrip(): float(line.split()[-1]) for line in lines}
     step = 6 * (2 * ms["draft"] + ms["retrieval"]) + ms["target"]
-    assert found["cascade"] == pytest.approx(step / 7)
-    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"])
+    assert found["cascade"] == pytest.approx(step / 7, rel=1e-3)
+    assert found["speedup"] == pytest.approx(ms["autoregressive"] / found["cascade"], rel=1e-3)

@@ -15,13 +15,7 @@ import torch
 from minitri.errors import InputError
 from minitri.gpu import quantized_copies
 from minitri.gpu.graphs import GraphPool
-from minitri.gpu.quantized_copies import (
-    QuantizedLinear,
-    copy_in_few_bits,
-    dequantize,
-    multiply_math,
-    quantize,
-)
+from minitri.gpu.quantized_copies import QuantizedLinear, copy_in_few_bits, dequantize, quantize
 from minitri.loading.devices import retrieval_copy
 from minitri.model.execution import Execution
 from minitri.roofline import GROUP, copy_bytes
@@ -141,7 +135,7 @@ def wrong(model, bits):
 
     def multiply(x, weight_NX, scales_GN):
         longest[0] = max(longest[0], x.shape[-2])
-        return multiply_math(x, weight_NX, scales_GN)
+        return quantized_copies.multiply_math(x, weight_NX, scales_GN)
 
     for number, layer in enumerate(twin.modules()):
         if isinstance(layer, QuantizedLinear):

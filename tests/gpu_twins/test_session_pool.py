@@ -10,7 +10,7 @@ from minitri import End, GenerationConfig, InputError, SamplingParams, Speculati
 from minitri.caches.prefixes import HeldRow
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.memory import MemoryShape
+from minitri.gpu.placement import MemoryShape
 from minitri.settings import METHODS
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU

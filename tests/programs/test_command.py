@@ -12,8 +12,7 @@ import pytest
 
 import minitri
 from minitri import __main__ as command
-from minitri import generate, plan
-from minitri.bench import __main__ as bench
+from minitri import bench, generate, plan
 from minitri.chat import __main__ as chat
 from minitri.cli import exits, inputs
 from minitri.errors import InputError
@@ -43,6 +42,7 @@ def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
 
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
     assert run("help", model=None) == run("-h", model=None) == (0, command.HELP, "")
+    monkeypatch.setattr(generate, "is_piped", lambda: False)
     for words, model in (((), None), (("-n", "9"), "x")):  # no terminal, no pipe, no text
         done = run(*words, model=model)
         assert (done.code, done.err.count("\n")) == (2, 1)
@@ -50,7 +50,6 @@ def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     assert run(model=None) == (0, command.HELP, "")
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False))
-    monkeypatch.setattr(command, "is_piped", lambda: True)
     monkeypatch.setattr(generate, "main", lambda argv: sys.exit(7))
     assert run(model=None).code == 7
 
@@ -119,6 +118,7 @@ def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, wo
     (tmp_path / "piped").write_text(PROMPT)
     with (tmp_path / "piped").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(generate, "is_piped", lambda: True)
         done = run(*words)
         assert done[:2] == (0, wanted)
         assert ("tokens of standard input; greedy" in done.err) == (not words)

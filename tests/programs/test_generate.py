@@ -225,5 +225,6 @@ def test_ctrl_c_leaves_every_finished_text_written(run_lines, monkeypatch):
         return run
 
     monkeypatch.setattr(Engine, "stream", interrupted)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # the next one would end all tests
     done = run_lines(*[{"prompt": "The sea"}] * 9, flags=("--batch-size", "2"))
     assert (done.code, len(done.lines)) == (130, 3)

@@ -73,6 +73,7 @@ def test_a_list_tells_sizes_states_and_places(cache, call):
         "llama-68m": ("1.0 MB", "ready"),
         "smollm2-135m": ("2.0 MB", "ready"),
         "some/bert": ("0.0 MB", OTHER),
+        "some/broken": ("0.0 MB", OTHER),
         "some/half": ("5.0 MB", OTHER),
         "some/shard": ("0.0 MB", OTHER),
         "some/planned": ("0.0 MB", OTHER),
@@ -80,8 +81,7 @@ def test_a_list_tells_sizes_states_and_places(cache, call):
     done = call(command.main, "list")
     assert str(cache) in done.out.splitlines()[-1]
     assert "HF_HOME" in done.out.splitlines()[-1]
-    assert "not listed" in done.err
-    assert "some--broken" in done.err
+    assert done.err == ""
     for name in ("pull", "list", "remove"):
         help_text = call(command.main, name, "--help").out
         assert f"  minitri {name}" in help_text

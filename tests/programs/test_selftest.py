@@ -11,7 +11,7 @@ from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
 from minitri.selftest import __main__ as selftest
 from minitri.selftest import comparisons
-from minitri.selftest.departures import scores
+from minitri.selftest.comparisons import scores
 from minitri.settings import SamplingParams
 from tests.conftest import write_hf_folder
 
@@ -36,9 +36,8 @@ def check_samples(check, tmp_path):
     other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
-        code, _, report = check(f"--draft {other} --num-samples 2000 {flags}")
-        results = report["comparisons"]
-        return code, {row["method"]: row for row in results if row["mode"] == "sampled"}
+        code, _, found = check(f"--draft {other} --num-samples 2000 {flags}")
+        return code, {it["method"]: it for it in found["comparisons"] if it["mode"] == "sampled"}
 
     return run
 
@@ -52,7 +51,6 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
         for method in ("naive", "retrieval", "triforce")
     ]
     assert lines[6:] == ["", "speculation changes nothing: 6 equal"]
-    assert (report["num_equal"], report["num_tie"], report["num_BUG"]) == (6, 0, 0)
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
 
 
@@ -109,7 +107,7 @@ def swap_top_two(monkeypatch, low: float, high: float):
 def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     check, monkeypatch, gaps, flags, is_bitwise, verdict
 ):
-    monkeypatch.setattr(comparisons.SelfTest, "is_bitwise", is_bitwise)
+    monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: is_bitwise)
     swap_top_two(monkeypatch, *gaps)
     code, _, report = check(f"--method naive {flags}")
     greedy = report["comparisons"][0]
@@ -133,9 +131,9 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
 def test_sound_samples_are_consistent(check_samples, flags):
     code, found = check_samples(flags)
     assert code == 0
+    assert " sampled naive consistent 2048 " in " ".join(selftest.table([found["naive"]]).split())
     assert [*found] == (["naive"] if "naive" in flags else ["naive", "retrieval", "triforce"])
     assert {row["verdict"] for row in found.values()} == {"consistent"}
-    assert all(row["num_tokens"] == 2048 for row in found.values())
     assert min(row["least_p_value"] for row in found.values()) > 1e-3
 
 
@@ -164,7 +162,7 @@ def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, 
 
 
 def test_an_alarm_that_may_be_rounding_is_unclear(check_samples, monkeypatch):
-    monkeypatch.setattr(comparisons.SelfTest, "is_bitwise", False)
+    monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: False)
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     code, found = check_samples("--method naive --dtype bfloat16")
     assert (code, found["naive"]["verdict"]) == (1, "unclear")

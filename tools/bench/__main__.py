@@ -14,8 +14,8 @@ import functools
 import os
 from collections.abc import Callable
 
-from minitri.bench import __main__ as bench
-from minitri.bench.compare import Run
+from minitri import bench
+from minitri.bench import Run
 from minitri.cli import arguments
 from minitri.cli.exits import program
 from minitri.engine import Engine

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from minitri.bench.compare import spread
+from minitri.bench import spread
 from minitri.cli.arguments import taken
 from minitri.cli.boot import load_engine
 from minitri.cli.inputs import read_prompt

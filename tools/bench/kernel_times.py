@@ -24,7 +24,7 @@ from minitri.gpu.graphs import GraphPool
 from minitri.gpu.kernels import problem_with
 from minitri.gpu.streams import clock_of, synchronize
 from minitri.loading.devices import choose_device, retrieval_copy
-from minitri.loading.named_models import shape_of, unknown_model
+from minitri.loading.named_models import MODELS, unknown_model
 from minitri.settings import BACKENDS, GenerationConfig, SpeculationConfig
 from tools.bench.synthetic import Setup, random_model
 
@@ -118,9 +118,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = choose_device(args.device)
-    config = shape_of(args.shape)
-    if config is None:
+    if args.shape not in MODELS:
         raise unknown_model(args.shape)
+    config = MODELS[args.shape].shape
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.inference_mode():
         time_attention(config, args.context, {"device": device, "dtype": dtype})

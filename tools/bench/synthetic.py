@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.bench.compare import spread
+from minitri.bench import spread
 from minitri.caches.full import FullCache
 from minitri.cli.arguments import model_of, positive, speculation_of, taken
 from minitri.cli.report import where
@@ -34,10 +34,10 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
 from minitri.loading.fetch import default_draft
-from minitri.loading.named_models import shape_of, unknown_model
+from minitri.loading.named_models import MODELS, unknown_model
 from minitri.memory import Models
 from minitri.model.llama import Llama
-from minitri.plan import ACCEPTANCE, pass_table, passes
+from minitri.plan import ACCEPTANCE, pass_table
 from minitri.requests import Request
 from minitri.roofline import CARDS, CPU, Workload
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
@@ -65,7 +65,7 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     add("--context", type=positive, action="append", metavar="N", help=text)
     text = "probability that a guess of the drafter and of the retrieval level is accepted"
     kind: dict[str, Any] = {"type": two_rates, "metavar": "DRAFT,RETRIEVAL"}
-    add("--synthetic-acceptance", default=ACCEPTANCE, help=text, **kind)
+    add("--synthetic-acceptance", default=tuple(ACCEPTANCE.values()), help=text, **kind)
 
 
 def two_rates(text: str) -> tuple[float, float]:
@@ -103,9 +103,9 @@ def setup_of(args: argparse.Namespace) -> Setup:
             "--load dummy goes with none of --compare, --peer, --profile and --coupled; leave them "
             "out"
         )
-    target = shape_of(args.shape)
-    if target is None:
+    if args.shape not in MODELS:
         raise unknown_model(args.shape)
+    shapes = {name: row.shape for name, row in MODELS.items()}
     methods = args.methods or ["triforce"]
     if len(methods) > 1 or methods == ["auto"]:
         raise InputError(
@@ -119,8 +119,8 @@ def setup_of(args: argparse.Namespace) -> Setup:
     draft = model_of(args)["draft"]
     device = choose_device(args.device)
     return Setup(
-        target,
-        shape_of(default_draft(args.shape) if draft == "auto" else draft),
+        shapes[args.shape],
+        shapes.get(default_draft(args.shape) if draft == "auto" else draft),
         speculation_of(args),
         taken(GenerationConfig, args),
         args.synthetic_acceptance,
@@ -183,7 +183,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
             itemsize=setup.dtype.itemsize,
             hosted_share=1 - together["on_chip"] / config.num_layers,
         )
-        found = passes(work, plan, setup.generation.prefill_chunk)
+        table = pass_table(work, plan, setup.generation.prefill_chunk, machine)
         measured = {**together["phase_ms"], "autoregressive": alone["phase_ms"]["target"]}
         idle = together["idle_share"]
         print(
@@ -192,7 +192,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
             f"speedup {speedup:.2f}, synthetic"
             + (f"; the GPU is idle for {idle:.0%}" if idle is not None else "")
         )
-        print(f"{pass_table(found, machine)}\nmeasured ms: {measured}", flush=True)
+        print(f"{table}\nmeasured ms: {measured}", flush=True)
     return {**result, "rows": rows}
 
 

@@ -1,13 +1,10 @@
 """Attention of a short block in one pass over K and V: the `triton` backend.
 
-Decoding reads the whole KV cache for a few rows of queries, so every byte should be read once, by
-all multiprocessors (FlashDecoding). The query heads of a KV head and the tokens of the block are
-the rows of one small tile. Prefix and block are cut in pieces, each for a program of its own; a
-second kernel merges their results. Row lengths are read on the device, and pieces are shares of the
-length, not of the capacity.
-
-It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU,
-which is how the tests check it.
+Every byte of the KV cache should be read once, by all multiprocessors (FlashDecoding). The query
+heads of a KV head and the tokens of the block are the rows of one small tile. Prefix and block are
+cut in pieces, shares of the length on the device, each for a program of its own; a second kernel
+merges their results. It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same
+code runs on a CPU, which is how the tests check it.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
 P pieces.

@@ -1,9 +1,8 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A pass of decoding reads every weight for a few rows, so bytes count. A program computes some
-columns of the output. Its warps share their rows of W: each reads another group of every `SHARES`
-and converts it in registers, once. W comes first in every product, as a tensor core takes 16 rows
-of its first factor and 8 columns of its second. Nothing is added across programs.
+A program computes some columns of the output. Its warps share their rows of W: each reads another
+group of every `SHARES` and converts it in registers, once. W comes first in every product, as a
+tensor core takes 16 rows of its first factor and 8 columns of its second.
 
 Legend: M rows, N out_features, E in_features, G groups of E, S shares, R rows, C columns and X
 bytes of a tile.

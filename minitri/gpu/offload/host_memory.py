@@ -50,9 +50,9 @@ class HostMemory:
 
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes of the host; for a GPU page-locked, so that the computation goes on while
-    they are copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers
-    of two. A child process gets none of these pages, which a device could go on with otherwise."""
+    """Uninitialised bytes of the host; for a GPU page-locked, so that it computes while they are
+    copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers of two. A
+    child process gets none of these pages."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

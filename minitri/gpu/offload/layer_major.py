@@ -1,12 +1,9 @@
 """Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
 
-Chunk by chunk, every layer would fetch what earlier chunks have left there, for each chunk again:
-3.8 TB for 122,880 tokens of a 7B model. Here a layer reads all chunks before the next one does. Its
-K and V stay in a staging buffer meanwhile and travel once, to the host. What is kept are hidden
-states of the whole prompt.
-
-K and V are the same bits. Until the last layer is done the row counts as empty, and no other pass
-may come between.
+Chunk by chunk, every layer would fetch what earlier chunks have left, 3.8 TB for 122,880 tokens of
+a 7B model. Here a layer reads all chunks before the next one does: its K and V, the same bits,
+travel once, to the host, and hidden states of the whole prompt wait. Until the last layer is done
+the row counts as empty, and no other pass may come between.
 
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
@@ -48,7 +45,7 @@ def read_by_layers(
     """`runner.prefill` for a cache in host memory.
 
     Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
-    the end, for the last chunks: those whose queries a ring of `max_queries` still holds.
+    the end, for the chunks that hold the last `max_queries` tokens.
     """
     config = model.config
     L = config.num_layers
@@ -57,22 +54,23 @@ def read_by_layers(
     starts = range(before[b], end, chunk)
     if not starts:
         return
-    ends = [min(start + chunk, end) for start in starts]
-    # Two chunks fill a ring of queries as all would, if a whole one fills it.
-    first = max(0, len(ends) - 2) if chunk >= max_queries else 0
-    queries, chunks = list[Tensor | None](), []
-    for number, (start, stop) in enumerate(zip(starts, ends, strict=True)):
-        size = (L, 1, min(max_queries, stop - start), config.num_heads, config.head_dim)
-        queries.append(full.keys.new_empty(size) if watch and number >= first else None)
-        row = HostedRow(full, b, start)
-        chunks.append(layer_by_layer(model, row, prompt[start:stop], queries[-1]))
+    queries = list[Tensor]()
+    chunks = list[Iterator[None]]()
+    for start in starts:
+        piece = prompt[start : min(start + chunk, end)]
+        queries_LBTHD = None
+        if watch is not None and start + chunk > end - max_queries:
+            size = (L, 1, min(max_queries, len(piece)), config.num_heads, config.head_dim)
+            queries_LBTHD = full.keys.new_empty(size)
+            queries.append(queries_LBTHD)
+        chunks.append(layer_by_layer(model, HostedRow(full, b, start), piece, queries_LBTHD))
     for done in range(L * len(chunks)):
         next(chunks[done % len(chunks)])
         if done % L == L - 1 and done // L < len(chunks) - 1:
-            yield ends[done // L]
+            yield starts[done // L + 1]
     counts = [end - n if b == row else 0 for row, n in enumerate(before)]
     FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
-    for queries_LBTHD in queries:
-        if watch is not None and queries_LBTHD is not None:
+    if watch is not None:
+        for queries_LBTHD in queries:
             watch(queries_LBTHD[:, 0])
     yield end

@@ -2,20 +2,18 @@
 5.2).
 
 K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
-host memory, and are copied to one of two staging buffers before they are attended to: while layer l
-computes, layer l + 1 is copied, and once a pass is over, the first two for the next one, while
-others propose. Only valid tokens are copied, and what a pass adds is written back meanwhile. The
-latest block stays on the device, too: the retrieval cache takes its tokens without a wait.
+host memory, and are copied to one of two staging buffers: while layer l computes, layer l + 1 is
+copied, and once a pass is over, the first two for the next one, while others propose. Only valid
+tokens are copied. What a pass adds is written back meanwhile, and stays on the device, too, until
+the next one: the retrieval cache takes it without a wait.
 
 All copies run on one stream, each after what was computed before it was queued. The computation
 waits until a buffer is `ready`: its layer is there, and what was written back before has arrived.
-The cache holds what `FullCache` holds, to the bit.
 
 Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
 import functools
-import weakref
 from collections.abc import Iterator
 
 import torch
@@ -45,7 +43,9 @@ class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
     rebuilding: tuple[RetrievalCache, Tensor] | None = None
-    """See `rebuild_while_staged`."""
+    """A retrieval cache that selects from each layer while that is here, and the queries of the
+    pass under way, as far as it has come. A proxy: the cache holds this one, and a cycle would keep
+    both after the run."""
 
     def __init__(
         self,
@@ -73,12 +73,6 @@ class OffloadedFullCache(FullCache):
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
         self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
 
-    def rebuild_while_staged(self, cache: RetrievalCache, queries_LBTHD: Tensor) -> None:
-        """Has a retrieval cache select from each layer while it is here; the queries are those of
-        the pass under way, as far as it has come."""
-        # The cache holds this one: a cycle would keep both after the run.
-        self.rebuilding = weakref.proxy(cache), queries_LBTHD
-
     @property
     def shape(self) -> tuple[int, ...]:
         _, B, K, S, D = self.keys.shape
@@ -86,7 +80,7 @@ class OffloadedFullCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of keys and values on the device and in host memory, less the staging buffers."""
+        """Those of the staging buffers do not count."""
         return super().num_bytes + self.host_LBSPKD.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -204,9 +198,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """A row of an offloaded cache by itself, as far as some first tokens reach. What is written
-    stays in its layer's buffer, so that a layer may read one block after another, before the next
-    layer does, and nothing travels but what is new."""
+    """A row of an offloaded cache, as far as some first tokens reach. What is written stays in its
+    layer's buffer: a layer may read block after block before the next layer does."""
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])

@@ -45,7 +45,7 @@ class _Reader:
 
     def text(self) -> str:
         begin = self.position + 8
-        self.position = begin + int.from_bytes(self._bytes[begin - 8 : begin], "little")
+        self.position = begin + int.from_bytes(self._bytes[self.position : begin], "little")
         if self.position > len(self._bytes):
             raise ValueError("it ends in the middle of a text")
         return str(self._bytes[begin : self.position], "utf-8")
@@ -85,12 +85,12 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
     for name, shape, number, offset in table:
         kind = gguf.GGMLQuantizationType(number)
         stored = quant_shape_to_byte_shape(shape, kind)
-        reader.position += -reader.position % alignment
         if begin + offset != reader.position:
             raise ValueError(f"{shorten(name, 60)} does not begin where a tensor ends")
         data = reader.numbers("u1", math.prod(stored)).reshape(stored)
         tensors[name] = StoredTensor(kind, shape, data)
-    if reader.position + -reader.position % alignment < len(reader.data):
+        reader.position += -reader.position % alignment
+    if reader.position < len(reader.data):
         raise ValueError("bytes are left after its last tensor")
     if len(metadata) + len(tensors) < num_keys + num_tensors:
         raise ValueError("it has a name twice")

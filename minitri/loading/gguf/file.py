@@ -89,8 +89,7 @@ class GgufFile:
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
 
-    def tokenizer(self) -> tuple[Backend, bool]:
-        """The tokenizer, and whether prompts start with BOS unless the settings say otherwise."""
+    def tokenizer(self) -> Backend:
         return read_vocabulary(self.metadata)
 
     def config(self, name: str) -> ModelConfig:
@@ -153,9 +152,9 @@ class GgufFile:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 if name in packed:
-                    weight = repack(stored.data, stored.type.name, stored.shape[-1])
+                    weight = repack(stored)
                 elif stored.type.name in BITS and len(stored.shape) == 2:
-                    weight = unpack(stored.data, stored.type.name, stored.shape[-1])
+                    weight = unpack(stored)
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view

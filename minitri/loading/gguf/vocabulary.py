@@ -19,13 +19,13 @@ _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
 """How a text is cut into words first, by `tokenizer.ggml.pre`; None: in GPT-2's way."""
 
 
-def read_vocabulary(metadata: Mapping[str, Any]) -> tuple[Backend, bool]:
-    """The tokenizer, and whether prompts start with BOS unless the file says otherwise."""
+def read_vocabulary(metadata: Mapping[str, Any]) -> Backend:
+    """The tokenizer of a file. Raises `ValueError` and others for one that is not known."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
-        return SentencePieceBackend(_sentencepiece_model(metadata)), True
+        return SentencePieceBackend(_sentencepiece_model(metadata))
     if kind == "gpt2":
-        return TokenizersBackend(_byte_level_bpe(metadata)), False
+        return TokenizersBackend(_byte_level_bpe(metadata))
     raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
 
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from minitri.bench.compare import Run
+from minitri.bench import Run
 from minitri.requests import Request
 
 StartPeer = Callable[[list[int], int], Iterator[int]]

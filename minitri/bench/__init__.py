@@ -1,1 +1,0 @@
-"""The benchmark: one method, or several in turns."""
