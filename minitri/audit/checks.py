@@ -9,8 +9,11 @@ from minitri.audit.scores import Departures
 from minitri.log import log
 from minitri.selftest.martingale import Martingale
 
-PROMPTS = ["The old keeper climbed the stairs", "In that spring the two brothers decided to"]
-PROMPTS += ["Most people who visit the mountains", "She opened the letter, because she knew that"]
+PROMPTS = ["The cat sat on the mat. The dog sat on the rug. The cat sat on the"]
+PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
+PROMPTS += ["Monday: rain, wind, sun. Tuesday: wind, rain, rain. Wednesday: rain,"]
+PROMPTS += ["The king asked the queen. The queen asked the cook. The cook asked the king. The"]
+"""Which repeat themselves, so that drafters guess."""
 NUM_NEW = 32
 BURST = 8
 """Equal requests at one time."""
