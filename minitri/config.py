@@ -19,6 +19,7 @@ SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
 class RopeConfig:
     """Rotary position embedding, and how its frequencies are stretched to longer contexts."""
 
+    label = "RoPE "  # of messages
     theta: float = between(10000.0, 1.001, 1e15)
     """Base of the geometric series of wavelengths."""
     kind: str = one_of("default", *ROPE_KINDS)
@@ -42,14 +43,14 @@ class RopeConfig:
     """Divisors of the D/2 frequencies, which a GGUF file may store in place of a formula."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "RoPE ")
+        check_fields(self)
         if self.high_freq_factor < 1.001 * self.low_freq_factor:
             least = f"more than the low one, {self.low_freq_factor}"
-            refuse(self, "high_freq_factor", f"it must be {least}", "RoPE ")
+            refuse(self, "high_freq_factor", f"it must be {least}")
         if self.beta_fast < self.beta_slow:
-            refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}", "RoPE ")
+            refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
         if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
-            refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6", "RoPE ")
+            refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6")
 
     def describe(self) -> str:
         """A few words for the log, such as `yarn x4 (theta 100000)`."""
@@ -61,6 +62,7 @@ class RopeConfig:
 class ModelConfig:
     """Which tensors a Llama or one of its relatives has, and what is computed with them."""
 
+    label = "model config: "
     num_layers: int = between(MISSING, 1, 1000)
     hidden_size: int = between(MISSING, 1)
     intermediate_size: int = between(MISSING, 1)
@@ -90,16 +92,16 @@ class ModelConfig:
     """An RMSNorm of every head of q and k before they are rotated, as in Qwen3."""
 
     def __post_init__(self) -> None:
-        check_fields(self, "model config: ")
+        check_fields(self)
         if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
-            refuse(self, "head_size", f"it must be from 1 to {self.vocab_size}", "model config: ")
+            refuse(self, "head_size", f"it must be from 1 to {self.vocab_size}")
         if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
-            refuse(self, "eos_token_ids", "they must be whole numbers from 0", "model config: ")
+            refuse(self, "eos_token_ids", "they must be whole numbers from 0")
         if self.num_heads % self.num_kv_heads:
             wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
-            refuse(self, "num_heads", wanted, "model config: ")
+            refuse(self, "num_heads", wanted)
         if self.head_dim % 2:
-            refuse(self, "head_dim", "rotary embeddings need an even one", "model config: ")
+            refuse(self, "head_dim", "rotary embeddings need an even one")
 
     @property
     def kv_values_per_token(self) -> int:

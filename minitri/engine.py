@@ -8,38 +8,33 @@
 `generate` returns a `Generation`, which works only while it is asked for the next event.
 """
 
-import contextlib
-import dataclasses
+import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
-from minitri.generation import Generation, filters_of, make_row, running
+from minitri.generation import CLOSED, Generation, check_process, filters_of, make_rows, running
 from minitri.gpu.allocation import allocate_full_cache
 from minitri.gpu.placement import MemoryShape
-from minitri.loading.prompt_ids import Prompt
+from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
-from minitri.requests import ALONE, Completion, Event, Request, requests_of, run_settings
+from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
 from minitri.runner import score
-from minitri.settings import (
-    MAX_ROWS,
-    GenerationConfig,
-    SamplingParams,
-    SpeculationConfig,
-)
+from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
     from minitri.loading.chat_template import Message
     from minitri.worker import Worker
 
 LEAST_ROOM = 4096
-"""Tokens that rows of `agenerate` have room for, if the context has."""
+"""Tokens that rows of open runs have room for by default, if the context has."""
 
 
 class Engine:
@@ -68,8 +63,8 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         """What the model's generation_config.json recommends; nothing here applies it."""
         self.snapshot_note = ""
-        models = Models(model, retrieval_model or model, draft, drafter)
-        self._memory: MemoryPool | None = MemoryPool(models)
+        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter))
+        self._memory: MemoryPool | None = pool
         self._worker: Worker | None = None
 
     def __repr__(self) -> str:
@@ -93,7 +88,7 @@ class Engine:
     @property
     def _pool(self) -> MemoryPool:
         if self._memory is None:
-            raise InputError(f"the engine of {self.config.name} is closed; load it again")
+            raise InputError(CLOSED)
         return self._memory
 
     @property
@@ -125,9 +120,12 @@ class Engine:
         rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
         is empty, too long, or has tokens outside the vocabulary.
         """
-        return self._run(
-            *requests_of(self.tokenizer, prompts, sampling, generation, speculation, seed, **fields)
-        )
+        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
+        texts = split_prompts(prompts)
+        seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
+        pairs = zip(texts, seeds, strict=True)
+        requests = [Request(text, own, sampling, generation) for text, own in pairs]
+        return self._run(requests, generation, config)
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to a conversation, as `generate` does: a list of messages
@@ -143,45 +141,39 @@ class Engine:
         """For asyncio, the events of one prompt: `async for event in engine.agenerate("Once")`;
         `settings` are those of `generate`.
 
-        A thread computes. Those that are asked for at once run next to each other, as rows of one
-        batch by whose numbers events name them; those beyond `MAX_ROWS` wait, as do those that need
-        another run. Leaving the loop, or cancelling the task, ends the text. What is open of the
-        speculation follows the clock, also with a seed, which repeats its text with `coupled=True`.
-        Raises `InputError` at the first event.
+        A thread computes. Those that are asked for at once are rows of one batch, by whose numbers
+        events name them; those beyond `MAX_ROWS`, or that need another run, wait. Leaving the loop,
+        or cancelling the task, ends the text. What is open of the speculation follows the clock,
+        also with a seed, which repeats its text with `coupled=True`. Raises `InputError` at the
+        first event.
         """
-        import asyncio  # takes a while, like the worker
+        from minitri.worker import Job
 
-        from minitri.worker import Job, Worker
-
-        request, settings = await asyncio.to_thread(self._shared, prompt, **settings)
-        if self._worker is None:
-            self._worker = Worker(self._open_for)
-        job = Job(request, settings)
-        self._worker.submit(job)
+        worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
+        job = Job(request, shape)
+        worker.submit(job)
         try:
             async for event in job.events():
                 yield event
         finally:
             job.is_cancelled = True
 
-    async def achat(
+    def achat(
         self, messages: "str | Sequence[Message]", **settings: Any
     ) -> AsyncGenerator[Event, None]:
-        """`chat` for asyncio; see `agenerate`."""
-        prompt = self.tokenizer.encode_chat(messages)
-        async with contextlib.aclosing(self.agenerate(prompt, **settings)) as events:
-            async for event in events:
-                yield event
+        """`chat` for asyncio; see `agenerate`. Raises `InputError` at once for wrong messages."""
+        return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
         """How likely the model finds a text, read once: the natural logarithms of the probabilities
         of its tokens but for the first, (N - 1,) float32 on the CPU, before temperature and filters
         (`tokenizer.encode` tells the N tokens). Raises `InputError`."""
-        ids = make_row(0, Request(text, 0, max_new_tokens=1), self.model, self.tokenizer).prompt
-        if len(ids) < 2:
-            raise InputError("the text is one token, after which nothing is scored; give more")
-        run = GenerationConfig(1)
         with running(self.models):
+            ids = encode_prompt(text, self.tokenizer)
+            check_prompt(ids, self.config, 0)
+            if len(ids) < 2:
+                raise InputError("the text is one token, after which nothing is scored; give more")
+            run = GenerationConfig(1)
             # No guesses follow, and nothing after the last token.
             shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
             full = allocate_full_cache(self.model, None, shape)
@@ -202,7 +194,8 @@ class Engine:
         Events name requests by their numbers, from 0 on. Of `generation` and `fields` counts what
         is of a run, such as `method`. Raises `InputError` before any work, naming the request.
         """
-        generation, config = run_settings(batch_size, generation, speculation, fields)
+        check_run(batch_size, fields)
+        _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
         listed = list(requests)
         if not listed:
             raise InputError("there are no requests; give at least one")
@@ -213,7 +206,7 @@ class Engine:
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-        generation: GenerationConfig = GenerationConfig(reserve=4096),  # noqa: B008 (frozen)
+        generation: GenerationConfig = GenerationConfig(reserve=LEAST_ROOM),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
@@ -224,15 +217,15 @@ class Engine:
         numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
         there is no room.
         """
-        generation, config = run_settings(batch_size, generation, speculation, fields)
+        pool = self._pool
+        check_run(batch_size, fields)
+        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         room = generation.reserve
-        if not 1 < room <= self.config.context_length:
-            raise InputError(
-                f"reserve is {room} tokens; give from 2 to {self.config.context_length}, the "
-                f"context of {self.config.name}"
-            )
+        most = self.config.context_length
+        if not 1 < room <= most:
+            raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, self._pool, self.tokenizer)
+        return Generation([], shape, pool, self.tokenizer)
 
     def _run(
         self,
@@ -242,17 +235,10 @@ class Engine:
         batch_size: int | None = None,
     ) -> Generation:
         """At most `batch_size` at a time, as far as memory allows; None: all at once."""
-        if all(isinstance(it, Request) and it.seed is None for it in requests):
-            speculation = dataclasses.replace(speculation, timed=True)
-        rows = []
-        for number, request in enumerate(requests):
-            try:
-                rows.append(make_row(number, request, self.model, self.tokenizer))
-            except InputError as error:
-                where = f"request {number}: " if len(requests) > 1 else ""
-                raise InputError(f"{where}{error}") from None
-        num_new = max(request.generation.max_new_tokens for request in requests)
-        run = dataclasses.replace(run, max_new_tokens=num_new)
+        rows = make_rows(requests, self.model, self.tokenizer)
+        if all(request.seed is None for request in requests):
+            speculation = replace(speculation, timed=True)
+        run = replace(run, max_new_tokens=max(it.generation.max_new_tokens for it in requests))
         lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
@@ -260,36 +246,43 @@ class Engine:
             shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
 
-    def _shared(self, prompt: Prompt, **settings: Any) -> tuple[Request, dict[str, Any]]:
-        """A request of `agenerate`, and the settings of a run that it shares with its equals."""
+    def _shared(
+        self, prompt: Prompt, seed: int | None = None, **settings: Any
+    ) -> "tuple[Worker, Request, MemoryShape]":
+        """For a text of `agenerate`: who runs it, its request, and the run that it shares."""
+        from minitri.worker import Worker
+
+        check_process(self.models)
+        if self._worker is None:
+            with self.models.lock:
+                self._worker = self._worker or Worker(self._open_shared)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
-        [request], generation, speculation = requests_of(self.tokenizer, [prompt], **settings)
-        row = make_row(0, request, self.model, self.tokenizer)
+        sampling, generation, speculation = settings_of(**settings)
+        request = Request(prompt, seed, sampling, generation)
+        [row] = make_rows([request], self.model, self.tokenizer)
         num_tokens = len(row.prompt) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
-        speculation = dataclasses.replace(speculation, timed=not speculation.coupled)
-        shared: dict[str, Any] = {"generation": run, "speculation": speculation}
-        if self.model.device.type == "cuda":  # where graphs have filters
-            shared["sampling"] = request.sampling
-        return row.request, shared
+        speculation = replace(speculation, timed=not speculation.coupled)
+        if self.model.device.type != "cuda":  # no graphs that have filters
+            sampling = SamplingParams()
+        shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
+        return self._worker, row.request, shape
 
-    def _open_for(self, shared: dict[str, Any]) -> Generation:
-        """A run for requests of `agenerate`."""
-        run = shared["generation"]
-        lengths = (run.reserve,) * MAX_ROWS
-        shape = MemoryShape(lengths, SamplingParams(), run, shared["speculation"])
-        return self.open(batch_size=self._pool.fitting(shape).num_rows, **shared)
+    def _open_shared(self, shape: MemoryShape) -> Generation:
+        pool = self._pool
+        return Generation([], pool.fitting(shape), pool, self.tokenizer)
 
     @property
     def held_tokens(self) -> list[int]:
         """The longest text whose K and V are kept from the last run, or come from a snapshot."""
-        return list(held.tokens) if (held := self._pool.held) is not None else []
+        held = self._pool.held
+        return list(held.tokens) if held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file, for `load_kv`, which appears when it is
-        complete; returns how many tokens. Raises `InputError`."""
+        """Writes K and V of `held_tokens` to a file for `load_kv`, which appears when it is whole;
+        returns how many tokens. Raises `InputError`."""
         with running(self.models):
             return self._pool.save(os.fsdecode(path), note)
 
@@ -306,8 +299,9 @@ class Engine:
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, also those of asyncio, and frees caches, graphs and weights. Whatever is
-        asked for then raises `InputError`."""
+        """Ends all runs, also those of asyncio, and frees caches, graphs and weights; may block the
+        calling thread, an event loop too, for the time of a step. Whatever is asked for then
+        raises `InputError`."""
         if self._memory is not None:
             if self._worker is not None:
                 self._worker.close()

@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 from minitri.errors import MAX_COUNT, InputError, shorten
 
 T = TypeVar("T")
-KINDS: dict[Any, str] = {bool: "true or false", bool | None: "true or false"}
-KINDS |= {str: "a text", str | None: "a text"}
+KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
+KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
-def one_of(default: Any, *choices: Any) -> Any:
-    """A field that has one of these values."""
+def one_of(default: str | None, *choices: str) -> Any:
+    """A field that is one of these words."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
@@ -29,14 +29,11 @@ def changed(settings: T, values: Mapping[str, Any]) -> T:
     return dataclasses.replace(settings, **own)  # type: ignore[type-var]
 
 
-def with_fields(values: Mapping[str, Any], given: Mapping[type, Any]) -> list[Any]:
-    """Settings of these kinds, with the values in the places of their fields. Raises `InputError`
-    for settings of another kind, and for a name that none of them has."""
-    for kind, settings in given.items():
-        expect(settings, kind)
-    known = [name for settings in given.values() for name in vars(settings)]
-    check_names(values, known)
-    return [changed(settings, values) for settings in given.values()]
+def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
+    """Copies of settings with the values in the places of their fields. Raises `InputError` for a
+    name that none of them has."""
+    check_names(values, [name for it in settings for name in vars(it)])
+    return [changed(it, values) for it in settings]
 
 
 def check_names(names: Iterable[str], known: Collection[str]) -> None:
@@ -69,31 +66,31 @@ def brief(settings: Any) -> str:
     return f"{type(settings).__name__}({', '.join(shown)})"
 
 
-def check_fields(settings: Any, label: str = "") -> None:
-    """Raises `InputError` unless fields are as `one_of` and `between` say, and texts, or true or
-    false, where their types are; `label` goes first."""
+def check_fields(settings: Any) -> None:
+    """Raises `InputError` unless each field is what `one_of`, `between` or its type says."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         rule = field.metadata
         kind: Any = field.type
         if choices := rule.get("choices"):
-            wanted = f"one of {', '.join(map(str, choices))}"
-            is_fine = any(type(value) is type(choice) and value == choice for choice in choices)
+            wanted = f"one of {', '.join(choices)}"
+            is_fine = isinstance(value, str) and value in choices
         elif "range" in rule and (value is not None or field.default is not None):
             least, most = rule["range"]
             number = int if isinstance(least, int) else int | float
             wanted = f"a{' whole' * (number is int)} number from {least:.6g} to {most:.15g}"
-            is_fine = isinstance(value, number) and not isinstance(value, bool)
-            is_fine = is_fine and least <= value <= most
+            is_number = isinstance(value, number) and not isinstance(value, bool)
+            is_fine = is_number and least <= value <= most
         elif kind in KINDS:
             wanted = KINDS[kind]
             is_fine = isinstance(value, kind)
         else:
             continue
         if not is_fine:
-            refuse(settings, field.name, f"it must be {wanted}", label)
+            refuse(settings, field.name, f"it must be {wanted}")
 
 
-def refuse(settings: Any, name: str, advice: str, label: str = "") -> NoReturn:
-    """Raises `InputError` about a field."""
-    raise InputError(f"{label}{name} is {shorten(repr(getattr(settings, name)), 60)}; {advice}")
+def refuse(settings: Any, name: str, advice: str) -> NoReturn:
+    """Raises `InputError` about a field, which begins with the `label` of its class, if any."""
+    got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
+    raise InputError(f"{got}; {advice}")

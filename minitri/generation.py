@@ -22,25 +22,32 @@ from minitri.errors import InputError, shorten
 from minitri.fields import expect
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
-from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompts
+from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, Models
 from minitri.model.llama import Llama
-from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row, Token
+from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
+
+CLOSED = "the engine is closed; load it again"
+
+
+def check_process(models: Models) -> None:
+    """Raises `InputError` in a process that was forked from the models' own."""
+    if os.getpid() != models.process:
+        raise InputError(
+            f"the engine was loaded by process {models.process}, from which this one was forked, "
+            "without its threads; load it here, or start processes by spawn"
+        )
 
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
     """Makes the models' device the current one, for one thread at a time; what may fail there is an
     `InputError`."""
+    check_process(models)
     model = models.target
-    if os.getpid() != models.process:
-        raise InputError(
-            f"the engine was loaded by process {models.process}, from which this one was forked, "
-            "without its threads; load it here, or start processes by spawn"
-        )
     try:
         with models.lock, torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
             yield
@@ -79,10 +86,11 @@ class Generation(Iterator[Event]):
         self._num_requests = len(rows)
         self._running: dict[int, Row] = {}  # by their places in the batch
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
-        asked = [(row.prompt, row.request) for row in rows]
-        self._model.execution.ranks.check_same("prompts, seeds or settings", (shape, asked))
+        prompts = [row.prompt for row in rows]
+        asked = (shape, prompts, [row.request for row in rows])
+        self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
         with running(pool.models):
-            stack = Stack(pool.open(shape, [row.prompt for row in rows]), shape)
+            stack = Stack(pool.open(shape, prompts), shape)
         self.stats = stack.stats
         self._events = self._run(stack)  # this alone holds the memory
         next(self._events)
@@ -231,35 +239,42 @@ class Generation(Iterator[Event]):
         """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
-            tokens = emitted[b].tokens
-            logits_NV = emitted[b].logits_NV
+            new = emitted[b]
             num_top = row.request.generation.logprobs
-            scores: list[Any] = [(None, ())] * len(tokens)
-            if num_top is not None and logits_NV is not None:
-                scores = log_probs(logits_NV, tokens, num_top)
-            for token, origin, score in zip(tokens, emitted[b].origins, scores, strict=True):
+            scores: list[Any] = [()] * len(new.tokens)
+            if num_top is not None:
+                scores = log_probs(new.logits_NV, new.tokens, num_top)
+            for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break
-                self.stats.num_decoded_tokens += bool(row.token_ids)
+                self.stats.num_decoded_tokens += bool(row.tokens)
                 self.stats.num_generated_tokens += 1
-                text = row.push(token, origin, eos)
-                row.tokens.append(Token(row.number, token, text, origin, *score))
-                yield row.tokens[-1]
+                yield row.push(token, origin, eos, *score)
             if row.finish_reason not in (None, CANCELLED):
                 self._leave(stack, b)
                 yield row.end(self.stats)
+
+
+def make_rows(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
+    """Those of a run. Raises `InputError`, which names the request if there are several."""
+    rows = []
+    for number, request in enumerate(requests):
+        try:
+            rows.append(make_row(number, request, model, tokenizer))
+        except InputError as error:
+            where = f"request {number}: " if len(requests) > 1 else ""
+            raise InputError(f"{where}{error}") from None
+    return rows
 
 
 def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> Row:
     """The row of a request, which is checked. Raises `InputError`."""
     expect(request, Request)
     expect(request.speculation, bool)
-    [ids] = encode_prompts([request.prompt], tokenizer)
+    ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
-    seed = request.seed
-    if seed is None:
-        seed = model.execution.ranks.ask_first(draw_seed)
-    [seed] = as_seeds([seed], 1)
+    draw = model.execution.ranks.ask_first
+    [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
     return Row(number, replace(request, seed=seed), ids, tokenizer)
 
 

@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import make_policy
 from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -124,12 +123,11 @@ def allocate(
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
             # Of chains whole rounds are captured.
-            options["block_sizes"] = {window.max_block} if speculation.tree else ()
+            options["block_sizes"] = {speculation.max_block} if speculation.tree else ()
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
-            policy = make_policy(speculation.policy, full, speculation.chunk_size)
-            sizes: dict[str, Any] = {"num_heads": queries_LBTHD.shape[3], "budgets": shape.budgets}
-            cache = RetrievalCache(full, policy, speculation, **sizes)
+            num_heads = queries_LBTHD.shape[3]
+            cache = RetrievalCache(full, speculation, num_heads=num_heads, budgets=shape.budgets)
             longest = 1 + max(plan.gamma1 for plan in plans)
             options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)

@@ -2,13 +2,13 @@
 typed events in the order in which they happen."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from minitri.errors import InputError, shorten
-from minitri.fields import brief, with_fields
-from minitri.loading.prompt_ids import Prompt, as_seeds, encode_prompts
+from minitri.fields import brief, expect, with_fields
+from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
@@ -114,11 +114,12 @@ class Request:
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
+        expect(sampling, SamplingParams)
+        expect(generation, GenerationConfig)
         self.prompt = prompt
         self.seed = seed
         self.speculation = speculation
-        given = {SamplingParams: sampling, GenerationConfig: generation}
-        self.sampling, self.generation = with_fields(fields, given)
+        self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 
 ALONE = SpeculationConfig("autoregressive")
@@ -132,36 +133,41 @@ class Row:
         self.number = number
         self.request = request
         self.prompt = ids
-        self.token_ids: list[int] = []
         self.tokens: list[Token] = []
-        self.text = ""
         self.finish_reason: str | None = None
         self.stats = RowStats(len(ids))
         self._decoder = IncrementalDecoder(tokenizer, ids)
         self._scanner = StopScanner(request.generation.stop)
 
-    def push(self, token: int, origin: str, eos: tuple[int, ...]) -> str:
-        """Takes in a token; returns the text that may be shown now. May set `finish_reason`."""
+    @property
+    def token_ids(self) -> list[int]:
+        return [token.token_id for token in self.tokens]
+
+    @property
+    def text(self) -> str:
+        return "".join(token.text for token in self.tokens)
+
+    def push(self, token_id: int, origin: str, eos: tuple[int, ...], *logprobs: Any) -> Token:
+        """Takes in a token, with the text that may be shown now. May set `finish_reason`."""
         generation = self.request.generation
-        self.token_ids.append(token)
         self.stats.num_generated_tokens += 1
         self.stats.by_origin[origin] += 1
         text = ""
-        if token in eos and not generation.ignore_eos:
+        if token_id in eos and not generation.ignore_eos:
             self.finish_reason = "eos"
         else:
-            text = self._decoder.push(token)
-            if len(self.token_ids) == generation.max_new_tokens:
+            text = self._decoder.push(token_id)
+            if self.stats.num_generated_tokens == generation.max_new_tokens:
                 self.finish_reason = "length"
         if self.finish_reason:
             text += self._decoder.flush()
-        fresh = self._scanner.push(text)
+        text = self._scanner.push(text)
         if self._scanner.found:
             self.finish_reason = "stop"
         elif self.finish_reason:
-            fresh += self._scanner.flush()
-        self.text += fresh
-        return fresh
+            text += self._scanner.flush()
+        self.tokens.append(Token(self.number, token_id, text, origin, *logprobs))
+        return self.tokens[-1]
 
     def end(self, stats: Stats) -> End:
         """Of a row that is finished, in a run with these statistics."""
@@ -170,44 +176,27 @@ class Row:
         return End(self.number, *output, tuple(self.tokens), stats, self.stats)
 
 
-def requests_of(
-    tokenizer: Tokenizer,
-    prompts: Prompt | Sequence[Prompt],
+def settings_of(
     sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
     speculation: SpeculationConfig | bool = True,
-    seed: int | Sequence[int] | None = None,
     **fields: Any,
-) -> tuple[list[Request], GenerationConfig, SpeculationConfig]:
-    """A request for each prompt of `generate`, and settings of their run."""
-    given = {SamplingParams: sampling, GenerationConfig: generation}
-    config = _as_config(speculation)
-    sampling, generation, config = with_fields(fields, {**given, SpeculationConfig: config})
-    ids = encode_prompts(prompts, tokenizer)
-    seeds = [None] * len(ids) if seed is None else as_seeds(seed, len(ids))
-    pairs = zip(ids, seeds, strict=True)
-    requests = [Request(tokens, own, sampling, generation) for tokens, own in pairs]
-    return requests, generation, config
-
-
-def _as_config(speculation: SpeculationConfig | bool) -> SpeculationConfig:
-    """What to speculate: settings, the default ones, or nothing."""
-    if isinstance(speculation, bool):
-        return SpeculationConfig("auto") if speculation else ALONE
-    return speculation
-
-
-def run_settings(
-    batch_size: int,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig | bool,
-    fields: Mapping[str, Any],
 ) -> list[Any]:
-    """The settings of a run over requests which have their own."""
-    if not isinstance(batch_size, int) or batch_size < 1:
+    """The three, with `fields` in the places of theirs. Raises `InputError`."""
+    if speculation is False and (names := fields.keys() & vars(ALONE).keys() - {"coupled"}):
+        raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
+    if isinstance(speculation, bool):
+        speculation = SpeculationConfig() if speculation else ALONE
+    expect(sampling, SamplingParams)
+    expect(generation, GenerationConfig)
+    expect(speculation, SpeculationConfig)
+    return with_fields(fields, sampling, generation, speculation)
+
+
+def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
+    """Raises `InputError` for what is no setting of a run over requests."""
+    if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
     for name in fields:
         if name in TEXT_FIELDS:
             raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
-    given = {GenerationConfig: generation, SpeculationConfig: _as_config(speculation)}
-    return with_fields(fields, given)

@@ -146,7 +146,10 @@ class DraftRunner(ModelRunner):
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """A row that lacks more than a block, as after a prompt, reads its window by itself."""
         for b, sequence in enumerate(sequences):
-            if active[b] and len(sequence) - self.cache.num_tokens[b] > self.cache.max_block:
+            if (
+                active[b]
+                and len(sequence) - self.cache.num_tokens[b] > self.cache.settings.max_block
+            ):
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
@@ -156,7 +159,7 @@ class DraftRunner(ModelRunner):
         """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
         assert self.graphs is not None
         fresh = self.unread(sequences, active)
-        size = self.cache.max_block  # always, so that graphs are few
+        size = self.cache.settings.max_block  # always, so that graphs are few
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
         tokens_BN, probs_BNV = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
         N = numbers_BN.shape[1]
@@ -166,8 +169,9 @@ class DraftRunner(ModelRunner):
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
-        num_sinks = self.cache.num_sink_tokens
-        window = tokens[:num_sinks] + tokens[num_sinks:][-self.cache.num_recent_tokens :]
+        settings = self.cache.settings
+        sinks = settings.num_sink_tokens
+        window = tokens[:sinks] + tokens[sinks:][-settings.num_recent_tokens :]
         self.cache.reset(b)
         read_block(self.model, [window], self.cache.row(b))
         self.cache.hold(b, len(window), len(tokens))

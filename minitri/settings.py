@@ -140,7 +140,7 @@ class StepPlan:
     """Shape of what the lowest stage guesses, as in `SpeculationConfig`; a chain if empty."""
 
     def __str__(self) -> str:
-        gammas = (("gamma1", self.gamma1), ("gamma2", self.gamma2), ("tree", self.tree))
+        _, *gammas = vars(self).items()
         return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
 
     @property
@@ -150,11 +150,6 @@ class StepPlan:
     @property
     def uses_retrieval(self) -> bool:
         return self.gamma2 > 0
-
-    @property
-    def max_guesses(self) -> int:
-        """Most guesses that a level reads at once: gamma2 - 1 tokens and a whole inner round."""
-        return max(self.gamma1, num_nodes(self.tree)) + self.gamma2
 
 
 @dataclass(frozen=True)
@@ -204,8 +199,8 @@ class SpeculationConfig:
             refuse(self, "policy", "it must be retrieval, or a minitri.Policy")
         if self.budget is not None and self.budget % self.chunk_size:
             refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
-        is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", str(self.tree))
-        if not (isinstance(self.tree, str) and is_tree and num_nodes(self.tree) <= MAX_GAMMA):
+        is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", self.tree)
+        if not is_tree or num_nodes(self.tree) > MAX_GAMMA:
             wanted = "it must be tokens, as in 16, or sequences x tokens, as in 4x3"
             refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
         depth = parse_tree(self.tree)[1]
@@ -225,23 +220,22 @@ class SpeculationConfig:
         depth = parse_tree(self.tree)[1] or None
         gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
-        retrieval = [StepPlan("retrieval", 0, gamma2) for gamma2 in gammas2]
-        if self.tree and self.method == "retrieval":  # it grows the trees, as no drafter guesses
-            depths = _choices(depth or self.gamma2, OPEN_DEPTHS)
-            retrieval = [StepPlan("retrieval", 0, gamma2, self.tree) for gamma2 in depths]
+        tree = self.tree * (self.method == "retrieval")  # which grows it, as no drafter guesses
+        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if tree else gammas2
         pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
             "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
-            "retrieval": retrieval,
+            "retrieval": [StepPlan("retrieval", 0, gamma2, tree) for gamma2 in depths],
             "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
         }
         return plans.get(self.method) or [*itertools.chain(*plans.values())]
 
     @property
     def max_block(self) -> int:
-        """Most tokens the target reads at once in a step: the last certain one and all guesses."""
-        return 1 + max(plan.max_guesses for plan in self.plans)
+        """Most tokens the target reads at once in a step: the last certain one, and the guesses,
+        gamma2 - 1 and a whole inner round."""
+        return 1 + max(max(it.gamma1, num_nodes(it.tree)) + it.gamma2 for it in self.plans)
 
     @property
     def room(self) -> int:

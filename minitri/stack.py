@@ -44,8 +44,6 @@ class Stack:
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         if memory.graphs is not None:
             self._capture(memory.graphs)
-        if memory.retrieval_cache is not None:
-            memory.retrieval_cache.num_rebuilds = 0
         plans = shape.speculation.plans
         use_clock = may_use_clock(memory.models, shape)
         self.tuner = Autotuner(plans, prior_seconds(memory, shape), use_clock=use_clock)
@@ -168,8 +166,8 @@ class Stack:
         for b, row in enumerate(emitted):
             if row.tokens:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
-                cache.commit(b, self.memory.queries_LBTHD[:, b, : len(row.tokens)])
-        self.stats.num_rebuilds = cache.num_rebuilds
+                queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
+                self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
 
     def retire(self, b: int) -> None:
         """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""

@@ -59,9 +59,10 @@ class LevelStats:
         return 1 + self.num_accepted_tokens / self.num_rounds if self.num_rounds else None
 
     def as_dict(self) -> dict[str, Any]:
-        rates = ("acceptance_rate", "mean_acceptance_length")
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
-        return counts | {name: getattr(self, name) for name in rates}
+        counts["acceptance_rate"] = self.acceptance_rate
+        counts["mean_acceptance_length"] = self.mean_acceptance_length
+        return counts
 
 
 @dataclass

@@ -5,13 +5,13 @@ others have ended. When a run fails, its requests get the error, and the next on
 """
 
 import asyncio
-import queue
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from minitri.errors import InputError
-from minitri.generation import Generation
+from minitri.generation import CLOSED, Generation
 from minitri.log import log
 from minitri.requests import End, Event, Idle, Request
 
@@ -50,87 +50,82 @@ class Worker:
     def __init__(
         self, open_run: Callable[[Any], Generation], run: Generation | None = None
     ) -> None:
-        """`open_run` opens a run for jobs of a kind. With a `run`, for jobs of the kind None, the
-        one at hand stays open without jobs, too; else it ends."""
+        """`open_run` opens a run for jobs of a kind, which ends with them; that of the kind None,
+        which may be open already, stays open."""
         self._open = open_run
-        self._stays_open = run is not None
         self._run = run
-        self._inbox: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._next: Job | None = None
-        self._jobs: dict[int, Job] = {}  # by their numbers in the run
         self._kind: Any = None
+        self._waiting: deque[Job] = deque()
+        self._jobs: dict[int, Job] = {}  # by their numbers in the run
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
         """Its events are told until it is cancelled. Raises `InputError`."""
-        if self._is_closed:
-            raise InputError("the engine is closed; load it again")
-        self._inbox.put(job)
-        self._thread.submit(self._work)
+        self._waiting.append(job)
+        try:
+            self._thread.submit(self._work)
+        except RuntimeError as error:  # no thread takes it any more
+            raise InputError(CLOSED) from error
 
     def close(self) -> None:
         """Ends the run; whoever waits gets an error."""
         self._is_closed = True
         self._thread.shutdown()
+        tell_of(InputError(CLOSED), *self._jobs.values(), *self._waiting)
         self._end_run()
 
     def _work(self) -> None:
         """Goes on until no job is left."""
-        while self._next is not None or self._jobs or not self._inbox.empty():
-            try:
-                self._advance()
-            except Exception as error:
-                if not isinstance(error, InputError):
-                    log.exception("the run failed: %s", error)
-                self._fail(error)
-        if not self._stays_open:
+        while (self._waiting or self._jobs) and not self._is_closed:
+            job = self._waiting[0] if self._waiting else None
+            if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
+                self._start(self._waiting.popleft())
+            else:
+                self._step()
+        if self._kind is not None:
             self._end_run()
 
-    def _advance(self) -> None:
-        """Takes a job, or makes a step of those that run."""
-        if self._next is None and not self._inbox.empty():
-            self._next = self._inbox.get()
-        if self._is_closed:
-            raise InputError("the engine was closed meanwhile; load it again")
-        job = self._next
-        if job is not None and not self._jobs and (self._run is None or job.kind != self._kind):
-            self._end_run()
-            self._run = self._open(job.kind)
-            self._kind = job.kind
-        if job is None or job.kind != self._kind:
-            self._step()
+    def _start(self, job: Job) -> None:
+        """Adds a job to the run, or to a new one if that is of another kind."""
+        if job.is_cancelled:
             return
-        self._next = None
-        if self._run is not None and not job.is_cancelled:
-            try:
-                self._jobs[self._run.submit(job.request)] = job
-            except InputError as error:
-                job.tell(error)
+        try:
+            if self._run is None or job.kind != self._kind:
+                self._end_run()
+                self._run = self._open(job.kind)
+                self._kind = job.kind
+            self._jobs[self._run.submit(job.request)] = job
+        except Exception as error:
+            tell_of(error, job)
 
     def _step(self) -> None:
+        """Takes the next event of the run; if that fails, so do its jobs."""
         assert self._run is not None
-        for number in [number for number, job in self._jobs.items() if job.is_cancelled]:
-            self._run.cancel(number)
-            del self._jobs[number]
-        event = next(self._run)
-        if not isinstance(event, Idle) and (job := self._jobs.get(event.row)):
-            if isinstance(event, End):
-                del self._jobs[event.row]
-            job.tell(event)
-
-    def _fail(self, error: Exception) -> None:
-        """Tells the jobs of the run, or the one for which there is none."""
-        failed = [*self._jobs.values()]
-        if not failed and self._next is not None:
-            failed = [self._next]
-            self._next = None
-        for job in failed:
-            job.tell(error)
-        self._jobs.clear()
-        self._end_run()
+        try:
+            for number, job in [*self._jobs.items()]:
+                if job.is_cancelled:
+                    self._run.cancel(number)
+                    del self._jobs[number]
+            event = next(self._run)
+            if not isinstance(event, Idle) and event.row in self._jobs:
+                self._jobs[event.row].tell(event)
+                if isinstance(event, End):
+                    del self._jobs[event.row]
+        except Exception as error:
+            tell_of(error, *self._jobs.values())
+            self._jobs.clear()
+            self._end_run()
 
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.close()
         self._run = None
+
+
+def tell_of(error: Exception, *jobs: Job) -> None:
+    """Tells jobs what went wrong, and if it is a bug the log."""
+    if not isinstance(error, InputError):
+        log.exception("the run failed: %s", error)
+    for job in jobs:
+        job.tell(error)

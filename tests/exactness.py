@@ -70,7 +70,7 @@ class TableRunner:
                 for i in range(len(tokens[b]) + 1):
                     context = tuple(memory[: len(memory) - len(tokens[b]) + i])
                     probs_BNV[b, i] = self.table.row(context)
-        return Output(probs_BNV)
+        return Output(probs_BNV, probs_BNV.log())
 
     def next_probs_after(self, tokens_B, active):
         pairs = zip(self.memory, tokens_B.tolist(), strict=True)
@@ -86,7 +86,7 @@ class TableRunner:
                 seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
                 context = (*self.memory[b], *(block[j] for j in seen))
                 probs_BTV[b, i] = self.table.row(context)
-        return Output(probs_BTV)
+        return Output(probs_BTV, probs_BTV.log())
 
     def keep_paths(self, paths, active):
         for b, path in enumerate(paths):

@@ -40,10 +40,11 @@ decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
     => torch.rand(count, dtype=torch.float32, generator=self._generators[b]).double()
 decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
   24-bit Gumbel noise
-    hashed_uniforms: (_shift_right(x, 12).double() + 0.5) * 2.0 ** (-52)
-    => (_shift_right(x, 40).double() + 0.5) * 2.0 ** (-24)
+    hashed_uniforms: (_shift_right(splitmix(keys + numbers * _STEP), 12).double() + 0.5)
+        * 2.0 ** (-52)
+    => (_shift_right(splitmix(keys + numbers * _STEP), 40).double() + 0.5) * 2.0 ** (-24)
 decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_another_position
-  noise key of hash(seed + position) | noise_key: _splitmix(seed) => seed
+  noise key of hash(seed + position) | noise_keys: splitmix(torch.tensor(seed)) => seed
 decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_every_position
   noise of the wrong sign
     gumbel: -(-hashed_uniforms(keys, numbers).log()).log()
@@ -62,8 +63,8 @@ caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_import
 test_properties.py
 ::test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused[1]
   EOS as bonus token ignored
-    Generation._emit: row.push(token, origin, eos)
-    => row.push(token, origin, () if origin == 'bonus' else eos)
+    Generation._emit: row.push(token, origin, eos, *score)
+    => row.push(token, origin, () if origin == 'bonus' else eos, *score)
 test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
@@ -100,8 +101,9 @@ decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbo
   a short row's last number put after its guesses
     IndependentSource.numbers: [*range(n), -1] => [*range(n), n]
 test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-in_a_batch]
-  coupled: one noise for a whole block | CoupledSource.numbers: start + i => start
-  coupled: noise by the place in the block | CoupledSource.numbers: start + i => i
+  coupled: one noise for a whole block
+    CoupledSource.numbers: start + places_N => start + 0 * places_N
+  coupled: noise by the place in the block | CoupledSource.numbers: start + places_N => places_N
 decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   top-p drops the token that reaches the mass
@@ -195,7 +197,8 @@ trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its
     IndependentSource.uniforms: self._generators[b] => torch.Generator().manual_seed(b)
 test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
-    CoupledTrees.walk: start + depth => start + depth + len(proposal.shape)
+    CoupledTrees.walk: start + torch.tensor(proposal.shape.depths)
+    => start + torch.tensor(proposal.shape.depths) + len(proposal.shape)
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
@@ -256,7 +259,8 @@ cpu/test_pass.py
 ::test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size[True]
   few rows are multiplied in another way than many | product_tile: None if is_same else TILE => None
 reuse/test_prefixes.py::test_idle_rows_are_restored[for another]
-  a copy of a row takes what idle rows wrote | HeldRow.layers: self.first_LPKTD is not None => False
+  a copy of a row takes what idle rows wrote
+    HeldRow.layers: enumerate(self.first_LPKTD) => ()
 reuse/test_prefixes.py::test_nothing_of_other_texts_is_read
   one token too many counts as common
     num_common: len(os.path.commonprefix((tokens, prompt)))
@@ -294,6 +298,15 @@ gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
     Stack.start: self._commit(emitted) => with self.meter.commit(): self._commit(emitted)
+gpu_twins/test_graphs.py
+::test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing
+  a shape that was not captured is captured between steps
+    GraphPool.run: self.is_open and key not in self._captured => key not in self._captured
+test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[submit]
+  a request that cannot be taken waits for ever | Worker._start: tell_of(error, job) => pass
+test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[__next__]
+  requests of a run that failed wait for ever
+    Worker._step: tell_of(error, *self._jobs.values()) => pass
 reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)

@@ -54,7 +54,7 @@ def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
     for (tokens, shown), (last, reason) in itertools.product(texts, ends):
         generation = GenerationConfig(len(tokens + last), stop=("END",))
         row = Row(0, Request([5], generation=generation), [5], engine.tokenizer)
-        text = "".join(row.push(token, "bonus", (2,)) for token in tokens + last)
+        text = "".join(row.push(token, "bonus", (2,)).text for token in tokens + last)
         assert (text, row.text, row.finish_reason) == (shown, shown, reason)
 
 
@@ -71,7 +71,18 @@ def test_prompts_may_be_tensors_and_arrays(engine, prompts):
 
 
 NO_PROMPTS = [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x"), b"She had", [None]]
-BAD_PROMPTS = [["a", 3], [1.5], "a\udcff", "", [], [[]], ["fine", ""], [3, 320], [[3], [-1]]]
+BAD_PROMPTS = [
+    ["a", 3],
+    [1.5],
+    [True, 5],
+    "a\udcff",
+    "",
+    [],
+    [[]],
+    ["fine", ""],
+    [3, 320],
+    [[3], [-1]],
+]
 
 
 @pytest.mark.parametrize("prompts", [*NO_PROMPTS, *BAD_PROMPTS, [7] * 501])
@@ -83,7 +94,20 @@ def test_bad_prompts_are_refused_before_any_work(engine, prompts):
         engine.complete(PROMPTS[:2])
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5])
+@pytest.mark.parametrize(
+    ("num_tokens", "num_new", "advice"),
+    [
+        (501, 12, "500 tokens or stretch the context with rope_scaling=yarn:2"),
+        (20, 10**9, "minus max_new_tokens=1000000000; lower max_new_tokens=$"),
+        (20, 512, "lower max_new_tokens= or stretch the context with rope_scaling=yarn:2"),
+    ],
+)
+def test_a_prompt_that_is_too_long_has_plausible_ways_out(engine, num_tokens, num_new, advice):
+    with pytest.raises(InputError, match=advice):
+        engine.generate([7] * num_tokens, max_new_tokens=num_new)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]])
 def test_bad_seeds_are_refused(engine, seed):
     with pytest.raises(InputError, match="seed is"):
         engine.generate(PROMPTS[:2], seed=seed)

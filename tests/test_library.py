@@ -61,6 +61,14 @@ def test_an_unknown_keyword_is_named_with_the_nearest(engine, template, method, 
         Request("x", **{name: {}})
 
 
+def test_what_is_said_about_guesses_does_not_go_with_none(engine):
+    for fields in ({"method": "triforce"}, {"gamma1": 2}):
+        with pytest.raises(InputError, match=f"{min(fields)} is given with speculation=False"):
+            engine.complete("She had", speculation=False, **fields)
+    done = engine.complete("She had", speculation=False, seed=1, **COUPLED)
+    assert {*done.stats.steps_per_plan} == {"autoregressive"}
+
+
 def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
     first, *others = (engine.complete("She had", **COUPLED) for _ in range(3))
     assert len({first.seed, *(done.seed for done in others)}) > 1
@@ -146,8 +154,14 @@ def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
     assert found.shape == (len(ids) - 1,)
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=0)
     assert engine.score(engine.tokenizer.decode(ids)).tolist() == found.tolist()
-    with pytest.raises(InputError, match="one token"):
-        engine.score([5])
+    for wrong, message in (
+        ([5], "one token"),
+        (3, "the prompt is 3; give a text"),
+        ([5] * 513, "513 tokens but tiny holds 512; shorten it to 512 tokens"),
+    ):
+        with pytest.raises(InputError, match=message):
+            engine.score(wrong)
+    assert engine.score([5] * 512).shape == (511,)
 
 
 def test_threads_take_turns(engine):
@@ -184,7 +198,7 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
         events = engine.agenerate([5], max_new_tokens=200, ignore_eos=True)
         await anext(events)
         engine.close()
-        with pytest.raises(InputError, match="closed meanwhile"):
+        with pytest.raises(InputError, match="is closed; load it again"):
             await told(events)
 
     with tiny_engine() as engine:
@@ -195,11 +209,12 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
     assert "closed" in repr(engine)
     for use in (
         lambda: engine.complete([5]),
-        lambda: engine.open(reserve=64),
+        lambda: engine.open(reserve=0),
+        lambda: asyncio.run(told(engine.agenerate([5]))),
         lambda: engine.score([5, 6]),
         lambda: engine.model,
     ):
-        with pytest.raises(InputError, match="is closed; load it again"):
+        with pytest.raises(InputError, match="^the engine is closed; load it again$"):
             use()
     engine.close()
 

@@ -33,7 +33,7 @@ from minitri import (
     Token,
 )
 from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.noise import hashed_uniforms, noise_key
+from minitri.decoding.noise import hashed_uniforms, noise_keys
 from minitri.decoding.sampling import probs_from_logits
 from minitri.loading.text_stream import StopScanner
 from minitri.stats import Stats
@@ -194,7 +194,7 @@ def check_maxima(engine: Engine, case: Case, tokens: tuple[int, ...]) -> None:
     scores_TV = scores_TV[len(prompt) - 1 :]
     if case.speculation["coupled"] and sampling.temperature > 0:
         T, V = scores_TV.shape
-        keys = torch.tensor([noise_key(case.row_seed, len(prompt) + i) for i in range(T)])
+        keys = noise_keys(case.row_seed, len(prompt) + torch.arange(T))
         uniforms_TV = hashed_uniforms(keys.unsqueeze(1), torch.arange(V))
         log_probs_TV = probs_from_logits(scores_TV, sampling).log().double()
         scores_TV = log_probs_TV - (-uniforms_TV.log()).log()

@@ -78,7 +78,7 @@ def test_a_wrong_request_is_named(engine, wanted, message):
         engine.stream(wanted)
 
 
-@pytest.mark.parametrize("batch_size", [0, -1, "2", 1.5])
+@pytest.mark.parametrize("batch_size", [0, -1, "2", 1.5, True])
 def test_a_batch_of_no_rows_is_refused(engine, batch_size):
     for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
         with pytest.raises(InputError, match="batch_size"):

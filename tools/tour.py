@@ -75,8 +75,7 @@ class Reading:
     def ranking(self, layer: int, window: int, num_tokens: int, budget: int) -> Tensor:
         """Chunks (K, N) of the first tokens, best first, as the retrieval cache ranks them for
         queries of a window: sinks, the latest, and then by the attention to their mean keys."""
-        policy = ChunkRetrieval(self.full, CHUNK)
-        policy.observe(self.full, 0, self.queries[window], num_tokens)
+        policy = ChunkRetrieval()
         keys_KSD = self._keys(layer, num_tokens // CHUNK * CHUNK)
         chunks_KNMD = keys_KSD.unflatten(1, (-1, CHUNK))
         scores_KN = policy.scores(layer, 0, self._queries(layer, window), chunks_KNMD).clone()

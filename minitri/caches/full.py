@@ -48,7 +48,13 @@ class FullCache(Cache):
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
-        return span(self.keys[:, b], start, end), span(self.values[:, b], start, end)
+        pair = (self.keys[:, b], self.values[:, b])
+        if self.device.type == "cpu":
+            keys, values = (slots_LKSD[:, :, start:end] for slots_LKSD in pair)
+        else:  # copied by one kernel, where a view of over 2 GB would take many
+            places_T = torch.arange(start, end, device=self.device)
+            keys, values = (slots_LKSD.index_select(2, places_T) for slots_LKSD in pair)
+        return keys, values
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         """Writes K and V of the first tokens of row b, which is empty; see `restore`."""
@@ -58,10 +64,3 @@ class FullCache(Cache):
     def restore(self, b: int, num_tokens: int) -> None:
         """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
         self.hold(b, num_tokens, num_tokens)
-
-
-def span(slots_LKSD: Tensor, start: int, end: int) -> Tensor:
-    """Some slots; on a GPU copied by one kernel, where a view of over 2 GB would take many."""
-    if slots_LKSD.device.type == "cpu":
-        return slots_LKSD[:, :, start:end]
-    return slots_LKSD.index_select(2, torch.arange(start, end, device=slots_LKSD.device))

@@ -24,15 +24,14 @@ class HeldRow:
     full: FullCache
     b: int
     tokens: list[int]
-    first_LPKTD: Tensor | None = None
+    first_LPKTD: Tensor | tuple[()] = ()
     """K and V of the first tokens, where they may have been written over."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
         the next is asked for. Puts back what was written over."""
-        if self.first_LPKTD is not None:
-            for layer, first_PKTD in enumerate(self.first_LPKTD):
-                self.full.write(layer, self.b, *first_PKTD)
+        for layer, first_PKTD in enumerate(self.first_LPKTD):
+            self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
@@ -94,22 +93,16 @@ class PrefixCache:
 
     def best_place(self, places: list[int], prompt: list[int]) -> int:
         """Of rows without a text the one where a prompt saves most copying and loses least."""
-
-        def gain(b: int) -> int:
-            tokens = self._ended[b].tokens
-            return 2 * num_common(tokens, prompt) - len(tokens)
-
-        return max(places, key=gain)
+        rows = [self._ended[b] for b in places]
+        return max(rows, key=lambda it: 2 * num_common(it.tokens, prompt) - len(it.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
         """Fills row b, which is empty, with the longest beginning of its prompt that is at hand, of
         at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
-        sources = [self._ended[b], *self._ended]  # of equally long ones its own: nothing is copied
-        for other, text in enumerate(texts):
-            sources.append(HeldRow(self._full, other, text[: self._num_exact(other)]))
-        if self.snapshot is not None:
-            sources.append(self.snapshot)
+        begun = [HeldRow(self._full, i, it[: self._num_exact(i)]) for i, it in enumerate(texts)]
+        # Of equally long ones its own: nothing is copied.
+        sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda it: num_common(it.tokens, texts[b]))
         num_tokens = max(0, min(num_common(best.tokens, texts[b]), most))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import Policy
+from minitri.caches.policies import make_policy
 from minitri.model.cache import Cache
 from minitri.settings import SpeculationConfig, round_up_to_stride
 
@@ -33,8 +33,8 @@ class Row:
     """Slots overwritten since the last build; the sinks at first, which so stay until then."""
     num_committed: int = 0
     """Tokens of the text, without the block after them, that this cache stands for."""
-    built_at: int | None = None
-    """Tokens of the text at the last build; None before any."""
+    built_at: float = -math.inf
+    """Tokens of the text at the last build."""
     is_planned: bool = False
     """Whether it is rebuilt with the latest pass of the target."""
 
@@ -45,7 +45,6 @@ class RetrievalCache(Cache):
     def __init__(
         self,
         full: FullCache,
-        policy: Policy,
         speculation: SpeculationConfig,
         *,
         budgets: list[int],
@@ -54,7 +53,7 @@ class RetrievalCache(Cache):
         """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
-        self._policy = policy
+        self._policy = make_policy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
@@ -63,7 +62,6 @@ class RetrievalCache(Cache):
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
         self._queries = [empty(L, 0, num_heads, D) for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
-        self.num_rebuilds = 0
 
     @property
     def max_prompt_queries(self) -> int | None:
@@ -95,9 +93,10 @@ class RetrievalCache(Cache):
             if row.is_planned:
                 self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
 
-    def commit(self, b: int, queries_LTHD: Tensor) -> None:
-        """Takes over what the full cache now holds of row b, and drops the block. The queries are
-        those of its T latest tokens, which a pass of the target has just read."""
+    def commit(self, b: int, queries_LTHD: Tensor) -> bool:
+        """Takes over what the full cache now holds of row b, and drops the block; returns whether
+        the row was rebuilt. The queries are those of its T latest tokens, which a pass of the
+        target has just read."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._num_left_out[b], row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
@@ -106,19 +105,18 @@ class RetrievalCache(Cache):
             for layer, pair in enumerate(self._full.layers(b)):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
-            self.num_rebuilds += 1
             M = self._settings.chunk_size
             held = known // M * M  # what is left of the last chunk is copied below
             self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
             self.hold(b, row.budget, held)
         self._copy_committed(b)
         self.observe(b, queries_LTHD)
+        return row.is_planned
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
         """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
         return num_tokens > row.budget and (
-            row.built_at is None
-            or row.num_overwritten >= row.budget / 2
+            row.num_overwritten >= row.budget / 2
             or num_tokens - row.built_at >= self._settings.rebuild_stride
         )
 
@@ -140,10 +138,11 @@ class RetrievalCache(Cache):
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
         scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
         chosen_KC = scores_KN.topk(C).indices.flip(1)
+        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
         tokens_M = torch.arange(M, device=keys_KSD.device)
         places_KT = (chosen_KC.unsqueeze(2) * M + tokens_M).flatten(1)
         for small, slots_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
-            small[layer, b, :, : C * M] = take_tokens(slots_KSD, places_KT)
+            small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
         """Copies exact K and V of new tokens: to free slots, then over the least important."""
@@ -160,12 +159,3 @@ class RetrievalCache(Cache):
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
             self.hold(b, min(held + count, row.budget), row.num_committed)
-
-
-def take_tokens(slots_KSD: Tensor, places_KT: Tensor) -> Tensor:
-    """(K, T, D) at each head's own places: one `index_select`, however the slots lie in memory."""
-    K, S, D = slots_KSD.shape
-    head, slot = (stride // D for stride in slots_KSD.stride()[:2])
-    rows_XD = slots_KSD.as_strided(((K - 1) * head + (S - 1) * slot + 1, D), (D, 1))
-    rows_KT = places_KT * slot + torch.arange(K, device=places_KT.device).unsqueeze(1) * head
-    return rows_XD.index_select(0, rows_KT.flatten()).view(K, -1, D)

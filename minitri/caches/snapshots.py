@@ -104,7 +104,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"
     with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
-        unfinished = Path(name).with_name(Path(name).name + ".unfinished")
+        unfinished = Path(f"{name}.unfinished")
         try:
             with unfinished.open("wb") as file:
                 file.write(header(facts, origin.tensors(num_tokens)))

@@ -46,10 +46,7 @@ class StreamingCache(Cache):
             torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
         )
         super().__init__(keys, values)
-        self.num_sink_tokens = speculation.num_sink_tokens
-        self.num_recent_tokens = speculation.num_recent_tokens
-        self.max_block = speculation.max_block
-        self._room = speculation.room + speculation.max_block
+        self.settings = speculation
         self._rope = rope
 
     @property
@@ -72,12 +69,14 @@ class StreamingCache(Cache):
 
     def slide(self) -> None:
         """In rows without room for another block, drops what is neither sink nor recent."""
-        sinks, kept = self.num_sink_tokens, self.num_sink_tokens + self.num_recent_tokens
+        sinks = self.settings.num_sink_tokens
+        kept = sinks + self.settings.num_recent_tokens
+        room = self.settings.room + self.settings.max_block
         for b, length in enumerate(self._lengths):
-            if length + self._room <= self.capacity:
+            if length + room <= self.capacity:
                 continue
             for slots in (self.raw_keys, self.values):
-                recent = slots[:, b, :, length - self.num_recent_tokens : length]
+                recent = slots[:, b, :, length - kept + sinks : length]
                 slots[:, b, :, sinks:kept] = recent.clone()
             positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)

@@ -60,7 +60,7 @@ class Cascade:
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self.stages = (drafter, retrieval, target)
+        self.stages = [it for it in (drafter, retrieval, target) if it is not None]
 
     def start(self, rows: Collection[int] | None = None) -> list[Emitted]:
         """Samples the first tokens of these rows, or of all, by the target alone."""
@@ -88,9 +88,9 @@ class Cascade:
     def _stack(self, plan: StepPlan) -> None:
         """Puts the stages of a plan on top of one another; lets them catch up with the text."""
         below: Stage | None = None
-        gammas = (plan.gamma1, plan.gamma2, 1)
-        for stage, gamma in zip(self.stages, gammas, strict=True):
-            if stage is not None and gamma > 0:
+        gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
+        for stage in self.stages:
+            if gamma := gammas[stage.stats.name]:
                 stage.gamma = gamma
                 stage.below = below
                 stage.prepare(self.sequences, self.active)
@@ -101,5 +101,4 @@ class Cascade:
         self.active[b] = False
         self._meter.settle()
         for stage in self.stages:
-            if stage is not None:
-                stage.reset(b)
+            stage.reset(b)

@@ -22,14 +22,13 @@ class Output:
     """What a pass of a model gives: distributions, and the logits they were made of."""
 
     probs_BNV: Tensor
-    logits_BNV: Tensor | None = None
+    logits_BNV: Tensor
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
     ) -> "Emitted":
         """What row b adds to its text, by the distributions at these places of its block."""
-        logits_NV = None if self.logits_BNV is None else self.logits_BNV[b, places]
-        return Emitted(tokens, origins, self.probs_BNV[b, places], logits_NV)
+        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +40,7 @@ class Emitted:
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
     probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
-    logits_NV: Tensor | None
+    logits_NV: Tensor
 
 
 class Stage:
@@ -165,11 +164,10 @@ class Level(Stage):
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            n = len(tokens) - 1
-            own = "bonus" if n == proposal.counts[b] else "recovered"
-            num_new = n + 1 if active[b] else 0
-            origins = [*proposal.origins[b][:n], own][:num_new]
-            emitted.append(output.emitted(b, tokens[:num_new], origins, slice(num_new)))
+            own = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][: len(tokens) - 1], own]
+            new = slice(len(tokens) if active[b] else 0)
+            emitted.append(output.emitted(b, tokens[new], origins[new], new))
         self._append(sequences, emitted)
         return emitted
 

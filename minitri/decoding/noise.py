@@ -24,14 +24,15 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
     """log p + g of all tokens, (..., V) float64; minus infinity where p is 0."""
     if probs.is_cuda:  # where the host would have to wait for the support
-        return _dense_scores(probs, keys)
+        return dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
     scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
     scores[support] = probs[support].double().log() + gumbel(keys[support[:-1]], support[-1])
     return scores
 
 
-def _dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
+def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
+    """The same without a question to the host."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
@@ -43,28 +44,22 @@ def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
 
 def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
     """One float64 in (0, 1) for each (key, number): the output of SplitMix64, 52 bits of it."""
-    x = keys + (numbers + 1) * _STEP
+    return (_shift_right(splitmix(keys + numbers * _STEP), 12).double() + 0.5) * 2.0**-52
+
+
+def noise_keys(seed: int, positions: Tensor) -> Tensor:
+    """The keys of the noise of positions; with `hash(seed + position)` rows would share noise."""
+    return splitmix(splitmix(torch.tensor(seed)) + positions)
+
+
+def splitmix(states: Tensor) -> Tensor:
+    """What the generator SplitMix64 gives after each of these states, int64."""
+    x = states + _STEP
     x = (x ^ _shift_right(x, 30)) * _MIX1
     x = (x ^ _shift_right(x, 27)) * _MIX2
-    x = x ^ _shift_right(x, 31)
-    return (_shift_right(x, 12).double() + 0.5) * 2.0**-52
-
-
-def noise_key(seed: int, position: int) -> int:
-    """The key of a position's noise; with `hash(seed + position)` rows would share noise."""
-    return _splitmix(_splitmix(seed) + position)
+    return x ^ _shift_right(x, 31)
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Logical shift; `>>` on int64 would copy the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)
-
-
-def _splitmix(x: int) -> int:
-    """SplitMix64 of a Python integer, as a signed 64-bit number."""
-    mask = (1 << 64) - 1
-    x = (x + _STEP) & mask
-    x = ((x ^ (x >> 30)) * _MIX1) & mask
-    x = ((x ^ (x >> 27)) * _MIX2) & mask
-    x ^= x >> 31
-    return x - (1 << 64) if x >> 63 else x

@@ -7,7 +7,7 @@ biased. Coupled noise may be shared: what is emitted is always the verifier's ow
 import torch
 from torch import Tensor
 
-from minitri.decoding.noise import gumbel_argmax, noise_key
+from minitri.decoding.noise import gumbel_argmax, noise_keys
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import (
     Active,
@@ -94,11 +94,9 @@ class CoupledSource(RandomSource):
         self._seeds[b] = seed
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
-        places = range(max(counts) + 1)
-        return torch.tensor(
-            [[self.key(b, start + i) for i in places] for b, start in enumerate(starts)]
-        )
+        places_N = torch.arange(max(counts) + 1)
+        return torch.stack([self.keys(b, start + places_N) for b, start in enumerate(starts)])
 
-    def key(self, b: int, position: int) -> int:
-        """The key of the noise of a position of row b."""
-        return noise_key(self._seeds.get(b, 0), position)
+    def keys(self, b: int, positions: Tensor) -> Tensor:
+        """The keys of the noise of some positions of row b."""
+        return noise_keys(self._seeds.get(b, 0), positions)

@@ -8,7 +8,7 @@ Legend: N rows, V vocab.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -28,13 +28,13 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
     top-p, min-p, each filter on what the ones before it left, renormalised."""
     if params.temperature == 0:
         return greedy_probs(logits_NV)
-    return filtered_probs(logits_NV, params, *params.numbers, sort_all=logits_NV.is_cuda)
+    return filtered_probs(logits_NV, params, params.numbers, sort_all=logits_NV.is_cuda)
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
     """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`), with the form of
     `filters`. Nothing is asked of the host, so a captured pass follows other numbers."""
-    probs_NV = filtered_probs(logits_NV, filters, *numbers_3, sort_all=True)
+    probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
 
@@ -60,14 +60,13 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
 def filtered_probs(
     logits_NV: Tensor,
     filters: SamplingParams,
-    temperature: float | Tensor,
-    top_p: float | Tensor,
-    log_min_p: float | Tensor,
+    numbers: Iterable[float | Tensor],
     *,
     sort_all: bool,
 ) -> Tensor:
-    """The same above 0; with tensors, and `sort_all`, the host waits for nothing."""
+    """The same above 0; with a tensor, and `sort_all`, the host waits for nothing."""
     top_k, has_top_p, has_min_p = filters.form
+    temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
     if 0 < top_k < scores.shape[-1]:
         cutoff_N1 = scores.topk(top_k).values[..., -1:]

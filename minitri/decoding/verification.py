@@ -49,13 +49,14 @@ class Proposal:
         """A proposal of tokens that the host knows."""
         counts = [len(row) for row in tokens]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
-        return cls(counts, integers(padded, probs_BNV.device), probs_BNV, origins, **more)
+        tokens_BN = torch.tensor(padded, dtype=torch.int64)
+        tokens_BN = tokens_BN.to(probs_BNV.device, non_blocking=True)
+        return cls(counts, tokens_BN, probs_BNV, origins, **more)
 
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
-        rows: list[list[Any]] = [[]] * batch_size
-        return cls.of(rows, torch.empty(batch_size, 0, 0), rows)
+        return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
     @functools.cached_property
     def tokens(self) -> Rows:
@@ -204,8 +205,3 @@ def _sample_next(
         left_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
         residual_BV = left_BV.where(left_BV.sum(1, keepdim=True) > 0, p_BV)
     return num_accepted_B, sample(residual_BV, uniforms_BN[:, -1])
-
-
-def integers(values: list[int] | list[list[int]], device: torch.device) -> Tensor:
-    """Whole numbers as an int64 tensor; the host does not wait until they are on the device."""
-    return torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)

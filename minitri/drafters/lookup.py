@@ -5,7 +5,7 @@ became of the row's earlier guesses. A guess is certain, so its distribution is 
 """
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from itertools import cycle, islice
 
 import torch
@@ -13,7 +13,7 @@ import torch
 from minitri.decoding.level import Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Active, Proposal, Rows
-from minitri.stats import LevelStats
+from minitri.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
 """A token is guessed only if its chance to be accepted is larger: about the cost of one more row in
@@ -25,14 +25,11 @@ MOST_PLACES = 1000
 
 
 class GrowingText:
-    """The certain tokens of one row, their index, and what became of the guesses.
-
-    It knows the latest place of every pair of tokens, and from there the one before, as in LZ77."""
+    """The certain tokens of one row, their index, and what became of the guesses."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._latest: dict[int, int] = {}  # of the second token of every pair
-        self._earlier: list[int] = []
+        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
         # Guesses by the size of the match that they came from, its power of 2.
         self._tested = Counter[int]()
         self._accepted = Counter[int]()
@@ -41,18 +38,14 @@ class GrowingText:
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain; learns from them whether the last guess was right."""
-        are_right = [token == guess for token, guess in zip(tokens, self._guess, strict=False)]
-        num_accepted = [*are_right, False].index(False)
-        self._tested[self._size] += min(num_accepted + 1, len(are_right))
+        num_accepted = num_common(tokens, self._guess)
+        self._tested[self._size] += min(num_accepted + 1, len(tokens), len(self._guess))
         self._accepted[self._size] += num_accepted
         self._guess = []
-        before = self.tokens[-1] if self.tokens else -1
-        for place, token in enumerate(tokens, len(self.tokens)):
-            pair = before << 32 | token
-            self._earlier.append(self._latest.get(pair, -1))
-            self._latest[pair] = place
-            before = token
+        first = max(len(self.tokens), 1)
         self.tokens += tokens
+        for place in range(first, len(self.tokens)):
+            self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: list[int], gamma: int) -> list[int]:
         """Up to `gamma` guesses after the certain tokens and the guesses in flight."""
@@ -72,21 +65,17 @@ class GrowingText:
         before, 2 at least, and the `limit` tokens that followed: what repeats itself goes on."""
         tokens = self.tokens
         best, end = 1, 0
-        reach = min(len(sequence), LONGEST)
-        place = self._latest.get(sequence[-2] << 32 | sequence[-1], -1) if reach > 1 else -1
-        if place + 1 == len(tokens):  # nothing follows
-            place = self._earlier[place] if tokens else -1
-        for _ in range(MOST_PLACES):
+        latest = sequence[: -LONGEST - 1 : -1]
+        reach = len(latest)
+        places = self._places.get(tuple(sequence[-2:]), [])
+        skipped = places[-1:] == [len(tokens) - 1]  # nothing follows
+        for place in islice(reversed(places), skipped, skipped + MOST_PLACES):
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break
-            if tokens[place - best] == sequence[-1 - best]:  # else it is not longer
-                length = 2
-                most = min(reach, place + 1)
-                while length < most and tokens[place - length] == sequence[-1 - length]:
-                    length += 1
+            if tokens[place - best] == latest[best]:  # else it is not longer
+                length = num_common(latest, tokens[max(place + 1 - reach, 0) : place + 1][::-1])
                 if length > best:
                     best, end = length, place + 1
-            place = self._earlier[place]
         if not end:
             return 0, []
         return best, list(islice(cycle(sequence[end : end + limit]), limit))

@@ -121,22 +121,20 @@ class Demand:
             "weights that only propose": proposing,
             "full KV cache": on_chip * kv_layer,
             "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
-            "small KV caches": self._small_caches(1 if hosted else on_chip),
+            "small KV caches": self._small_caches(),
             "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
         }
 
-    def _small_caches(self, num_means: int) -> int:
-        """Of the retrieval cache, its queries, chunk means, and of the drafter's window."""
+    def _small_caches(self) -> int:
+        """Of the retrieval cache, its queries, and of the drafter's window."""
         config = self.config
         speculation = self.speculation
         B = self.shape.num_rows
         num_bytes = 0
         if any(plan.uses_retrieval for plan in speculation.plans):
             slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
-            num_chunks = self.slots // speculation.chunk_size
-            held = 2 * config.num_layers * slots + num_means * num_chunks
-            num_bytes += held * self.kv_slot // 2
+            num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
             width = config.num_heads * config.head_dim
             num_bytes += B * config.num_layers * num_queries * width * self.itemsize

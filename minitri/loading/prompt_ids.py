@@ -2,7 +2,7 @@
 
 import operator
 import secrets
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any
 
 from minitri.config import ModelConfig
@@ -10,34 +10,45 @@ from minitri.errors import InputError, shorten
 from minitri.loading.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+MAX_STRETCH = 32
+"""Times its context to which RoPE is advised to stretch a model."""
 MAX_SEED = 2**32 - 1
 """PyTorch's generator on the CPU looks at no more bits."""
 
 
-def encode_prompts(prompts: Prompt | Sequence[Prompt], tokenizer: Tokenizer) -> list[list[int]]:
-    """Token ids of one prompt or several; tensors and arrays will do. Raises `InputError`."""
+def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
+    """One prompt or several as a list of them. Raises `InputError`."""
+    items = [prompts] if isinstance(prompts, str) else _as_list(prompts)
+    if any(isinstance(it, str | Sequence) or getattr(it, "shape", ()) for it in items[:1]):
+        return items
+    return [items]  # of token ids
+
+
+def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+    """Token ids of a prompt; a tensor or an array will do. Raises `InputError`."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt) if prompt else []
+    return _as_list(prompt, as_int)
+
+
+def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda it: it) -> list[Any]:
+    """Of anything that has an order. Raises `InputError`."""
     try:
-        items: list[Any] = [prompts] if isinstance(prompts, str) else _as_list(prompts)
-        if not isinstance(items[0], str | Sequence) and not getattr(items[0], "shape", ()):
-            items = [items]  # one list of token ids, or tensor or array of one dimension
-        return [
-            tokenizer.encode(prompt)
-            if isinstance(prompt, str) and prompt
-            else [operator.index(token) for token in _as_list(prompt)]
-            for prompt in items
-        ]
-    except (TypeError, IndexError):
-        raise InputError(
-            f"the prompt is {shorten(repr(prompts), 60)}; give a text, a list of token ids, or a "
-            "list of those"
-        ) from None
+        if not isinstance(prompt, bytes | Mapping | Set):
+            return [convert(item) for item in prompt]
+    except TypeError:
+        pass
+    raise InputError(
+        f"the prompt is {shorten(repr(prompt), 60)}; give a text, a list of token ids, or a list "
+        "of those"
+    )
 
 
-def _as_list(prompt: Any) -> list[Any]:
-    """Of anything that has an order. Raises `TypeError`."""
-    if isinstance(prompt, bytes | Mapping | Set):
+def as_int(number: Any) -> int:
+    """A whole number of any library, which true and false are not. Raises `TypeError`."""
+    if isinstance(number, bool):
         raise TypeError
-    return list(prompt)
+    return operator.index(number)
 
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
@@ -51,15 +62,16 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) 
                 f"prompt has token id {token}; {config.name} has ids from 0 to "
                 f"{config.vocab_size - 1}"
             )
-    room = config.context_length - num_new
+    most = config.context_length
+    room = most - num_new
     if len(ids) > room:
-        problem = (
-            f"the prompt has {len(ids)} tokens but {config.name} holds {config.context_length}"
-        )
+        problem = f"the prompt has {len(ids)} tokens but {config.name} holds {most}"
+        if num_new:
+            problem += f" minus max_new_tokens={num_new}"
         fewer = f"shorten it to {room} tokens" if room > 0 else "lower max_new_tokens="
-        base = config.rope.original_context or config.context_length
-        longer = f"stretch the context with rope_scaling=yarn:{-(-(len(ids) + num_new) // base)}"
-        raise InputError(f"{problem} minus max_new_tokens={num_new}", *ways or [fewer], longer)
+        stretch = -(-(len(ids) + num_new) // (config.rope.original_context or most))
+        longer = [f"stretch the context with rope_scaling=yarn:{stretch}"]
+        raise InputError(problem, *ways or [fewer], *longer * (stretch <= MAX_STRETCH))
 
 
 def draw_seed() -> int:
@@ -70,8 +82,8 @@ def draw_seed() -> int:
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     """One seed per row. Raises `InputError` unless a generator can take them."""
     try:
-        given = seed if isinstance(seed, Iterable) else range(seed, seed + num_rows)
-        seeds = [int(operator.index(one)) for one in given]
+        given = seed if isinstance(seed, Iterable) else range(as_int(seed), seed + num_rows)
+        seeds = [as_int(one) for one in given]
     except TypeError:
         seeds = []
     if len(seeds) != num_rows or not all(0 <= s <= MAX_SEED for s in seeds):

@@ -21,13 +21,13 @@ def read_block(
 ) -> Tensor:
     """Final hidden states (B, T, E) of one block per row after what the cache holds, whose lengths
     stay as they are; T is the length of the longest block."""
-    block = make_block(model, blocks, cache, max(map(len, blocks)))
+    block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
-def make_block(model: Llama, blocks: list[list[int]], cache: Cache, size: int) -> Block:
-    """The blocks, padded to `size` tokens, after what the cache holds; sent in one transfer."""
-    packed_4BT = pack_block(model, blocks, cache, size)
+def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
+    """The blocks, padded, after what the cache holds; sent in one transfer."""
+    packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
 

@@ -7,6 +7,7 @@ is a method of its own, so that it runs only on the rows whose logits somebody w
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
 
+import functools
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -35,6 +36,11 @@ class Block:
     """Where the tokens stand, for the rotary embedding."""
     slots_BT: Tensor | None = None
     """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+    @functools.cached_property
+    def lengths_B(self) -> Tensor | None:
+        """What the cache holds of every row, as far as `slots_BT` say so."""
+        return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
         """This block with other tokens at these places; those past its end are left out."""
@@ -104,10 +110,8 @@ class Llama(nn.Module):
         its last tokens if there is room for fewer. With `is_prompt` blocks of any length are
         computed like long ones: to the bit, K and V do not depend on where chunks begin.
         """
-        slots_BT = block.slots_BT
-        lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-        where = (cache, rule_TT, slots_BT, lengths_B, queries_LBTHD, self.attend, is_prompt)
-        shared = Pass(self.rope.at(block.positions_BT), *where)
+        rotary = self.rope.at(block.positions_BT)
+        shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -140,13 +144,12 @@ def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
 class Pass:
     """What all layers of one forward pass share."""
 
+    block: Block
     rotary: Rotary
     cache: Cache
-    rule_TT: Tensor | None
-    slots_BT: Tensor | None
-    lengths_B: Tensor | None
-    queries_LBTHD: Tensor | None
     attend: Attend
+    rule_TT: Tensor | None
+    queries_LBTHD: Tensor | None
     is_prompt: bool = False
 
 
@@ -210,9 +213,9 @@ class Attention(nn.Module):
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
-        block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.slots_BT)
+        block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.block.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
-        lengths = (shared.cache.lengths, shared.rule_TT, shared.lengths_B)
+        lengths = (shared.cache.lengths, shared.rule_TT, shared.block.lengths_B)
         return shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2)
 
 

@@ -54,27 +54,25 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
     scale = 1.0
-    if config.kind == "linear":
-        plain = plain / config.factor
-    elif config.kind == "llama3":
-        plain = _llama3(plain, config)
+    kept: Tensor | float = float(config.kind == "default")  # share that is not interpolated
+    if config.kind == "llama3":
+        kept = _llama3_kept_share(plain, config)
     elif config.kind == "yarn":
-        keep = _yarn_kept_share(config, head_dim)
-        plain = plain / config.factor * (1 - keep) + plain * keep
+        kept = _yarn_kept_share(config, head_dim)
         default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
         scale = default if config.attention_factor is None else config.attention_factor
+    plain = plain / config.factor * (1 - kept) + plain * kept
     if config.frequency_divisors is not None:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
 
 
-def _llama3(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Interpolates long waves, keeps short ones, and blends between by turns in the context."""
+def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Per frequency (D/2,), by its turns in the context: 0 for long waves, 1 for short ones."""
     assert config.original_context is not None
     turns = config.original_context * plain / (2 * math.pi)
-    keep = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
-    keep = keep.clamp(0, 1)
-    return plain / config.factor * (1 - keep) + plain * keep
+    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    return kept.clamp(0, 1)
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:

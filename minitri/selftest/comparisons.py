@@ -15,7 +15,7 @@ from torch import Tensor
 
 from minitri import Engine, GenerationConfig, SamplingParams
 from minitri.cli import arguments
-from minitri.decoding.noise import gumbel, noise_key
+from minitri.decoding.noise import gumbel, noise_keys
 from minitri.log import log
 from minitri.model.llama import Llama
 from minitri.selftest.distribution_test import FALSE_ALARM, is_alarm, last_logits, run_test, windows
@@ -89,8 +89,8 @@ def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Te
     if not temperature:
         return logits_V.double()
     tokens = torch.arange(len(logits_V), device=logits_V.device)
-    keys = torch.full_like(tokens, noise_key(seed, position))
-    return logits_V.double() / temperature + gumbel(keys, tokens)
+    key = noise_keys(seed, torch.tensor(position)).to(tokens.device)
+    return logits_V.double() / temperature + gumbel(key, tokens)
 
 
 def compare_samples(

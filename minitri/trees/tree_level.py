@@ -7,6 +7,8 @@ chain. What it emits is a chain, so nothing above knows of trees.
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -34,12 +36,9 @@ class TreeLevel(Level):
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
-        is_greedy = [self.is_greedy(b) for b in range(len(sequences))]
-        nodes = [[*(sequence[-1:] or [0]), *[MISSING] * (len(shape) - 1)] for sequence in sequences]
+        nodes = [[0, *[MISSING] * (len(shape) - 1)] for _ in sequences]
         probs = list[Tensor]()
-        first = 0
-        for size in shape.sizes[:-1]:
-            end = first + size
+        for first, end in itertools.pairwise(itertools.accumulate(shape.sizes[:-1], initial=0)):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats, max(end - 2, 0)):
                 if first == 0:
@@ -47,30 +46,28 @@ class TreeLevel(Level):
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
                 require_finite(output.probs_BNV)
-                start = max(first - 1, 0)  # the root was read by itself
-                probs.append(output.probs_BNV[:, start : start + size])
                 for parent in range(first, end):
+                    place = max(parent - 1, 0)  # the root was read by itself
+                    probs.append(output.probs_BNV[:, place])
                     children = shape.children[parent]
                     for b, row in enumerate(nodes):
                         if children and active[b] and row[parent] != MISSING:
-                            place = start + parent - first
                             position = len(sequences[b]) + shape.depths[parent]
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
-            first = end
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            torch.cat(probs, 1),
+            torch.stack(probs, 1),
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[self.source.is_listed or greedy for greedy in is_greedy],
+            is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def _draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
         """Tokens of the children of the node at this place of row b's block."""
-        if self.is_greedy(b) and output.logits_BNV is not None:
+        if self.is_greedy(b):
             return likeliest(output.logits_BNV[b, place], num_children)
         return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
 
@@ -105,8 +102,8 @@ class TreeLevel(Level):
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
-        read = [[max(token, 0) for token in row] for row in blocks]
-        return self.runner.read_tree(read, depths_T, rule_TT)
+        tokens = [[max(token, 0) for token in row] for row in blocks]
+        return self.runner.read_tree(tokens, depths_T, rule_TT)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps the root of the tree just read, and a path through it, in every active row."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from minitri.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.decoding.random_source import CoupledSource, IndependentSource
 from minitri.decoding.sampling import sample
-from minitri.decoding.verification import Proposal, integers
+from minitri.decoding.verification import Proposal
 from minitri.trees.shape import TreeShape
 
 MISSING = -1
@@ -116,14 +116,14 @@ class CoupledTrees(CoupledSource):
     is_listed = True
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        key = torch.tensor(self.key(b, position)).to(probs_V.device)
+        key = self.keys(b, torch.tensor(position)).to(probs_V.device)
         return likeliest(gumbel_scores(probs_V, key), num_children)
 
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
         """With the noise of its position the token after every node is certain."""
-        keys = [self.key(b, start + depth) for depth in proposal.shape.depths]
-        tokens_N = gumbel_argmax(probs_NV[: len(keys)], integers(keys, probs_NV.device))
+        keys_N = self.keys(b, start + torch.tensor(proposal.shape.depths)).to(probs_NV.device)
+        tokens_N = gumbel_argmax(probs_NV[: len(keys_N)], keys_N)
         certain_NV = F.one_hot(tokens_N, probs_NV.shape[1])
-        return walk(proposal, b, certain_NV, torch.zeros(len(keys)))
+        return walk(proposal, b, certain_NV, torch.zeros(len(keys_N)))

@@ -8,9 +8,8 @@ import random
 import pytest
 import torch
 
-from minitri.caches import policies
 from minitri.caches.full import FullCache
-from minitri.caches.policies import NEIGHBOR, make_policy
+from minitri.caches.policies import NEIGHBOR
 from minitri.caches.retrieval import RetrievalCache
 from minitri.model.llama import Block
 from minitri.settings import SamplingParams, SpeculationConfig
@@ -37,11 +36,11 @@ class Bench:
         for slots in (self.full.keys, self.full.values):
             slots.copy_(torch.randn(slots.shape, generator=generator))
         self.queries = torch.randn(batch_size, L, capacity, H, D, generator=generator) * 3
-        self.policy = make_policy(policy_of(policy), self.full, speculation.get("chunk_size", 8))
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
+        settings["policy"] = policy_of(policy)
         self.speculation = SpeculationConfig("retrieval", **settings)
         self.cache = RetrievalCache(
-            self.full, self.policy, self.speculation, budgets=[budget] * batch_size, num_heads=H
+            self.full, self.speculation, budgets=[budget] * batch_size, num_heads=H
         )
 
     def read(self, count: int, b: int = 0) -> None:
@@ -50,12 +49,10 @@ class Bench:
         wanted = min(count, self.cache.max_prompt_queries or count)
         self.cache.observe(b, self.queries[b, :, end - wanted : end])
 
-    def commit(self, count: int = 1, b: int = 0) -> int:
-        """Both caches read on; returns how often the retrieval cache was rebuilt."""
-        before = self.cache.num_rebuilds
+    def commit(self, count: int = 1, b: int = 0) -> bool:
+        """Both caches read on; returns whether the retrieval cache was rebuilt."""
         end = self._advance(count, b)
-        self.cache.commit(b, self.queries[b, :, end - count : end])
-        return self.cache.num_rebuilds - before
+        return self.cache.commit(b, self.queries[b, :, end - count : end])
 
     def _advance(self, count: int, b: int) -> int:
         self.full.advance([count if b == other else 0 for other in range(len(self.full.lengths))])
@@ -225,18 +222,6 @@ def test_it_is_rebuilt_when_it_is_due(budget, chunk_size, prompt, stride, count,
     assert [bench.commit(count) for _ in wanted] == wanted
 
 
-@pytest.mark.parametrize("M", [4, 16])
-def test_means_made_piece_by_piece_are_those_made_at_once(M, monkeypatch):
-    means = []
-    for at_once in (10**6, 10):
-        monkeypatch.setattr(policies, "TOKENS_AT_ONCE", at_once)
-        bench = Bench(budget=32, chunk_size=M)
-        bench.read(177)
-        bench.read(50)
-        means.append(bench.policy._means[..., : 227 // M, :].clone())
-    assert torch.equal(*means)
-
-
 def test_the_queries_that_choose_are_those_that_attend(monkeypatch):
     """Rotated at their positions, as the keys are."""
     target, asked, told = tiny_model(CONFIG), [], []
@@ -249,7 +234,7 @@ def test_the_queries_that_choose_are_those_that_attend(monkeypatch):
             told.append(queries_LTHD.clone())
             latest_LTHD = torch.stack(asked[-L:])[:, b, -queries_LTHD.shape[1] :]
             assert torch.equal(queries_LTHD, latest_LTHD)
-            learn(cache, b, queries_LTHD)
+            return learn(cache, b, queries_LTHD)
 
         return learn_and_note
 

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from minitri import Token, load
-from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_kernels
@@ -37,9 +36,8 @@ def filled_cache(kind: str, dtype: torch.dtype):
     """Two rows of random numbers; NaN after them."""
     cache = full = new_cache(CONFIG, B, 128, dtype=dtype)
     if kind == "retrieval":
-        policy = make_policy("retrieval", full, SPECULATION.chunk_size)
         heads = CONFIG.num_heads
-        cache = RetrievalCache(full, policy, SPECULATION, budgets=[64, 64], num_heads=heads)
+        cache = RetrievalCache(full, SPECULATION, budgets=[64, 64], num_heads=heads)
     elif kind == "streaming":
         rope = tiny_model(CONFIG).rope
         cache = StreamingCache(CONFIG, rope, B, SPECULATION, dtype=dtype, device=CPU)

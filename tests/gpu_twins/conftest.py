@@ -40,7 +40,7 @@ def lengths_on_the_device(monkeypatch):
     """Passes as on a GPU. While a step over static buffers runs, what the host knows of lengths is
     nonsense: a graph would have it as it was at capture."""
     in_step = []
-    monkeypatch.setattr(noise, "gumbel_scores", noise._dense_scores)
+    monkeypatch.setattr(noise, "gumbel_scores", noise.dense_scores)
     monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget

@@ -13,7 +13,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.gpu.graphs import GraphPool
 from minitri.settings import SpeculationConfig
@@ -91,8 +90,7 @@ def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
         config = tiny_config(num_layers=1, num_heads=num_heads, num_kv_heads=num_heads)
         full = FullCache.allocate(config, 1, 128, dtype=torch.float32, device=CPU)
         settings = SpeculationConfig("retrieval", budget=32, chunk_size=4)
-        policy = make_policy("retrieval", full, 4)
-        small = RetrievalCache(full, policy, settings, budgets=[32], num_heads=num_heads)
+        small = RetrievalCache(full, settings, budgets=[32], num_heads=num_heads)
         keys, values = (slots[0, 0].normal_() for slots in (full.keys, full.values))
         small.observe(0, torch.randn(1, 4, num_heads, config.head_dim))
         if is_staged:
@@ -107,14 +105,3 @@ def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
                 assert (chosen[0, 0, k, :32, None] == slots[k]).all(2).any(1).all()
     assert len(found) == 1
     assert 0 < found.pop() < 40
-
-
-def test_a_chunk_mean_copies_keys_alone():
-    config = tiny_config(num_layers=2)
-    full = FullCache.allocate(config, 1, 64, dtype=torch.float32, device=CPU)
-    full.values = None
-    full.keys.normal_()
-    policy = make_policy("retrieval", full, 4)
-    policy.observe(full, 0, torch.zeros(2, 1, 1, 1), 63)
-    exact = full.keys[:, :, :, :60].unflatten(3, (15, 4)).mean(4)
-    assert torch.equal(policy._means[:, :, :, :15], exact)

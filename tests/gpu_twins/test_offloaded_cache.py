@@ -180,7 +180,7 @@ def said(emitted):
 )
 def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_size):
     """What each step emits, and after it all that is held, ragged rows that end at different times
-    included; no chunk means are kept next to a cache in host memory, and the same chunks chosen."""
+    included."""
     target = tiny_model(CONFIG)
     settings = {"draft": near_copy(target, 0.02), "method": method, "policy": policy_of(policy)}
     settings |= {"prefill_chunk": 20, "chunk_size": chunk_size, "num_new": 24, "sampling": WARM}
@@ -197,7 +197,6 @@ def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_si
             assert torch.equal(*(rig.small.keys[:, 0, :, :held] for rig in (ours, theirs)))
         assert said(ours.step()) == said(theirs.step())
     if policy == "retrieval" and ours.small is not None:
-        assert ours.small._policy._means.numel() == 0
         assert ours.stats.num_rebuilds == theirs.stats.num_rebuilds > 3
 
 

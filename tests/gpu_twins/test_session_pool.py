@@ -64,7 +64,7 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **setti
 @torch.inference_mode()
 def spoil(session) -> None:
     """NaN wherever a number of the last text may have stayed, and no text to begin with."""
-    session.prefix._ended = [HeldRow(session.full, b, [], 0) for b in range(session.shape.num_rows)]
+    session.prefix._ended = [HeldRow(session.full, b, []) for b in range(session.shape.num_rows)]
     holders, small = [session.full], session.retrieval_cache
     if isinstance(session.full, OffloadedFullCache):
         holders += session.full.buffers

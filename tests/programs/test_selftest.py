@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri.decoding import random_source, sampling
-from minitri.decoding.noise import gumbel_argmax, noise_key
+from minitri.decoding.noise import gumbel_argmax, noise_keys
 from minitri.decoding.sampling import probs_from_logits, sample
 from minitri.decoding.verification import verify
 from minitri.selftest import __main__ as selftest
@@ -120,7 +120,7 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
     logits_V = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for temperature, position in itertools.product((0.3, 0.8, 2.0), range(20)):
         probs_1V = probs_from_logits(logits_V.unsqueeze(0), SamplingParams(temperature))
-        drawn = gumbel_argmax(probs_1V, torch.tensor([noise_key(5, position)]))
+        drawn = gumbel_argmax(probs_1V, noise_keys(5, torch.tensor([position])))
         assert int(scores(logits_V, temperature, 5, position).argmax()) == int(drawn)
 
 

@@ -138,7 +138,7 @@ def count(speculation: SpeculationConfig, sampling: SamplingParams) -> tuple[Cou
         torch.inference_mode(),
         mock.patch.object(GraphPool, "record", recorded),
         mock.patch.object(block, "reads_slots", lambda _device, size: size <= LONGEST_BLOCK),
-        mock.patch.object(noise, "gumbel_scores", noise._dense_scores),
+        mock.patch.object(noise, "gumbel_scores", noise.dense_scores),
     ):
         models = Models(target, target, draft)
         session = begin(models, [request], speculation, graphs=GraphPool(CPU))

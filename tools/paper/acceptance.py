@@ -35,7 +35,6 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
-from minitri.caches.policies import make_policy
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cli import arguments
@@ -120,7 +119,6 @@ class Continuation:
         self.caches = [
             RetrievalCache(
                 self.full,
-                make_policy(speculation.policy, self.full, speculation.chunk_size),
                 speculation,
                 budgets=[speculation.budget_for(len(prompt))],
                 num_heads=config.num_heads,

@@ -22,14 +22,12 @@ def layer_by_layer(
     model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
 ) -> Iterator[None]:
     """Computes a chunk of a prompt, one layer whenever it is asked for the next."""
-    block = make_block(model, [tokens], cache, len(tokens))
-    slots_BT = block.slots_BT
-    lengths_B = None if slots_BT is None else slots_BT[:, 0].contiguous()
-    where = (cache, None, slots_BT, lengths_B, queries_LBTHD, model.attend)
+    block = make_block(model, [tokens], cache)
     x_BTE = model.embed(block.tokens_BT)
     for number, layer in enumerate(model.layers):
-        # Made afresh, as all chunks wait at once.
-        x_BTE = layer.forward(x_BTE, number, Pass(model.rope.at(block.positions_BT), *where))
+        rotary = model.rope.at(block.positions_BT)  # made afresh, as all chunks wait at once
+        shared = Pass(block, rotary, cache, model.attend, None, queries_LBTHD)
+        x_BTE = layer.forward(x_BTE, number, shared)
         yield
 
 

@@ -61,8 +61,8 @@ class SkippedLayers:
         return model.logits(hidden_1TE[0, -1]).softmax(0)
 
     def _read_window(self, tokens: list[int], cache: StreamingCache) -> None:
-        num_sinks = cache.num_sink_tokens
-        window = tokens[:num_sinks] + tokens[num_sinks:][-cache.num_recent_tokens :]
+        sinks = SETTINGS.num_sink_tokens
+        window = tokens[:sinks] + tokens[sinks:][-SETTINGS.num_recent_tokens :]
         cache.reset(0)
         read_block(self._model, [window], cache.row(0))
         cache.hold(0, len(window), len(tokens))

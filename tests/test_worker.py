@@ -1,0 +1,89 @@
+"""The thread of asyncio's requests: whatever happens to it, nobody waits for ever."""
+
+import asyncio
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from minitri import Generation, InputError, Request
+from minitri.worker import Job, Worker
+from tests.cascades import tiny_engine
+from tests.test_library import told
+
+SHORT = {"max_new_tokens": 2, "ignore_eos": True}
+
+
+async def ask(engine):
+    """How a text ends, within seconds."""
+    task = asyncio.create_task(told(engine.agenerate("She had", **SHORT)))
+    assert (await asyncio.wait([task], timeout=10))[0], "still waiting"
+    _, [end] = await task
+    return end
+
+
+@pytest.mark.parametrize("method", ["submit", "__next__"])
+def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypatch, caplog):
+    def fail(*args):
+        raise RuntimeError("broken")
+
+    with tiny_engine() as engine:
+        with monkeypatch.context() as patching:
+            patching.setattr(Generation, method, fail)
+            with pytest.raises(RuntimeError, match="broken"):
+                asyncio.run(ask(engine))
+        assert "the run failed: broken" in caplog.text
+        assert asyncio.run(ask(engine)).finish_reason == "length"
+
+
+def test_a_request_that_leaves_opens_no_run_and_one_that_comes_too_late_is_refused(engine):
+    opened = []
+
+    def open_run(kind):
+        opened.append(kind)
+        return engine.open(reserve=400)
+
+    async def run():
+        worker = Worker(open_run)
+        first, other, last, late = (Job(Request("She had", **SHORT), kind) for kind in "abaa")
+        worker.submit(first)
+        worker.submit(other)
+        other.is_cancelled = True
+        await told(first.events())
+        worker.submit(last)
+        await told(last.events())
+        worker._thread.shutdown()  # as `close` does
+        with pytest.raises(InputError, match="is closed; load it again"):
+            worker.submit(late)
+        worker.close()
+
+    asyncio.run(run())
+    assert "b" not in opened
+
+
+def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
+    made, init = [], Worker.__init__
+
+    def slow(worker, *args):
+        made.append(worker)
+        time.sleep(0.2)
+        init(worker, *args)
+
+    monkeypatch.setattr(Worker, "__init__", slow)
+    with tiny_engine() as engine, ThreadPoolExecutor(2) as threads:
+        ends = [*threads.map(lambda _: asyncio.run(ask(engine)), range(2))]
+    assert (len(made), len(ends)) == (1, 2)
+
+
+def test_a_forked_process_is_told_so_and_does_not_wait():
+    with tiny_engine() as engine:
+        asyncio.run(ask(engine))
+        if (child := os.fork()) == 0:
+            try:
+                asyncio.run(ask(engine))
+            except InputError:
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
