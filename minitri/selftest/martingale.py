@@ -44,7 +44,8 @@ class Martingale:
 
     def noticed(self, p_value: float) -> float:
         """By how much a token must be off on average to get below a p-value with odds of 99.9 %."""
-        low, high = 0.0, 1e9
+        low = 0.0
+        high = 1e9
         while high - low > 1e-3:
             middle = (low + high) / 2
             is_enough = Martingale(middle, self.variance).p_value < p_value
