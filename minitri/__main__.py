@@ -18,6 +18,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   plan      what fits on a GPU or this machine, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
+  audit     is the sampling of an OpenAI-compatible server lossless?
   pull      fetch a model before it is needed; list, remove: the models on this disk
 
 examples:
@@ -27,7 +28,7 @@ examples:
   minitri --list-models                 the models that have names; --version: of minitri
 """
 ON_DISK = ("pull", "list", "remove")
-FOLDERS = ("chat", "serve", "selftest")
+FOLDERS = ("chat", "serve", "selftest", "audit")
 PROGRAMS = ("generate", "plan", "bench", *FOLDERS, *ON_DISK)
 
 

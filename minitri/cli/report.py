@@ -1,6 +1,7 @@
 """What a run did, in words for people and in numbers for programs."""
 
 import argparse
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minitri.cli.arguments import UNUSED
@@ -39,6 +40,17 @@ def outline(run: "Generation") -> str:
         counts = [row.stats.by_origin[name] for row in run.rows for name in guessers]
         line += f", {sum(counts) / total:.0%} guessed"
     return line
+
+
+def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Lines with a heading: of these columns those that a row has."""
+    names = [name for name in columns.split() if any(name in row for row in rows)]
+    lines = []
+    for row in [{it: it.removeprefix("num_").replace("_", " ") for it in names}, *rows]:
+        cells = (row.get(name, "") for name in names)
+        texts = (f"{it:.2g}" if isinstance(it, float) else str(it) for it in cells)
+        lines.append("".join(f"{text:14}" for text in texts).rstrip())
+    return "\n".join(lines)
 
 
 def answer(row: Row) -> dict[str, Any]:

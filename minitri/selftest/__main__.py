@@ -23,7 +23,7 @@ with clean_imports():
     from minitri.cli import arguments
     from minitri.cli.boot import load_engine
     from minitri.cli.inputs import read_prompt
-    from minitri.cli.report import where
+    from minitri.cli.report import as_table, where
     from minitri.fields import between
     from minitri.log import log
     from minitri.settings import METHODS
@@ -74,16 +74,10 @@ def build_parser() -> arguments.OneLineParser:
 
 def table(results: list[dict[str, Any]]) -> str:
     """The comparisons for people, and what they say, in a last line."""
-    names = [name for name in COLUMNS.split() if any(name in row for row in results)]
-    lines = []
-    for row in [{it: it.removeprefix("num_").replace("_", " ") for it in names}, *results]:
-        cells = (row.get(name, "") for name in names)
-        texts = (f"{it:.2g}" if isinstance(it, float) else str(it) for it in cells)
-        lines.append("".join(f"{text:14}" for text in texts).rstrip())
     counts = Counter(row["verdict"] for row in results)
     found = [verdict for verdict in VERDICTS if verdict in counts]
     says = ", ".join(f"{counts[verdict]} {verdict}" for verdict in found)
-    return "\n".join([*lines, "", f"{VERDICTS[found[-1]]}: {says}"])
+    return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[found[-1]]}: {says}"
 
 
 def run_command(args: argparse.Namespace) -> int:

@@ -2,10 +2,8 @@
 
 After any text a plain pass of the model gives the distribution p that the next token must follow.
 Each test gives every token of the vocabulary a score from 0 to 1, and adds up how far the scores of
-the tokens that were emitted are from their mean under p. For an exact method that sum is a
-martingale S: its mean is 0 and its variance V known, whatever the text, and for any l
-exp(l S - (exp |l| - 1 - |l|) V) is above 1 / a with odds of at most a (Freedman 1975, Ville). Of
-several l the largest counts, with odds that many times as high. The scores are
+the tokens that were emitted are from their mean under p: for an exact method that sum is a
+martingale (`martingale.py`). The scores are
 
 - `likelihood`: p itself, against too sharp or flat a distribution.
 - `order`: the middle of the token's interval in the CDF of p, by which tokens are sampled, against
@@ -19,7 +17,6 @@ next is certain before the token is sampled, and bugs may push them in opposite 
 Legend: N tokens, V vocab.
 """
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -33,11 +30,10 @@ from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.runner import prefill
+from minitri.selftest.martingale import Martingale
 
 FALSE_ALARM = 1e-4
 """Odds that sound code fails a self-test, all methods and scores together."""
-RATES = [sign * 2.0**-k for k in range(13) for sign in (-1, 1)]
-"""The l that are tried."""
 ROWS_AT_ONCE = 32
 
 
@@ -61,7 +57,7 @@ def run_test(
     for prompt, end in zip(prompts, run.results(), strict=True):
         for name, own_sums in score(engine, prompt, end.tokens, sampling).items():
             sums[name] += own_sums.cpu()
-    return {name: p_value(*both.tolist()) for name, both in sums.items()}
+    return {name: Martingale(*both.tolist()).p_value for name, both in sums.items()}
 
 
 def score(
@@ -103,12 +99,6 @@ def last_logits(model: Llama, sequence: list[int], width: int) -> Tensor:
     for _ in prefill(model, sequence[: start + 1], cache, 0, chunk=1024):
         pass
     return model.logits(read_block(model, [sequence[start:]], cache)[0])
-
-
-def p_value(total: float, variance: float) -> float:
-    """The odds, at most, that the sum of the scores of sound code comes so far from 0."""
-    logs = [rate * total - (math.exp(abs(rate)) - 1 - abs(rate)) * variance for rate in RATES]
-    return math.exp(min(0.0, math.log(len(RATES)) - max(logs)))
 
 
 def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:

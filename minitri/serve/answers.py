@@ -1,6 +1,7 @@
 """How an endpoint words its answer: OpenAI's JSON, whole or as a stream, of a run's events.
 
-In addition to OpenAI's fields every answer has its `seed`.
+In addition to OpenAI's fields every answer has its `seed`; chunks of a stream with `details` have
+the token's `origin` (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp's server.
 """
 
 import itertools
@@ -10,6 +11,7 @@ import time
 from typing import Any
 
 from minitri import End, Engine, Event, RowStats, Token
+from minitri.requests import PrefillProgress
 from minitri.serve.protocol import Call
 
 LEAST_LOGPROB = -9999.0
@@ -49,10 +51,14 @@ class Writer:
     def take(self, event: Event) -> bytes:
         """What an event adds to the answer: nothing while its text is not certain."""
         is_stream = self._call.stream
+        has_details = is_stream and self._call.details
         match event:
+            case PrefillProgress(num_done=done, num_tokens=total, num_cached=cached) if has_details:
+                progress = {"processed": done, "total": total, "cache": cached}
+                return in_stream(self._head | {"choices": [], "prompt_progress": progress})
             case Token() if not is_stream:
                 self._tokens.append(event)
-            case Token(text=text) if text or self._has_logprobs:
+            case Token(text=text) if text or self._has_logprobs or has_details:
                 return in_stream(self._answer(text, [event]))
             case End(text=text, row_stats=stats) if not is_stream:
                 return to_json(self._answer(text, self._tokens, event) | {"usage": usage(stats)})
@@ -71,6 +77,8 @@ class Writer:
             "logprobs": self._logprobs(tokens) if self._has_logprobs and tokens else None,
             "finish_reason": "stop" if reason == "eos" else reason,
         }
+        if self._call.stream and self._call.details and tokens:
+            choice["origin"] = tokens[-1].origin
         if self._call.is_chat:
             choice["delta" if self._call.stream else "message"] = self._speaker | {"content": text}
             self._speaker = {}

@@ -18,6 +18,7 @@ from minitri import End, InputError
 from minitri.errors import shorten
 from minitri.log import log
 from minitri.serve.answers import Json, Writer, in_stream, to_json
+from minitri.serve.page import docs, page
 from minitri.serve.protocol import ApiError, Call, Protocol
 from minitri.worker import Job, Worker
 
@@ -44,6 +45,8 @@ class Service:
             Route("/v1/completions", self.complete, methods=["POST"]),
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/health", self.health),
+            Route("/", page),
+            Route("/docs", docs),
         ]
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))

@@ -1,7 +1,8 @@
 """What a client asks: from the JSON of a request to a `Call`.
 
-Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos` and `speculation` are additions. A
-field that this server has no use for is accepted only where its value asks for nothing.
+Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
+`continue_final_message` are additions. A field that this server has no use for is accepted only
+where its value asks for nothing.
 """
 
 import json
@@ -25,6 +26,8 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprobs": (True,),
     "speculation": (True,),
     "stream": (True,),
+    "details": (True,),
+    "continue_final_message": (True,),
     "stream_options": ({"include_usage": True}, {"include_usage": False}),
     "n": (1,),
     "best_of": (1,),
@@ -55,6 +58,8 @@ class Call:
     stream: bool
     include_usage: bool
     """Whether a stream ends with a chunk of usage."""
+    details: bool = False
+    """Whether a stream tells who guessed each token, and how much of the prompt was read."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +84,11 @@ class Protocol:
         logprobs = fields.get("logprobs")
         if is_chat:
             messages = fields.get("messages", [])
-            turns = map(_turn, messages if isinstance(messages, list) else [messages])
-            ids = self.engine.tokenizer.encode_chat(list(turns))
+            turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
+            is_begun = bool(turns) and fields.get("continue_final_message", False)
+            begun = turns.pop()["content"] if is_begun else ""
+            ids = self.engine.tokenizer.encode_chat(turns)
+            ids += self.engine.tokenizer.encode_marked(begun)
             if "top_logprobs" in fields and not logprobs:
                 raise InputError("top_logprobs is given without logprobs; set that to true, too")
             logprobs = fields.get("top_logprobs", 0) if logprobs else None
@@ -101,7 +109,8 @@ class Protocol:
             speculation,
         )
         include_usage = (fields.get("stream_options") or {}).get("include_usage", False)
-        return Call(request, is_chat, bool(fields.get("stream")), include_usage)
+        stream, details = (bool(fields.get(name)) for name in ("stream", "details"))
+        return Call(request, is_chat, stream, include_usage, details)
 
     def _ids(self, prompt: Any) -> list[int]:
         """Token ids of a text, of ids, or of a list with one of those."""

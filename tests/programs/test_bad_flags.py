@@ -28,7 +28,7 @@ from tools.bench import floor, synthetic
 
 MODULES = {"generate": "minitri.generate", "peers": "tools.bench.__main__", "tour": "tools.tour"}
 MODULES |= {"plan": "minitri.plan", "bench": "minitri.bench", "minitri": "minitri.__main__"}
-MODULES |= {name: f"minitri.{name}.__main__" for name in ("chat", "selftest", "serve")}
+MODULES |= {name: f"minitri.{name}.__main__" for name in ("audit", "chat", "selftest", "serve")}
 BAD = r"""
 generate --model no-such-model | unknown model 'no-such-model'; give a folder or file
 generate --model smollm2-135 | unknown model 'smollm2-135'; .* such as smollm2-135m
@@ -145,6 +145,9 @@ selftest --method autoregressive | --method: invalid choice: 'autoregressive'
 selftest --num-samples 9999999 | --num-samples: '9999999'
 selftest --prompt-file empty-folder | ^--prompt-file empty-folder is a folder
 selftest --chat | unrecognized arguments: --chat
+audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
+audit --json | required: URL
+audit x:y | unknown url type
 bench --compare --offload --model no-such-model | ^--offload needs --on-chip N
 bench --method naive:0 | ^--tree is '0'
 bench --method naives | ^--method is 'naives'; it must be one of auto

@@ -93,6 +93,9 @@ bench --method naives | 2
 selftest --help | 0
 selftest --num-samples many | 2
 selftest --top-p 2 | 2
+audit --help | 0
+audit | 2
+audit http://127.0.0.1:9 --num-tokens 0 | 2
 """
 
 

@@ -20,6 +20,7 @@ from minitri.worker import Worker
 from tests.loading.test_chat_template import CHATML
 
 CONTEXT, NUM_ROWS = 400, 4
+COUPLED = SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True)
 
 
 class Server:
@@ -53,12 +54,12 @@ class Server:
         self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
-def opened(engine, before, num_rows: int):
+def opened(engine, before, num_rows: int, speculation: SpeculationConfig):
     """An open run with something to do before each of its events."""
     run = engine.open(
         batch_size=num_rows,
         generation=GenerationConfig(reserve=CONTEXT),
-        speculation=SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True),
+        speculation=speculation,
     )
     events = run._events
 
@@ -73,11 +74,19 @@ def opened(engine, before, num_rows: int):
 
 
 @contextlib.contextmanager
-def serving(engine, *, before=lambda: None, num_rows=NUM_ROWS, max_queue=64, api_key=None):
+def serving(
+    engine,
+    *,
+    before=lambda: None,
+    num_rows=NUM_ROWS,
+    max_queue=64,
+    api_key=None,
+    speculation=COUPLED,
+):
     """A server in a thread, whose worker calls `before` before each event."""
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
     listener = socket.create_server(("127.0.0.1", 0))
-    start = functools.partial(opened, engine, before, num_rows)
+    start = functools.partial(opened, engine, before, num_rows, speculation)
     worker = Worker(lambda _: start(), start())
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, num_rows + max_queue, api_key)

@@ -128,6 +128,30 @@ def test_an_answer_goes_on_after_the_rendered_messages(ask, engine, template):
     assert last.usage.completion_tokens == 16
 
 
+def test_a_stream_tells_who_guessed_each_token_if_it_is_asked_for(ask, server):
+    fields = {"stream": True, "extra_body": {"details": True}}
+    first, *chunks, last = ask(**fields)
+    progress = first.prompt_progress
+    assert first.choices == []
+    assert progress["processed"] == progress["total"] > progress["cache"]
+    origins = [chunk.choices[0].origin for chunk in chunks]
+    assert len(origins) == 16
+    assert {"draft", "retrieval"} & {*origins}
+    assert {*origins} <= {"draft", "retrieval", "recovered", "bonus"}
+    assert last.choices[0].finish_reason == "length"
+    plain = [chunk.to_dict() for chunk in ask(stream=True)]
+    assert not any("prompt_progress" in it or "origin" in it["choices"][0] for it in plain)
+    assert "origin" not in ask(extra_body={"details": True}).choices[0].to_dict()
+
+
+def test_an_answer_that_was_cut_goes_on(ask, engine, template):
+    prompt = engine.tokenizer.encode_marked(template.render(PLAIN) + "It is")
+    messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
+    answer = ask(messages=messages, extra_body={"continue_final_message": True})
+    assert answer.choices[0].message.content == own_text(engine, prompt, seed=5, num=16)
+    assert answer.usage.prompt_tokens == len(prompt)
+
+
 def test_logprobs_have_the_bytes_of_whole_characters(ask):
     answer = ask(logprobs=True, top_logprobs=2)
     entries = answer.choices[0].logprobs.content
