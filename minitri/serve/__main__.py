@@ -13,7 +13,15 @@ with clean_imports():
     import os
     import socket
 
-    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+    from minitri import (
+        End,
+        Generation,
+        GenerationConfig,
+        InputError,
+        Request,
+        SamplingParams,
+        SpeculationConfig,
+    )
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.errors import explain, shorten
@@ -22,6 +30,8 @@ with clean_imports():
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
+WARM_UP_TOKENS = 32
+"""Of a prompt, and of its answer, before clients are answered."""
 FINISH_SECONDS = 60
 """For running requests to end after a Ctrl-C."""
 
@@ -48,7 +58,7 @@ def build_parser() -> arguments.OneLineParser:
     """All flags of the program."""
     parser = arguments.OneLineParser(
         "serve",
-        "--context 32768 --batch-size 2 --port 8080 --api-key secret --coupled",
+        "--context 32768 --batch-size 2 --port 8080 --api-key secret",
         description="Serves a model at OpenAI's /v1/completions and /v1/chat/completions.",
     )
     arguments.add_flags(parser, *arguments.MODEL)
@@ -57,8 +67,15 @@ def build_parser() -> arguments.OneLineParser:
     title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    title = "speculation (with --coupled a seed gives one text, alone and with other requests)"
-    arguments.add_flags(parser, *arguments.SPECULATION, title=title)
+    names = (name for name in arguments.SPECULATION if name != "coupled")
+    arguments.add_flags(parser, *names, title="speculation")
+    parser.add_argument(
+        "--coupled",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="tie random numbers to seed and position, so that a seed gives one text, alone and with "
+        "other requests; without it fewer guesses are rejected at a temperature above 0",
+    )
     return parser
 
 
@@ -92,7 +109,9 @@ def run_command(args: argparse.Namespace) -> None:
             generation=arguments.taken(GenerationConfig, args, reserve=context),
             speculation=speculation,
         )
-        worker = Worker(lambda _: open_run(), open_run())
+        run = open_run()
+        warm_up(run)
+        worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue
@@ -109,6 +128,14 @@ def run_command(args: argparse.Namespace) -> None:
             with contextlib.suppress(KeyboardInterrupt):
                 uvicorn.Server(config).run(sockets=[listener])
     log.info("stopped")
+
+
+def warm_up(run: "Generation") -> None:
+    """Extends a short text, so that the first request does not wait for what is made once."""
+    generation = GenerationConfig(WARM_UP_TOKENS, ignore_eos=True)
+    run.submit(Request([1] * WARM_UP_TOKENS, seed=0, generation=generation))
+    while not isinstance(next(run), End):
+        pass
 
 
 main = program(build_parser, run_command)
