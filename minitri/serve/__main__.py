@@ -13,20 +13,17 @@ with clean_imports():
     import os
     import socket
 
-    from minitri import (
-        End,
-        Generation,
-        GenerationConfig,
-        InputError,
-        Request,
-        SamplingParams,
-        SpeculationConfig,
-    )
+    from typing import TYPE_CHECKING
+
+    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.errors import explain, shorten
     from minitri.fields import between
     from minitri.settings import MAX_ROWS
+
+    if TYPE_CHECKING:
+        from minitri import Generation
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
@@ -73,8 +70,8 @@ def build_parser() -> arguments.OneLineParser:
         "--coupled",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="tie random numbers to seed and position, so that a seed gives one text, alone and with "
-        "other requests; without it fewer guesses are rejected at a temperature above 0",
+        help="tie random numbers to seed and position: a seed gives one text, alone and with other "
+        "requests; without it fewer guesses are rejected at a temperature above 0",
     )
     return parser
 
@@ -132,6 +129,8 @@ def run_command(args: argparse.Namespace) -> None:
 
 def warm_up(run: "Generation") -> None:
     """Extends a short text, so that the first request does not wait for what is made once."""
+    from minitri import End, Request  # with PyTorch
+
     generation = GenerationConfig(WARM_UP_TOKENS, ignore_eos=True)
     run.submit(Request([1] * WARM_UP_TOKENS, seed=0, generation=generation))
     while not isinstance(next(run), End):
