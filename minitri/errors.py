@@ -26,7 +26,8 @@ class InputError(ValueError):
 def shorten(text: object, limit: int = 200) -> str:
     """One line of at most `limit` characters, to quote a file or another error in a message of
     ours; a control character could move the cursor."""
-    printable = (char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split()))
+    words = str(text)[: 10 * limit].split()
+    printable = (char if char.isprintable() else "\ufffd" for char in " ".join(words))
     line = "".join(printable)
     return line if len(line) <= limit else line[: limit - 3] + "..."
 

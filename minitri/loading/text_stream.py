@@ -46,29 +46,39 @@ class IncrementalDecoder:
 
     A token reads by its neighbours: a leading space, a character of several tokens. So each step
     decodes a short window twice, with and without the new tokens, and gives out the difference. A
-    window that ends in U+FFFD may end in half a character, and waits.
+    window that ends in U+FFFD may end in half a character, and waits, but for no more than
+    `MAX_WAITING` tokens: each decodes the window again.
     """
 
     CONTEXT = 6
     """Tokens of the prompt that the first new token is decoded after."""
+    MAX_WAITING = 16
+    """Four times the tokens that a character may have."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
         self._tokenizer = tokenizer
         self._ids = prompt[-self.CONTEXT :]
         self._window = 0  # first token of the window
         self._read = len(self._ids)  # first token whose text has not been given out
+        self._num_held = 0  # characters just before it that have not, either
 
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
         self._ids.append(token)
-        if self._tokenizer.decode(self._ids[self._window :]).endswith("\ufffd"):
-            return ""
-        return self.flush()
-
-    def flush(self) -> str:
-        """All text not given out yet, whatever may follow; broken characters as U+FFFD."""
-        known = self._tokenizer.decode(self._ids[self._window : self._read])
         text = self._tokenizer.decode(self._ids[self._window :])
+        num_broken = len(text) - len(text.rstrip("\ufffd"))
+        if num_broken and len(self._ids) - self._read < self.MAX_WAITING:
+            return ""
+        return self.flush(min(num_broken, 3))  # a character may go on after three bytes
+
+    def flush(self, num_held: int = 0) -> str:
+        """All text not given out yet but its last characters, whatever may follow; broken
+        characters as U+FFFD."""
+        known = self._tokenizer.decode(self._ids[self._window : self._read])
+        known = known[: len(known) - self._num_held]
+        text = self._tokenizer.decode(self._ids[self._window :])
+        text = text[: len(text) - num_held]
+        self._num_held = num_held
         self._window = self._read
         self._read = len(self._ids)
         # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.

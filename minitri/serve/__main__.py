@@ -10,9 +10,8 @@ with clean_imports():
     import contextlib
     import dataclasses
     import functools
-    import os
     import socket
-
+    from pathlib import Path
     from typing import TYPE_CHECKING
 
     from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
@@ -20,6 +19,8 @@ with clean_imports():
     from minitri.cli.boot import boot
     from minitri.errors import explain, shorten
     from minitri.fields import between
+    from minitri.log import log
+    from minitri.serve.access import Access
     from minitri.settings import MAX_ROWS
 
     if TYPE_CHECKING:
@@ -43,12 +44,8 @@ class ServeFlags:
     """Requests that run at a time."""
     max_queue: int = between(64, 1)
     """Requests that wait for a row; more are answered with 503."""
-    host: str = "127.0.0.1"
-    """Address to listen at; 0.0.0.0: all."""
     port: int = between(8000, 0, 65535)
     """Where to listen; 0: any port that is free."""
-    api_key: str | None = None
-    """What clients have to send. Default: MINITRI_API_KEY, or nothing."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -60,6 +57,7 @@ def build_parser() -> arguments.OneLineParser:
     )
     arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_fields(parser, ServeFlags)
+    arguments.add_fields(parser.add_argument_group("clients"), Access)
     arguments.add_flags(parser, *arguments.MEMORY)
     title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
@@ -80,25 +78,27 @@ def run_command(args: argparse.Namespace) -> None:
     """Answers requests until Ctrl-C."""
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
-    if args.api_key == "":
-        raise InputError("--api-key is empty, so that all could send it; give a text")
+    access = arguments.taken(Access, args)
+    is_open = not (access.keys or args.host == "localhost" or args.host.startswith("127."))
     with clean_imports():  # what the server needs: no flag is wrong any more
         import uvicorn  # an extra, without which --help works
 
-        from minitri.log import log
         from minitri.serve.app import Service
+        from minitri.serve.connections import Connection
         from minitri.serve.protocol import Protocol
         from minitri.worker import Worker
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
         listener = socket.create_server((args.host, args.port))
+    if is_open:
+        log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
         engine = boot(args)
         most = engine.config.context_length
         context = args.context or min(DEFAULT_CONTEXT, most)
         if not 1 < context <= most:
             raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
-        names = list(dict.fromkeys([engine.config.name, args.model]))
+        names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
         open_run = functools.partial(
             engine.open,
             batch_size=args.batch_size,
@@ -110,11 +110,11 @@ def run_command(args: argparse.Namespace) -> None:
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
-            key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue
-            service = Service(Protocol(engine, names, sampling, context), worker, max_open, key)
+            protocol = Protocol(engine, names, sampling, context)
             config = uvicorn.Config(
-                service.app,
+                Service(protocol, worker, max_open, access).app,
+                http=Connection,
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=FINISH_SECONDS,

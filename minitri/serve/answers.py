@@ -10,7 +10,7 @@ import secrets
 import time
 from typing import Any
 
-from minitri import End, Engine, Event, RowStats, Token
+from minitri import End, Engine, Event, Idle, RowStats, Token
 from minitri.requests import PrefillProgress
 from minitri.serve.protocol import Call
 
@@ -67,6 +67,8 @@ class Writer:
                 if self._call.include_usage:
                     last += in_stream(self._head | {"choices": [], "usage": usage(stats)})
                 return last + b"data: [DONE]\n\n"
+            case Idle() if is_stream:
+                return b": waiting\n\n"
         return b""
 
     def _answer(self, text: str, tokens: list[Token], end: End | None = None) -> Json:

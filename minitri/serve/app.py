@@ -3,20 +3,23 @@ client gets OpenAI's error JSON; the others do not notice. A client that leaves 
 
 import asyncio
 import functools
-import hmac
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from minitri import End, InputError
+from minitri import End, Idle, InputError
 from minitri.errors import shorten
 from minitri.log import log
+from minitri.serve.access import Access
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.page import docs, page
 from minitri.serve.protocol import ApiError, Call, Protocol
@@ -24,6 +27,8 @@ from minitri.worker import Job, Worker
 
 BODY_SECONDS = 30
 """For a client to send its request."""
+WAITING_SECONDS = 15
+"""Between signs of life in a stream that waits."""
 
 
 @dataclass
@@ -34,12 +39,12 @@ class Service:
     worker: Worker
     max_open: int
     """Requests that may run or wait."""
-    api_key: str | None = None
+    access: Access = field(default_factory=Access)
     num_open: int = 0
     """Requests that run or wait."""
 
     @property
-    def app(self) -> Starlette:
+    def app(self) -> ASGIApp:
         routes = [
             Route("/v1/models", self.models),
             Route("/v1/completions", self.complete, methods=["POST"]),
@@ -49,10 +54,11 @@ class Service:
             Route("/docs", docs),
         ]
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))
+        return CORSMiddleware(app, self.access.allow_origin, allow_methods="*", allow_headers="*")
 
     async def complete(self, request: Request) -> ASGIApp:
-        self._check_key(request)
+        key = self.access.admit(request.headers)
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
             message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
@@ -67,11 +73,20 @@ class Service:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
         is_chat = "/chat/" in request.url.path
-        call = await run_in_threadpool(self.protocol.read, body, is_chat=is_chat)
-        return functools.partial(self._answer, call)
+        client = "" if self.access.share_prefixes else key
+        read = functools.partial(self.protocol.read, body, is_chat=is_chat, client=client)
+        return functools.partial(self._take_in, read)
+
+    async def _take_in(self, read: Callable[[], Call], *ends: Any) -> None:
+        """Counts a request from before its prompt is tokenized to the end of its answer."""
+        self.num_open += 1
+        try:
+            await self._answer(await run_in_threadpool(read), *ends)
+        finally:
+            self.num_open -= 1
 
     async def _body(self, request: Request) -> bytes:
-        limit = max(1 << 20, 64 * self.protocol.context)  # a token of text takes about 4
+        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = bytearray()
         async for part in request.stream():
             body += part
@@ -87,8 +102,9 @@ class Service:
         job = Job(call.request)
 
         async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
+            leaving = asyncio.ensure_future(receive())
+            while not (await asyncio.wait([leaving], timeout=WAITING_SECONDS))[0]:
+                job.tell(Idle())
             job.tell(None)
 
         writer = Writer(call, self.protocol.names[0], self.protocol.engine)
@@ -98,10 +114,9 @@ class Service:
         last = {"type": "http.response.body"}
         has_begun = False
         outcome = "left"
-        self.num_open += 1
-        self.worker.submit(job)
         watcher = loop.create_task(watch())
         try:
+            self.worker.submit(job)
             async for event in job.events():
                 body = writer.take(event)
                 if not has_begun and (body or call.stream):
@@ -122,17 +137,10 @@ class Service:
         finally:
             watcher.cancel()
             job.is_cancelled = True
-            self.num_open -= 1
             log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
 
-    def _check_key(self, request: Request) -> None:
-        given = request.headers.get("authorization", "").removeprefix("Bearer ").encode("latin-1")
-        if self.api_key and not hmac.compare_digest(given, self.api_key.encode()):
-            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            raise ApiError(401, "invalid_api_key", message)
-
     async def models(self, request: Request) -> Response:
-        self._check_key(request)
+        self.access.admit(request.headers)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
         about |= {"max_model_len": self.protocol.context}
         data = [about | {"id": name} for name in self.protocol.names]
@@ -144,7 +152,8 @@ class Service:
 
 def answer(content: Json, status: int = 200) -> Response:
     """A response of JSON."""
-    return Response(to_json(content), status, media_type="application/json")
+    headers = {} if status in (200, 408, 429, 503) else {"x-should-retry": "false"}
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
 async def refuse(_: Request, error: Exception) -> Response:

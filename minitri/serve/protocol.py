@@ -16,7 +16,8 @@ from minitri.loading.prompt_ids import draw_seed
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key", "service_tier")
+OWNERS = ("safety_identifier", "user", "prompt_cache_key")
+IGNORED = ("metadata", "service_tier", *OWNERS)
 COMMON = {"model", "stop", "ignore_eos", "max_tokens", "seed", *vars(SamplingParams()), *IGNORED}
 TEXT = COMMON | {"prompt", "logprobs"}
 CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs", "parallel_tool_calls"}
@@ -34,6 +35,7 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
+    "repetition_penalty": (1,),
 }
 
 
@@ -74,8 +76,9 @@ class Protocol:
     context: int
     """Tokens of a prompt and its answer."""
 
-    def read(self, body: bytes, *, is_chat: bool) -> Call:
-        """The call that a body stands for. Raises `InputError`, or `ApiError` where OpenAI does."""
+    def read(self, body: bytes, *, is_chat: bool, client: str = "") -> Call:
+        """The call that a body stands for; the cache is shared where no client is named. Raises
+        `InputError`, or `ApiError` where OpenAI does."""
         fields = _fields(body, CHAT if is_chat else TEXT)
         model = fields.get("model", self.names[0])
         if model not in self.names:
@@ -101,12 +104,14 @@ class Protocol:
         speculation = fields.get("speculation", True)
         if not isinstance(speculation, bool):
             raise InputError(f"'speculation' is {shorten(speculation, 60)}; give true or false")
+        user = next((fields[name] for name in OWNERS if name in fields), "")  # for whom it asks
         request = Request(
             ids,
             fields.get("seed", draw_seed()),
             changed(self.sampling, fields),
             changed(GenerationConfig(), fields | own),
             speculation,
+            f"{client}/{user}" if client else "",
         )
         include_usage = (fields.get("stream_options") or {}).get("include_usage", False)
         stream, details = (bool(fields.get(name)) for name in ("stream", "details"))

@@ -155,3 +155,26 @@ def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(
     with pytest.raises(InputError, match="the drafter other-words has another vocabulary") as it:
         minitri.load(folder, draft=other)
     assert "\n" not in str(it.value)
+
+
+@pytest.mark.parametrize("num_broken", [0, 1, 14, 15, 16, 17, 18, 40])
+def test_broken_bytes_are_told_in_time_and_break_no_character(tokenizer, num_broken):
+    [broken] = (i for i in range(tokenizer.num_tokens) if tokenizer.token(i) in ("ÿ", "<0xFF>"))
+    start, *others = tokenizer.encode("a🦥b")[-6:]
+    ids = [broken] * num_broken + others
+    decoder = IncrementalDecoder(tokenizer, [start])
+    pieces = [decoder.push(token) for token in ids]
+    assert "".join(pieces) == "\ufffd" * num_broken + "🦥b"
+    num_told = [len("".join(pieces[:n])) for n in range(len(ids))]
+    assert all(told >= n - 3 - decoder.MAX_WAITING for n, told in enumerate(num_told))
+
+
+def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, monkeypatch):
+    [*before, _, _, _] = tokenizer.encode("a\ufffd")
+    ids = tokenizer.encode("a" + "\ufffd" * 1333)[len(before) :]
+    decode, lengths = tokenizer.decode, []
+    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    decoder = IncrementalDecoder(tokenizer, before)
+    text = "".join(decoder.push(token) for token in ids) + decoder.flush()
+    assert (text, len(ids)) == ("\ufffd" * 1333, 3999)
+    assert sum(lengths) < 40 * len(ids)

@@ -133,7 +133,8 @@ serve --port http | --port: 'http'
 serve --port BUSY | port \d+ \(Address already in use.*; choose another --host or --port
 serve --host no.such.host | cannot listen at no.such.host, port 8000
 serve --host http://x | cannot listen at http://x, port 8000
-serve --api-key '' | ^--api-key is empty
+serve --api-key '' | ^an API key is empty
+serve --api-key-file no-such-file | ^--api-key-file no-such-file cannot be read
 serve --context 0 | --context: '0'
 serve --context 100000 --port 0 --model tiny | ^--context is 100000; give from 2 to 512
 serve --batch-size 100000 | --batch-size: '100000' is not a whole number from 1 to 1024

@@ -13,7 +13,9 @@ import pytest
 import uvicorn
 
 from minitri.loading.chat_template import ChatTemplate
+from minitri.serve.access import Access
 from minitri.serve.app import Service
+from minitri.serve.connections import Connection
 from minitri.serve.protocol import Protocol
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.worker import Worker
@@ -38,7 +40,9 @@ class Server:
     def raw(self, body: bytes = b"", missing: int = 0, **fields) -> socket.socket:
         """A connection that has sent a POST, without its last bytes, and waits for nothing."""
         body = body or json.dumps(fields).encode()
-        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         head += f"Content-Length: {len(body) + missing}\r\n\r\n"
         connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
         connection.sendall(head.encode() + body)
@@ -80,8 +84,8 @@ def serving(
     before=lambda: None,
     num_rows=NUM_ROWS,
     max_queue=64,
-    api_key=None,
     speculation=COUPLED,
+    **access,
 ):
     """A server in a thread, whose worker calls `before` before each event."""
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
@@ -89,8 +93,8 @@ def serving(
     start = functools.partial(opened, engine, before, num_rows, speculation)
     worker = Worker(lambda _: start(), start())
     with listener, contextlib.closing(worker):
-        service = Service(protocol, worker, num_rows + max_queue, api_key)
-        server = uvicorn.Server(uvicorn.Config(service.app, log_config=None))
+        service = Service(protocol, worker, num_rows + max_queue, Access(**access))
+        server = uvicorn.Server(uvicorn.Config(service.app, log_config=None, http=Connection))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         own = Server(service, listener.getsockname()[1])

@@ -72,6 +72,8 @@ def test_ctrl_c_lets_a_running_request_end(folder):
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
         lines = iter(program.stderr)
         url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
+        names = [it["id"] for it in httpx.get(f"{url}/models").json()["data"]]
+        assert names == [folder.name]  # without where it is
         fields = {"prompt": "She had", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/completions", json=fields, timeout=60) as response:
             parts = response.iter_lines()

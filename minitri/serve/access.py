@@ -1,0 +1,61 @@
+"""Who may ask. A web page can make a browser ask, too: under a name of its own that leads to this
+machine (DNS rebinding), or as a page of another site; the headers Host and Origin tell."""
+
+import functools
+import hmac
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from minitri import InputError
+from minitri.cli.inputs import read_text
+from minitri.errors import shorten
+from minitri.serve.protocol import ApiError
+
+
+@dataclass(frozen=True)
+class Access:
+    """What the program is asked for about its clients."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at; 0.0.0.0: all."""
+    allowed_host: Sequence[str] = ()
+    """Another name under which clients reach the server; may be repeated."""
+    allow_origin: Sequence[str] = ()
+    """A site whose pages may ask, such as https://a.example; may be repeated."""
+    api_key: str | None = None
+    """What clients have to send. Default: MINITRI_API_KEY, or nothing."""
+    api_key_file: str | None = None
+    """More keys, one a line; a line with # in front is a comment."""
+    share_prefixes: bool = False
+    """With keys, too, let prompts begin with what is cached of other clients, who can tell."""
+
+    @functools.cached_property
+    def keys(self) -> list[str]:
+        """All that are accepted; if there are none, none is asked for. Raises `InputError`."""
+        key = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
+        keys = [] if key is None else [key]
+        if self.api_key_file is not None:
+            lines = map(str.strip, read_text(self.api_key_file, "--api-key-file").splitlines())
+            keys += [line for line in lines if line and line[0] != "#"] or [""]
+        if "" in keys:
+            raise InputError("an API key is empty, so that all could send it; give a text")
+        return keys
+
+    def admit(self, headers: Mapping[str, str]) -> str:
+        """Which of the keys a client has; none are asked for: an empty text. Raises `ApiError`."""
+        host = headers.get("host", "localhost")
+        origin = headers.get("origin", f"http://{host}")
+        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
+        names = ("localhost", self.host, *self.allowed_host)
+        is_own = is_address or host.partition(":")[0].lower() in names
+        if not is_own or (origin.partition("://")[2] != host and origin not in self.allow_origin):
+            got = f"it is for host {shorten(host, 60)}, by a page of {shorten(origin, 60)}"
+            raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
+        scheme, _, given = headers.get("authorization", "").partition(" ")
+        same = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in self.keys]
+        if self.keys and not (scheme.lower() == "bearer" and any(same)):
+            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+            raise ApiError(401, "invalid_api_key", message)
+        return f"key {same.index(True)}" if self.keys else ""
