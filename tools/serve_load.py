@@ -203,9 +203,9 @@ def measure(command: list[str], args: Namespace, is_tiny: bool) -> dict[str, Any
     """What becomes of the load at a server that is started for it, and ended by Ctrl-C."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    # Two threads for matrices of this size would only wait for each other.
-    environment = os.environ | ({"OMP_NUM_THREADS": "1"} if is_tiny else {})
-    with subprocess.Popen([*command, "--port", str(port)], env=environment) as server:
+    threads = {"OMP_NUM_THREADS": "1"} if is_tiny else {}  # two would only wait for each other
+    how: dict[str, Any] = {"env": os.environ | threads, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--port", str(port)], **how) as server:
         load = Load(f"http://127.0.0.1:{port}", server.pid, args, is_tiny)
         try:
             while True:
@@ -243,7 +243,7 @@ def run_command(args: Namespace) -> int:
     model = args.model or ("smollm2-135m" if args.peer else None)
     is_tiny = model is None and args.url is None
     args.longest = args.longest or (100_000 if is_tiny else 2000)
-    context = str(args.longest * 3 // 2 + args.new_tokens)
+    context = str(args.new_tokens + args.longest * (2 if is_tiny else 3) // 2)
     results = {}
     if args.url:
         results["server"] = asyncio.run(Load(args.url, None, args, is_tiny).send())
@@ -255,7 +255,7 @@ def run_command(args: Namespace) -> int:
             results["minitri"] = measure(command, args, is_tiny)
     if args.peer:
         command = [args.peer_python, "-m", args.peer, "--model", str(locate(str(model)).path)]
-        command += ["--n_ctx", context, "--n_threads", str(os.cpu_count())]
+        command += ["--n_ctx", context, "--n_threads", str(os.cpu_count()), "--verbose", "false"]
         command += ["--interrupt_requests", "false"]  # else a request ends the one before it
         results[args.peer] = measure(command, args, is_tiny)
     first, *_ = results.values()
