@@ -32,7 +32,7 @@ from minitri.stack import Stack
 
 CLOSED = "the engine is closed; load it again"
 TURN_OF_OLDEST = 4
-"""Of so many chunks of prompts one is of the oldest: at least this share of the time is its own."""
+"""Of so many chunks of prompts one is of the oldest, and of so many requests that get a place."""
 
 
 def check_process(models: Models) -> None:
@@ -91,6 +91,7 @@ class Generation(Iterator[Event]):
         self._reading: dict[int, Iterator[PrefillProgress]] = {}
         self._num_left: dict[int, int] = {}  # tokens of these
         self._num_chunks = 0
+        self._num_admitted = 0
         prompts = [row.prompt for row in rows]
         asked = (shape, prompts, [row.request for row in rows])
         self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
@@ -180,17 +181,19 @@ class Generation(Iterator[Event]):
 
     def _admit(self, stack: Stack) -> None:
         """Gives free places to waiting requests; cancelled ones go."""
-        for b, row in list(self._running.items()):
-            if row.finish_reason is not None:
+        for b, running in list(self._running.items()):
+            if running.finish_reason is not None:
                 self._leave(stack, b)
         memory = stack.memory
         places = {*range(memory.shape.num_rows)} - self._running.keys()
         while self._waiting and places:
-            row = self._next_waiting()
+            if (row := self._next_waiting(memory.shape.num_rows)) is None:
+                break
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
             self._waiting.remove(row)
+            self._num_admitted += 1
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
@@ -198,10 +201,22 @@ class Generation(Iterator[Event]):
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
 
-    def _next_waiting(self) -> Row:
-        """The first whose owner has the fewest rows."""
+    def _next_waiting(self, num_places: int) -> Row | None:
+        """The first whose owner has the fewest rows. In a run that takes requests mostly the
+        shortest of those; and long prompts, which wait for each other, are read in half of the
+        places, so that short ones find one."""
         num_rows = Counter(row.request.owner for row in self._running.values())
-        return min(self._waiting, key=lambda row: num_rows[row.request.owner])
+        waiting = [*self._waiting]
+        limit = self.shape.generation.shared_chunk
+        num_long = sum(self._num_left[b] > limit for b in self._reading)
+        if self._is_open and num_long >= max(1, num_places // 2):
+            waiting = [row for row in waiting if len(row.prompt) <= limit]
+        is_turn = not (self._is_open and self._num_admitted % TURN_OF_OLDEST)
+        return min(
+            waiting,
+            key=lambda row: (num_rows[row.request.owner], 0 if is_turn else len(row.prompt)),
+            default=None,
+        )
 
     def _leave(self, stack: Stack, b: int) -> None:
         stack.retire(b)

@@ -33,7 +33,7 @@ def until(run, kind, row: int) -> list:
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 3, 4, 5])
 def test_a_short_prompt_waits_for_two_chunks_of_a_long_one_at_most(run, num_chunks):
-    long = ask(run, 350)
+    long = ask(run, 350, first=10 + num_chunks)  # else a part of it is in the cache
     for _ in range(num_chunks):
         until(run, PrefillProgress, long)
     short = ask(run, 5, first=9)
@@ -65,6 +65,26 @@ def test_a_long_prompt_is_read_though_short_ones_never_end(run):
         if any(isinstance(event, Token) and event.row == long for event in events):
             return
     raise AssertionError("100 short ones were read before it")
+
+
+def test_a_short_prompt_finds_a_place_though_long_ones_wait_for_more_than_there_are(run):
+    long = [ask(run, 350, first=first) for first in range(20, 26)]
+    until(run, PrefillProgress, long[0])
+    short = ask(run, 5, first=9)
+    before = until(run, Token, short)
+    assert sum(event.row in long for event in before) <= 2
+
+
+def test_short_prompts_come_before_longer_ones_but_not_always(run):
+    """Every fourth place is for the one that has waited longest."""
+    talking = [ask(run, 3, 200, first=first) for first in range(3)]
+    until(run, Token, talking[-1])
+    for first in (3, 4):
+        until(run, Token, ask(run, 4, 12, first=first))
+    long = ask(run, 100)
+    short = [ask(run, 4, 12, first=first) for first in range(20)]
+    before = {event.row for event in until(run, PrefillProgress, long)}
+    assert 1 <= len(before.intersection(short)) <= 4
 
 
 def test_the_owner_with_fewest_rows_is_next(run):

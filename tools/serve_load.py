@@ -1,125 +1,275 @@
-"""Many clients at a server: is a row lost, does memory grow, does load change a text?
+"""Many clients at a server: is an answer lost, does load change a text, does memory grow?
 
-    python tools/serve_load.py --model smollm2-135m --clients 50 --requests 1000
+    python -m tools.serve_load --requests 20000    # with a tiny random model, made here
+    python -m tools.serve_load --requests 300 --peer llama_cpp.server --server-flags=--coupled
 
-Starts `python -m minitri.serve --coupled --dtype float32`. Eight texts are asked for alone, at
-temperature 1 with a seed each; then the clients ask for them again and again, half of them as a
-stream, and 3 of 50 requests are left in the middle. A row is lost if one is still busy at the end.
-Tokens per second and latencies are those of cached prompts, which the server has read before.
-Memory is that of the server's process, after a tenth of the requests and at the end. Ends with
-Ctrl-C for the server. The last line is JSON.
+Starts `python -m minitri.serve` and sends prompts of 10 to `--longest` tokens, log-uniformly mixed.
+One client in ten leaves its answers in the middle, one in ten reads slowly through a small window;
+each has a loopback address of its own. Every request must end with a whole answer, a refusal (429
+or 503) or its client's leaving; else it is lost. At the end some texts are asked for again, alone.
+Times are those of clients that neither leave nor are slow; a gap is between two pieces of text, a
+short prompt has less than 100 tokens. `--peer`: with SmolLM2-135M, and again for the other server.
+Exits with 1 if the first server lost an answer, changed a text, kept a row or did not end well.
 """
 
-import argparse
+import asyncio
+import contextlib
 import json
+import os
+import random
 import signal
-import statistics
+import socket
+import string
 import subprocess
 import sys
+import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
-import openai
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-NUM_TEXTS = 8
-PROMPT = "The harbour was quiet in the morning, and nobody had seen the boats leave. "
+from minitri.cli.arguments import OneLineParser, positive
+from minitri.cli.exits import program
+from minitri.cli.inputs import demo_text
+from minitri.config import ModelConfig
+from minitri.errors import InputError
+from minitri.loading.checkpoint import placements
+from minitri.loading.fetch import locate
+from minitri.log import log
+from minitri.model.llama import Llama
+from tools.weight_pieces import described
 
-
-def ask(client: openai.OpenAI, model: str, number: int, num_new: int) -> tuple[str | None, float]:
-    """The text of a request, None if it is left in the middle, and seconds."""
-    which, started = number % NUM_TEXTS, time.monotonic()
-    fields: dict[str, Any] = {
-        "model": model,
-        "prompt": f"{which}. " + PROMPT * (1 + which),
-        "seed": which,
-        "max_tokens": num_new,
-        "extra_body": {"ignore_eos": True},
-    }
-    text = ""
-    if number % 2:
-        with client.completions.create(**fields, stream=True) as chunks:
-            for chunk in chunks:
-                text += chunk.choices[0].text
-                if number % 50 in (7, 23, 41):
-                    return None, 0.0
-    else:
-        text = client.completions.create(**fields).choices[0].text
-    return text, time.monotonic() - started
+PATIENCE = 1800  # seconds of silence after which a request is lost
 
 
-def num_open(client: openai.OpenAI) -> int:
-    """Requests that run or wait."""
-    return httpx.get(str(client.base_url).replace("/v1/", "/health")).json()["requests"]
+@dataclass
+class Outcome:
+    """What became of a request."""
+
+    number: int
+    num_tokens: int
+    kind: str
+    end: str = "lost"  # or answered, refused, left
+    text: str = ""
+    waits: list[float] = field(default_factory=list)
+    """Seconds to the first piece of text, and from each to the next."""
 
 
-def resident_mib(pid: int) -> float:
-    """Memory of a process, on Linux."""
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * 4096 / (1 << 20)
+@dataclass
+class Load:
+    """All that is asked of one server."""
 
+    url: str
+    pid: int | None
+    args: Namespace
+    is_tiny: bool
+    text: str = field(default_factory=lambda: demo_text().encode("ascii", "ignore").decode())
 
-def send_all(client: openai.OpenAI, args: argparse.Namespace, pid: int) -> dict[str, Any]:
-    """Sends all requests; what became of them."""
-    model, num_new = client.models.list().data[0].id, args.new_tokens
-    alone = [ask(client, model, number, num_new)[0] for number in range(8, 8 + NUM_TEXTS)]
-    started, num_first = time.monotonic(), args.requests // 10
-    answers: list[tuple[str | None, float]] = []
-    with ThreadPoolExecutor(args.clients) as clients:
-        for numbers in (range(num_first), range(num_first, args.requests)):
-            answers += clients.map(lambda n: ask(client, model, n, num_new), numbers)
-            if numbers.start == 0:
-                mib_first = resident_mib(pid)
-    seconds = time.monotonic() - started
-    deadline = time.monotonic() + 30
-    while (lost := num_open(client)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    texts = [text for text, _ in answers]
-    whole = [number for number, text in enumerate(texts) if text is not None]
-    latencies = [seconds for _, seconds in answers if seconds]
-    return {
-        "requests": len(texts),
-        "left": len(texts) - len(whole),
-        "texts_that_differ": sum(texts[n] != alone[n % NUM_TEXTS] for n in whole),
-        "rows_lost": lost,
-        "tokens_per_second_cached": round(len(whole) * num_new / seconds, 1),
-        "median_seconds_cached": round(statistics.median(latencies), 3),
-        "mib_after_a_tenth": round(mib_first, 1),
-        "mib_at_the_end": round(resident_mib(pid), 1),
-    }
+    def prompt(self, number: int) -> tuple[str, int]:
+        """Text and tokens (about); one in four begins like the others of these."""
+        draw = random.Random(number)
+        num_tokens = round(10 * (self.args.longest / 10) ** draw.random())
+        length = num_tokens * (1 if self.is_tiny else 4)  # SmolLM2: about 4 characters a token
+        start = draw.randrange(len(self.text) - length) if number % 4 else 0
+        return self.text[start : start + length], num_tokens
 
+    def connect(self, client: int = 0, kind: str = "") -> httpx.AsyncClient:
+        """A client's connections."""
+        address = f"127.0.1.{1 + client % 250}" if self.pid else None
+        window = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)] if kind == "slow" else None
+        transport = httpx.AsyncHTTPTransport(local_address=address, socket_options=window)
+        return httpx.AsyncClient(transport=transport, base_url=self.url, timeout=PATIENCE)
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--model", default="smollm2-135m", help="(default: %(default)s)")
-    for name, default in (("clients", 50), ("requests", 1000), ("new-tokens", 24)):
-        parser.add_argument(f"--{name}", type=int, default=default, help="(default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8765, help="(default: %(default)s)")
-    args = parser.parse_args()
-    command = [sys.executable, "-m", "minitri.serve", "--model", args.model, "--port"]
-    command += [str(args.port), "--coupled", "--dtype", "float32", "--context", "512", "--quiet"]
-    with subprocess.Popen(command) as server:
-        url = f"http://127.0.0.1:{args.port}"
+    async def ask(self, http: httpx.AsyncClient, number: int, kind: str = "") -> Outcome:
+        """One request to its end."""
+        prompt, num_tokens = self.prompt(number)
+        outcome = Outcome(number, num_tokens, kind)
+        fields = {"prompt": prompt, "seed": number, "max_tokens": self.args.new_tokens}
+        fields |= {"temperature": 1.0, "stream": True, "ignore_eos": True}
+        leaves_after = number % 10 if kind == "leaves" else None
+        before = time.monotonic()
         try:
-            for _ in range(600):
-                try:
-                    httpx.get(f"{url}/health", timeout=300)
+            async with http.stream("POST", "/v1/completions", json=fields) as answer:
+                if answer.status_code in (429, 503):
+                    outcome.end = "refused"
+                    await asyncio.sleep(0.2)
+                    return outcome
+                if answer.status_code == 200 and leaves_after == 0:  # the prompt is being read
+                    outcome.end = "left"
+                    return outcome
+                async for line in answer.aiter_lines():
+                    if len(outcome.waits) == leaves_after:
+                        outcome.end = "left"
+                        break
+                    if not line.startswith("data: {"):
+                        continue
+                    [choice] = json.loads(line[6:])["choices"]
+                    if choice["text"]:
+                        outcome.text += choice["text"]
+                        outcome.waits.append(time.monotonic() - before)
+                        before = time.monotonic()
+                    if choice["finish_reason"]:
+                        outcome.end = "answered"
+                    if kind == "slow":
+                        await asyncio.sleep(0.05)
+                if outcome.end == "lost" or answer.status_code != 200:
+                    raise ValueError(f"status {answer.status_code}, and no end")
+        except (httpx.HTTPError, ValueError, KeyError) as error:
+            outcome.end = "lost"
+            log.warning("lost: request %d, a prompt of %d tokens: %r", number, num_tokens, error)
+        return outcome
+
+    async def send(self) -> dict[str, Any]:
+        """Sends all requests; what became of them."""
+        numbers, outcomes = iter(range(self.args.requests)), list[Outcome]()
+        a_tenth, mib = max(1, self.args.requests // 10), list[float]()
+
+        async def run_client(client: int) -> None:
+            kind = {3: "leaves", 7: "slow"}.get(client % 10, "")
+            async with self.connect(client, kind) as http:
+                for number in numbers:
+                    outcomes.append(await self.ask(http, number, kind))
+                    if len(outcomes) % a_tenth == 0:
+                        mib.append(self.resident_mib())
+                        log.info("%d requests have ended: %s MiB", len(outcomes), mib[-1])
+
+        started = time.monotonic()
+        await asyncio.gather(*map(run_client, range(self.args.clients)))
+        seconds = round(time.monotonic() - started, 1)
+        kinds = ("answered", "left", "refused", "lost")
+        result: dict[str, Any] = {end: sum(it.end == end for it in outcomes) for end in kinds}
+        result |= await self.check(outcomes)
+        timed = [it for it in outcomes if it.end == "answered" and not it.kind]
+        result |= {"seconds": seconds} | times("", timed)
+        result |= times("short_", [it for it in timed if it.num_tokens < 100])
+        return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": self.resident_mib()}
+
+    async def check(self, outcomes: list[Outcome]) -> dict[str, Any]:
+        """Whether rows are still busy, if the server says so, and some texts other when alone."""
+        whole = [it for it in outcomes if it.end in ("answered", "left")]
+        sample = random.Random(0).sample(whole, min(len(whole), self.args.check))
+        differ = []
+        async with self.connect() as http:
+            await asyncio.sleep(2)  # for the last rows to be free
+            health = await http.get("/health")
+            busy = json.loads(health.content or "{}").get("requests", 0)
+            for one in sample:
+                again = (await self.ask(http, one.number)).text
+                if one.text != (again if one.end == "answered" else again[: len(one.text)]):
+                    differ.append(one.number)
+        result = {"busy_at_the_end": busy, "asked_again": len(sample)}
+        return result | {"texts_that_differ": len(differ), "differ": differ}
+
+    def resident_mib(self) -> float:
+        """Memory of the server's process, on Linux."""
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) if self.pid else 0
+        return round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1)
+
+
+def times(name: str, outcomes: list[Outcome]) -> dict[str, float]:
+    """Milliseconds that a half, 95 % and 99 % of the first tokens and of the gaps do not exceed."""
+    result: dict[str, float] = {f"{name}prompts": len(outcomes)}
+    for what, part in (("first_token", slice(1)), ("gap", slice(1, None))):
+        values = sorted(wait for it in outcomes for wait in it.waits[part]) or [0.0]
+        for percent in (50, 95, 99):
+            milliseconds = 1000 * values[len(values) * percent // 100]
+            result[f"{name}{what}_ms_p{percent}"] = round(milliseconds, 1)
+    return result
+
+
+def write_tiny(folder: Path, context: int) -> None:
+    """A random Llama whose tokens are the characters of ASCII."""
+    symbols = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *symbols])}
+    config = ModelConfig(2, 32, 64, 1, 1, 16, len(vocabulary), context)
+    places = placements(Llama(config, dtype=torch.float32, device=torch.device("meta")))
+    torch.manual_seed(0)
+    tensors = {name: 0.3 * torch.randn(it.shape) + ("norm" in name) for name, it in places.items()}
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(described(config)))
+    spelling = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    spelling.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    spelling.decoder = decoders.ByteLevel()
+    spelling.save(str(folder / "tokenizer.json"))
+
+
+def measure(command: list[str], args: Namespace, is_tiny: bool) -> dict[str, Any]:
+    """What becomes of the load at a server that is started for it, and ended by Ctrl-C."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    threads = {"OMP_NUM_THREADS": "1"} if is_tiny else {}  # two would only wait for each other
+    how: dict[str, Any] = {"env": os.environ | threads, "stdout": subprocess.DEVNULL}
+    with subprocess.Popen([*command, "--port", str(port)], **how) as server:
+        load = Load(f"http://127.0.0.1:{port}", server.pid, args, is_tiny)
+        try:
+            while True:
+                if server.poll() is not None:
+                    raise InputError(f"{' '.join(command)} has ended; see what it said above")
+                with contextlib.suppress(httpx.ConnectError):
+                    httpx.get(f"{load.url}/v1/models", timeout=PATIENCE)
                     break
-                except httpx.ConnectError:
-                    time.sleep(0.1)
-            with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-                result = send_all(client, args, server.pid)
+                time.sleep(0.1)
+            result = asyncio.run(load.send())
         finally:
             server.send_signal(signal.SIGINT)
-            result_code = server.wait(90)
-    result["exit_code"] = result_code
-    for name, value in result.items():
-        print(f"{name.replace('_', ' '):24} {value}")
-    print(json.dumps(result))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(90)
+            server.kill()  # unless it has ended
+    return result | {"exit_code": server.returncode}
 
+
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog="serve_load", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--url", help="a server that runs already, such as http://127.0.0.1:8000")
+    add("--model", help="of our server (default: a tiny one; with --peer smollm2-135m)")
+    for name, default in {"clients": 50, "requests": 1000, "new-tokens": 32, "check": 50}.items():
+        add(f"--{name}", type=positive, metavar="N", default=default, help="(default: %(default)s)")
+    add("--longest", type=positive, metavar="N", help="prompt (default: 100000 if tiny, or 2000)")
+    add("--server-flags", default="--coupled --dtype float32", help="(default: %(default)s)")
+    add("--peer", metavar="MODULE", help="another server: llama_cpp.server")
+    add("--peer-python", default=sys.executable, help="a Python that has it")
+    add("--json", action="store_true", help="the figures as JSON on standard output")
+    return parser
+
+
+def run_command(args: Namespace) -> int:
+    model = args.model or ("smollm2-135m" if args.peer else None)
+    is_tiny = model is None and args.url is None
+    args.longest = args.longest or (100_000 if is_tiny else 2000)
+    context = str(args.new_tokens + args.longest * (2 if is_tiny else 3) // 2)
+    results = {}
+    if args.url:
+        results["server"] = asyncio.run(Load(args.url, None, args, is_tiny).send())
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            write_tiny(Path(folder), int(context))
+            command = [sys.executable, "-m", "minitri.serve", "--model", model or folder, "--quiet"]
+            command += ["--context", context, *args.server_flags.split()]
+            results["minitri"] = measure(command, args, is_tiny)
+    if args.peer:
+        command = [args.peer_python, "-m", args.peer, "--model", str(locate(str(model)).path)]
+        command += ["--n_ctx", context, "--n_threads", str(os.cpu_count()), "--verbose", "false"]
+        command += ["--interrupt_requests", "false"]  # else a request ends the one before it
+        results[args.peer] = measure(command, args, is_tiny)
+    first, *_ = results.values()
+    rows = {"": [*results]} | {name: [it[name] for it in results.values()] for name in first}
+    for name, values in rows.items():
+        columns = "".join(f"{value!s:>18}" for value in values)
+        print(f"{name.replace('_', ' '):26}{columns}", file=sys.stderr)
+    if args.json:
+        print(json.dumps(results))
+    faults = ("lost", "texts_that_differ", "busy_at_the_end", "exit_code")
+    return int(any(first.get(name) for name in faults))
+
+
+main = program(build_parser, run_command)
 
 if __name__ == "__main__":
     main()

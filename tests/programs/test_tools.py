@@ -1,6 +1,10 @@
 """The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
+import itertools
+import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
@@ -10,7 +14,7 @@ from minitri.errors import InputError
 from minitri.roofline import weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, SENTENCES, tiny_config, write_hf_folder
-from tools import tour
+from tools import serve_load, tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
 from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model, sweep_contexts
@@ -166,3 +170,65 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("measured ms") for line in lines)
     assert sum(line.startswith("target  ") for line in lines) == 2
+
+
+def test_a_load_loses_no_request_and_changes_no_text(call):
+    """Of two clients in ten one leaves, one reads slowly; every answer is asked for again."""
+    flags = "--requests 20 --clients 10 --longest 300 --new-tokens 12 --check 20 --json -q"
+    code, out, err = call(serve_load.main, *flags.split())
+    assert code == 0, err
+    result = json.loads(out)["minitri"]
+    assert result["answered"] + result["left"] == result["asked_again"] == 20
+    assert result["left"] >= 1
+    assert result["lost"] == result["texts_that_differ"] == result["busy_at_the_end"] == 0
+    assert result["short_prompts"] > 0
+    assert result["gap_ms_p50"] <= result["gap_ms_p95"] <= result["gap_ms_p99"]
+    assert result["mib_at_the_end"] > 0
+    assert "texts that differ" in err
+
+
+class FaultyServer(BaseHTTPRequestHandler):
+    """By the seed: an answer, none, one that ends too early, an error within it, a refusal; and
+    then a text of its own for each time that one is asked for."""
+
+    asked = itertools.count()
+
+    def do_GET(self):
+        self.say(200, b'{"requests": 1}')
+
+    def do_POST(self):
+        length = int(self.headers["content-length"])
+        seed = json.loads(self.rfile.read(length))["seed"]
+        piece = {"text": "a" if seed < 5 else str(next(self.asked)), "finish_reason": None}
+        pieces = [{"choices": [piece]}, {"choices": [{"text": "", "finish_reason": "length"}]}]
+        if seed in (2, 3):
+            pieces[1:] = [{"error": {"message": "a bug"}}] * (seed == 3)
+        events = b"".join(b"data: %b\n\n" % json.dumps(it).encode() for it in pieces)
+        self.say({1: 500, 4: 503}.get(seed, 200), events)
+
+    def say(self, status: int, body: bytes):
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_load_tells_what_a_faulty_server_does(call):
+    server = ThreadingHTTPServer(("127.0.0.1", 0), FaultyServer)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    flags = f"--url http://127.0.0.1:{server.server_port} --requests 6 --clients 1 --json -q"
+    done = call(serve_load.main, *flags.split())
+    server.shutdown()
+    server.server_close()
+    result = done.json["server"]
+    assert done.code == 1
+    ends = {name: result[name] for name in ("answered", "left", "refused", "lost")}
+    assert ends == {"answered": 2, "left": 0, "refused": 1, "lost": 3}
+    assert [line.split(",")[0] for line in done.err.splitlines()[:3]] == [
+        f"lost: request {number}" for number in (1, 2, 3)
+    ]
+    assert result["differ"] == [5]
+    assert result["busy_at_the_end"] == 1
