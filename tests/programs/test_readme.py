@@ -43,8 +43,9 @@ ADDED = {
 }
 """What is run, each with flags that come after its own."""
 OTHERS = ("torchrun ", "python -m tools.bench", "python -m pytest", "python3 -m venv", "pytest ")
-"""Beginnings of what needs two GPUs, other programs, an index of packages, or is this suite: the
-flags of programs are read, the files of tests and the extras of pip are there."""
+OTHERS += ("minitri audit ",)
+"""Beginnings of what needs two GPUs, other programs, a server, an index of packages, or is this
+suite: the flags of programs are read, the files of tests and the extras of pip are there."""
 
 
 def commands() -> list[str]:
