@@ -1,6 +1,7 @@
 """The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
-Reports go to standard error. After a Ctrl-C running requests end first; a second one stops them.
+Reports go to standard error. After Ctrl-C or SIGTERM running requests may end first; a second one
+stops them.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -22,8 +23,6 @@ with clean_imports():
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
-FINISH_SECONDS = 60
-"""For running requests to end after a Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +39,10 @@ class ServeFlags:
     """Address to listen at; 0.0.0.0: all."""
     port: int = between(8000, 0, 65535)
     """Where to listen; 0: any port that is free."""
+    stall_seconds: float = between(120.0, 1.0)
+    """Without any progress, after which requests get an error, and /health answers 503."""
+    grace: float = between(30.0, 0.0)
+    """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
     api_key: str | None = None
     """What clients have to send. Default: MINITRI_API_KEY, or nothing."""
 
@@ -69,10 +72,8 @@ def run_command(args: argparse.Namespace) -> None:
     if args.api_key == "":
         raise InputError("--api-key is empty, so that all could send it; give a text")
     with clean_imports():  # what the server needs: no flag is wrong any more
-        import uvicorn  # an extra, without which --help works
-
         from minitri.log import log
-        from minitri.serve.app import Service
+        from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol
         from minitri.worker import Worker
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
@@ -97,17 +98,11 @@ def run_command(args: argparse.Namespace) -> None:
             key = args.api_key or os.environ.get("MINITRI_API_KEY")
             max_open = args.batch_size + args.max_queue
             service = Service(Protocol(engine, names, sampling, context), worker, max_open, key)
-            config = uvicorn.Config(
-                service.app,
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=FINISH_SECONDS,
-            )
+            server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
             address = listener.getsockname()
             log.info(text, engine.config.name, *address, args.batch_size, context)
-            with contextlib.suppress(KeyboardInterrupt):
-                uvicorn.Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
     log.info("stopped")
 
 
