@@ -1,8 +1,7 @@
 """A thread that runs requests of other threads, and of asyncio, as rows of one open run.
 
 They leave their requests, which it takes between two events. One of another kind waits until the
-others have ended. When a run fails, its requests get the error, and the next ones a new run; while
-it makes no progress, all get one.
+others have ended. When a run fails, its requests get the error, and the next ones a new run.
 """
 
 import asyncio
@@ -58,8 +57,7 @@ class Worker:
     ) -> None:
         """`open_run` opens a run for jobs of a kind, which ends with them; that of the kind None,
         which may be open already, stays open."""
-        self.problem = ""
-        """Why requests fail now; empty if they need not."""
+        self.problem = ""  # why requests fail now, if they do
         self._open = open_run
         self._run = run
         self._kind: Any = None

@@ -118,8 +118,7 @@ def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) ->
     """One tensor (B, 3 + N): guesses accepted, next token, whether all is finite, guesses."""
     guesses = Guesses(*tensors)
     q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
-    needed_BN = F.pad(guesses.are_real_BN, (1, 0), value=True)  # the others are padding
-    p_are_finite_BN = p_BNV.sum(2).isfinite() | ~needed_BN
+    p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(guesses.are_real_BN, (1, 0), value=True)
     are_finite_B = p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
     outcome = (*rule(p_BNV, numbers_BN, guesses), are_finite_B.to(guesses.counts_B))
     return torch.cat((torch.stack(outcome, 1), guesses.tokens_BN), 1)

@@ -1,7 +1,6 @@
 """The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
-Reports go to standard error. After Ctrl-C or SIGTERM running requests may end first; a second one
-stops them.
+Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
 """
 
 from minitri.cli.exits import clean_imports, program

@@ -29,8 +29,6 @@ from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
 """For a client to send its request."""
-LAST_SECONDS = 2
-"""For errors to reach the clients in the end, and a last step to be over."""
 
 
 @dataclass
@@ -150,10 +148,9 @@ class Service:
 
 
 class Server(uvicorn.Server):
-    """Serves until Ctrl-C or SIGTERM; then requests have `grace` seconds to end."""
+    """From now on Ctrl-C and SIGTERM end it: then requests have `grace` seconds."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
-        """From now on signals end the server."""
         super().__init__(uvicorn.Config(service.app, log_config=None, access_log=False))
         self._service = service
         self._grace = grace
@@ -177,7 +174,7 @@ class Server(uvicorn.Server):
             log.info("finishing %d request%s; again to stop now", num, "s" if num > 1 else "")
         why = "the server is stopping; ask again later"
         asyncio.get_running_loop().call_later(self._grace, self._service.worker.give_up, why)
-        timer = threading.Timer(self._grace + LAST_SECONDS, self.handle_exit)
+        timer = threading.Timer(self._grace + 2, self.handle_exit)  # 2 s for errors to be sent
         timer.daemon = True
         timer.start()
         await super().shutdown(*sockets, **by_name)
