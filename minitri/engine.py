@@ -18,12 +18,12 @@ from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
-from minitri.generation import CLOSED, Generation, check_process, filters_of, make_rows, running
+from minitri.generation import CLOSED, Generation, filters_of, make_rows
 from minitri.gpu.allocation import allocate_full_cache
 from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, Models
+from minitri.memory import MemoryPool, Models, check_process, running
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
 from minitri.runner import score
@@ -214,8 +214,8 @@ class Engine:
 
         A row has room for `generation.reserve` tokens, prompt and output. With captured graphs
         requests must have filters of the kinds that `sampling` has, or temperature 0; those whose
-        numbers differ wait for one another; `fields` are those of `stream`. Raises `InputError` if
-        there is no room.
+        numbers differ wait for one another; `fields` are those of `stream`. A row that cannot go on
+        ends alone: see `End.error`. Raises `InputError` if there is no room.
         """
         pool = self._pool
         check_run(batch_size, fields)

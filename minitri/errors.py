@@ -23,6 +23,14 @@ class InputError(ValueError):
         self.ways = ways
 
 
+class FaultError(InputError):
+    """The input is sound, but it cannot be computed here, or not now; a server answers 5xx."""
+
+
+class NotFiniteError(ArithmeticError):
+    """A distribution is not finite: the weights are damaged, or overflow their dtype."""
+
+
 def shorten(text: object, limit: int = 200) -> str:
     """One line of at most `limit` characters, to quote a file or another error in a message of
     ours; a control character could move the cursor."""

@@ -5,26 +5,21 @@ of a batch; where a text ends, the next one takes its place. Prompts are read in
 steps of rows that are further on.
 """
 
-import contextlib
-import os
 import time
 from collections import Counter, deque
 from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
-import torch
-
 from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
-from minitri.decoding.verification import NotFiniteError
-from minitri.errors import InputError, shorten
+from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, Models
+from minitri.memory import MemoryPool, as_fault, running
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.settings import GenerationConfig, SamplingParams
@@ -33,37 +28,6 @@ from minitri.stack import Stack
 CLOSED = "the engine is closed; load it again"
 TURN_OF_OLDEST = 4
 """Of so many chunks of prompts one is of the oldest, and of so many requests that get a place."""
-
-
-def check_process(models: Models) -> None:
-    """Raises `InputError` in a process that was forked from the models' own."""
-    if os.getpid() != models.process:
-        raise InputError(
-            f"the engine was loaded by process {models.process}, from which this one was forked, "
-            "without its threads; load it here, or start processes by spawn"
-        )
-
-
-@contextlib.contextmanager
-def running(models: Models) -> Iterator[None]:
-    """Makes the models' device the current one, for one thread at a time; what may fail there is an
-    `InputError`."""
-    check_process(models)
-    model = models.target
-    try:
-        with models.lock, torch.inference_mode(), torch.cuda.device_of(model.norm.weight):
-            yield
-    except torch.OutOfMemoryError as error:
-        raise InputError(
-            f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
-            "lower max_new_tokens= or prefill_chunk="
-        ) from None
-    except NotFiniteError:
-        names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
-        raise InputError(
-            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
-            "weights are damaged: get them again; or they overflow: try dtype=float32"
-        ) from None
 
 
 class Generation(Iterator[Event]):
@@ -171,18 +135,18 @@ class Generation(Iterator[Event]):
                     yield Idle()
                 else:
                     break
-        except (GeneratorExit, KeyboardInterrupt) as stop:
+        except (GeneratorExit, KeyboardInterrupt, SystemExit) as stop:
             # After other errors the memory is not kept.
             for b in self._running:
                 stack.retire(b)
-            self._pool.put(stack.memory, was_interrupted=isinstance(stop, KeyboardInterrupt))
+            self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
             raise
         self._pool.put(stack.memory)
 
     def _admit(self, stack: Stack) -> None:
         """Gives free places to waiting requests; cancelled ones go."""
-        for b, running in list(self._running.items()):
-            if running.finish_reason is not None:
+        for b, old in list(self._running.items()):
+            if old.finish_reason is not None:
                 self._leave(stack, b)
         memory = stack.memory
         places = {*range(memory.shape.num_rows)} - self._running.keys()
@@ -218,8 +182,8 @@ class Generation(Iterator[Event]):
             default=None,
         )
 
-    def _leave(self, stack: Stack, b: int) -> None:
-        stack.retire(b)
+    def _leave(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
+        stack.retire(b, is_sound=is_sound)
         del self._running[b]
         self._reading.pop(b, None)
 
@@ -230,7 +194,7 @@ class Generation(Iterator[Event]):
         active = stack.cascade.active
         are_further_on = any(active)
         if self._reading:
-            yield self._read_chunk()
+            yield self._read_chunk(stack)
             is_on_device = stack.memory.full.on_chip == self._model.config.num_layers
             may_wait = self._is_open or (is_on_device and are_further_on)
             if self._reading and not may_wait:
@@ -247,14 +211,27 @@ class Generation(Iterator[Event]):
             self.stats.decode_seconds += time.perf_counter() - started
             yield from self._emit(stack, emitted)
 
-    def _read_chunk(self) -> PrefillProgress:
+    def _fail(self, stack: Stack, b: int, error: Exception) -> End:
+        """Ends row b alone; raises a bug, and any error in a run that takes no more requests."""
+        fault = as_fault(error, self._pool.models)
+        if fault is error or not self._is_open:
+            raise error
+        row = self._running[b]
+        row.finish_reason = "failed"
+        self._leave(stack, b, is_sound=not isinstance(error, NotFiniteError))
+        return row.end(self.stats, fault)
+
+    def _read_chunk(self, stack: Stack) -> PrefillProgress | End:
         """Reads on in the oldest prompt; in a run that takes requests mostly in that of which the
         least is left, so that a short one does not wait for a long one."""
         self._num_chunks += 1
         b = next(iter(self._reading))
         if self._is_open and self._num_chunks % TURN_OF_OLDEST:
             b = min(self._reading, key=self._num_left.__getitem__)
-        progress = next(self._reading[b])
+        try:
+            progress = next(self._reading[b])
+        except (RuntimeError, MemoryError) as error:
+            return self._fail(stack, b, error)
         self._num_left[b] = progress.num_tokens - progress.num_done
         if not self._num_left[b]:
             del self._reading[b]
@@ -279,6 +256,9 @@ class Generation(Iterator[Event]):
             if b not in emitted:
                 continue
             new = emitted[b]
+            if not new.tokens:
+                yield self._fail(stack, b, NotFiniteError())
+                continue
             num_top = row.request.generation.logprobs
             scores: list[Any] = [()] * len(new.tokens)
             if num_top is not None:

@@ -6,13 +6,15 @@ keeps that of the last run for one that fits.
 Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
 """
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
@@ -21,7 +23,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
-from minitri.errors import InputError, shorten
+from minitri.errors import FaultError, InputError, NotFiniteError, shorten
 from minitri.gpu.allocation import allocate_full_cache, fitting
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
@@ -59,6 +61,44 @@ class Models:
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
+
+
+def check_process(models: Models) -> None:
+    """Raises `InputError` in a process that was forked from the models' own."""
+    if os.getpid() != models.process:
+        raise FaultError(
+            f"the engine was loaded by process {models.process}, from which this one was forked, "
+            "without its threads; load it here, or start processes by spawn"
+        )
+
+
+@contextlib.contextmanager
+def running(models: Models) -> Iterator[None]:
+    """For one thread at a time, the models' device as the current one; see `as_fault`."""
+    check_process(models)
+    try:
+        with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
+            yield
+    except (RuntimeError, MemoryError, NotFiniteError) as error:
+        raise as_fault(error, models) from error.__cause__
+
+
+def as_fault(error: Exception, models: Models) -> Exception:
+    """What a user is told of it: if memory was short, or numbers not finite, a `FaultError`."""
+    model = models.target
+    if isinstance(error, NotFiniteError):
+        names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
+        return FaultError(
+            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
+            "weights are damaged: get them again; or they overflow: try dtype=float32"
+        )
+    signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
+        return FaultError(
+            f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
+            "lower max_new_tokens= or prefill_chunk="
+        )
+    return error
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,7 +55,7 @@ class End:
     __repr__ = brief
     row: int
     finish_reason: str
-    """`eos`, `stop` or `length`."""
+    """`eos`, `stop` or `length`; `failed` in a run that goes on without it: see `error`."""
     text: str
     """All text of the row: that of its `Token` events put together."""
     token_ids: tuple[int, ...]
@@ -67,6 +67,7 @@ class End:
     stats: Stats = field(repr=False)
     """Those of the whole batch, live."""
     row_stats: RowStats = field(repr=False)
+    error: Exception | None = None
 
     def _repr_html_(self) -> str:
         text = "".join(_shaded(it.text, it.origin) for it in self.tokens if it.text)
@@ -174,11 +175,11 @@ class Row:
         self.tokens.append(Token(self.number, token_id, text, origin, *logprobs))
         return self.tokens[-1]
 
-    def end(self, stats: Stats) -> End:
+    def end(self, stats: Stats, error: Exception | None = None) -> End:
         """Of a row that is finished, in a run with these statistics."""
         reason = self.finish_reason or CANCELLED
         output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
-        return End(self.number, *output, tuple(self.tokens), stats, self.stats)
+        return End(self.number, *output, tuple(self.tokens), stats, self.stats, error)
 
 
 def settings_of(

@@ -158,17 +158,18 @@ class Stack:
         part, first = self._part(rows)
         with self._decoding():
             emitted = part.start([b - first for b in rows])
-            outcome = dict(enumerate(emitted, first))
+            outcome = {b: emitted[b - first] for b in rows}
             self._commit(outcome)
             part, _ = self._part(self._busy)
             part.catch_up()
         return outcome
 
     def step(self) -> dict[int, Emitted]:
-        """A step of the cascade, over the rows that have started."""
+        """A step over the rows that have started; nothing is added where numbers are not finite."""
         part, first = self._part(self._busy)
         with self._decoding():
-            outcome = dict(enumerate(part.step(), first))
+            emitted = part.step()
+            outcome = {b: emitted[b - first] for b in self._busy}
             with self.meter.commit():
                 self._commit(outcome)
         return outcome
@@ -213,9 +214,9 @@ class Stack:
                 queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
                 self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
 
-    def retire(self, b: int) -> None:
-        """Ends the text of row b; the next ones may begin with what it leaves in the full cache."""
-        self.memory.prefix.keep(b, self.sequences[b])
+    def retire(self, b: int, *, is_sound: bool = True) -> None:
+        """Ends the text of row b; if it is sound, the next ones may begin with what it leaves."""
+        self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
 

@@ -5,15 +5,20 @@ others have ended. When a run fails, its requests get the error, and the next on
 """
 
 import asyncio
+import contextlib
+import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from minitri.errors import InputError
+from minitri.errors import FaultError, InputError, shorten
 from minitri.generation import CLOSED, Generation
 from minitri.log import log
 from minitri.requests import End, Event, Idle, Request
+
+NUM_TICKS = 10
+"""Equal times without an event, after which the thread counts as stuck."""
 
 
 class Job:
@@ -52,27 +57,46 @@ class Worker:
     ) -> None:
         """`open_run` opens a run for jobs of a kind, which ends with them; that of the kind None,
         which may be open already, stays open."""
+        self.problem = ""  # why requests fail now, if they do
         self._open = open_run
         self._run = run
         self._kind: Any = None
         self._waiting: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}  # by their numbers in the run
+        self._process = os.getpid()
+        self._num_quiet = 0  # ticks since the last event
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Its events are told until it is cancelled. Raises `InputError`."""
+        """Its events are told until it is cancelled. Raises `FaultError`."""
+        if os.getpid() != self._process:
+            raise FaultError("this process was forked without the thread that computes; spawn it")
+        if self._num_quiet >= NUM_TICKS:
+            raise FaultError(self.problem)
         self._waiting.append(job)
         try:
             self._thread.submit(self._work)
         except RuntimeError as error:  # no thread takes it any more
-            raise InputError(CLOSED) from error
+            raise FaultError(CLOSED) from error
+
+    def give_up(self, problem: str) -> None:
+        """Tells all who wait that there is one."""
+        log.error("%s", problem)
+        self.problem = problem
+        tell_of(FaultError(problem), *self._jobs.values(), *self._waiting)
+
+    def tick(self) -> None:
+        """Is called from time to time: `NUM_TICKS` without an event are too many."""
+        self._num_quiet = self._num_quiet + 1 if self._jobs or self._waiting else 0
+        if self._num_quiet == NUM_TICKS:
+            self.give_up("the model makes no progress; ask again later")
 
     def close(self) -> None:
         """Ends the run; whoever waits gets an error."""
         self._is_closed = True
         self._thread.shutdown()
-        tell_of(InputError(CLOSED), *self._jobs.values(), *self._waiting)
+        tell_of(FaultError(CLOSED), *self._jobs.values(), *self._waiting)
         self._end_run()
 
     def _work(self) -> None:
@@ -80,7 +104,8 @@ class Worker:
         while (self._waiting or self._jobs) and not self._is_closed:
             job = self._waiting[0] if self._waiting else None
             if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
-                self._start(self._waiting.popleft())
+                self._start(job)
+                self._waiting.popleft()
             else:
                 self._step()
         if self._kind is not None:
@@ -91,13 +116,19 @@ class Worker:
         if job.is_cancelled:
             return
         try:
-            if self._run is None or job.kind != self._kind:
-                self._end_run()
-                self._run = self._open(job.kind)
-                self._kind = job.kind
-            self._jobs[self._run.submit(job.request)] = job
-        except Exception as error:
+            run = self._run if job.kind == self._kind else None
+            run = run or self._renew(job.kind)
+            self._jobs[run.submit(job.request)] = job
+        except BaseException as error:
             tell_of(error, job)
+
+    def _renew(self, kind: Any) -> Generation:
+        """Opens a run of a kind in the place of another."""
+        self._end_run()
+        self._run = self._open(kind)
+        self._kind = kind
+        self.problem = ""
+        return self._run
 
     def _step(self) -> None:
         """Takes the next event of the run; if that fails, so do its jobs."""
@@ -108,24 +139,30 @@ class Worker:
                     self._run.cancel(number)
                     del self._jobs[number]
             event = next(self._run)
+            self._num_quiet = 0
+            self.problem = ""
             if not isinstance(event, Idle) and event.row in self._jobs:
-                self._jobs[event.row].tell(event)
+                self._jobs[event.row].tell(getattr(event, "error", None) or event)
                 if isinstance(event, End):
                     del self._jobs[event.row]
-        except Exception as error:
+        except BaseException as error:
+            self.problem = f"the run has failed, and no other is open: {shorten(repr(error))}"
             tell_of(error, *self._jobs.values())
             self._jobs.clear()
-            self._end_run()
+            with contextlib.suppress(BaseException):  # of which the next request is told
+                self._renew(self._kind)
 
     def _end_run(self) -> None:
-        if self._run is not None:
-            self._run.close()
-        self._run = None
+        if (run := self._run) is not None:
+            self._run = None
+            run.close()
 
 
-def tell_of(error: Exception, *jobs: Job) -> None:
+def tell_of(error: BaseException, *jobs: Job) -> None:
     """Tells jobs what went wrong, and if it is a bug the log."""
     if not isinstance(error, InputError):
         log.exception("the run failed: %s", error)
+    if not isinstance(error, Exception):  # it would end the thread of whoever asks
+        error = FaultError(f"the run was stopped by {shorten(repr(error))}; ask again")
     for job in jobs:
         job.tell(error)

@@ -10,6 +10,7 @@ from minitri.caches.full import FullCache
 from minitri.config import ModelConfig
 from minitri.decoding.level import Emitted
 from minitri.engine import Engine
+from minitri.errors import NotFiniteError
 from minitri.gpu.graphs import GraphPool
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from minitri.memory import Models
@@ -88,6 +89,8 @@ class Rig:
         return sum(stage.num_rounds for stage in stages[1:] or stages)
 
     def _retire_finished(self, emitted: dict[int, Emitted]) -> dict[int, Emitted]:
+        if not all(row.tokens for row in emitted.values()):
+            raise NotFiniteError
         for b, new in enumerate(self.new_tokens()):
             if self.cascade.active[b] and len(new) >= self.num_new:
                 self.cascade.retire(b)

@@ -207,6 +207,21 @@ decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
     _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
+decoding/test_drafters_that_fail.py
+::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model-False]
+  a row that is not finite goes on
+    decide: [*guessed[:num_accepted], next_token] if is_finite else []
+    => [*guessed[:num_accepted], next_token]
+  K and V that are not finite are kept for the next text
+    Stack.retire: self.sequences[b] if is_sound else [] => self.sequences[b]
+decoding/test_drafters_that_fail.py
+::test_one_row_of_four_fails_alone_and_leaves_nothing[triforce--draft-False]
+  the target is not told that a guess is not finite | Level.propose: torch.nan => 1 / 320
+decoding/test_drafters_that_fail.py
+::test_one_row_of_four_fails_alone_and_leaves_nothing[naive-4-draft-False]
+  a tree that is not finite fails all rows
+    finite_rows: (sums_BN.isfinite() | ~are_real_BN).all(1)
+    => (sums_BN.isfinite() | ~are_real_BN).all().expand(len(nodes))
 gpu_twins/test_capture_lint.py
 ::test_so_do_trees_and_guesses_of_no_fixed_length[naive-how0-sampling0-False]
   a captured tree sees what its block is padded with

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minitri import Generation, InputError, Request
+from minitri.errors import FaultError
 from minitri.worker import Job, Worker
 from tests.cascades import tiny_engine
 from tests.test_library import told
@@ -87,3 +88,21 @@ def test_a_forked_process_is_told_so_and_does_not_wait():
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_a_forked_worker_takes_no_request(engine):
+    """As in servers that load a model before they fork."""
+
+    async def leave(worker):
+        worker.submit(Job(Request("She had", **SHORT)))
+
+    worker = Worker(lambda _: engine.open(reserve=400))
+    if (child := os.fork()) == 0:
+        try:
+            asyncio.run(leave(worker))
+        except FaultError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    worker.close()

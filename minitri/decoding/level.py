@@ -4,10 +4,11 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -116,6 +117,10 @@ class Level(Stage):
         unfinished = active
         while any(unfinished):
             for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                if unfinished[b] and not row.tokens:  # not finite, as the level above has to see
+                    nan_1V = F.pad(row.probs_NV, (0, 0, 0, 1), value=torch.nan)
+                    row = replace(row, tokens=[0], origins=[""], probs_NV=nan_1V)
+                    sequences[b] += row.tokens
                 blocks[b] += row.tokens
                 probs[b].append(row.probs_NV)
                 origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
@@ -165,7 +170,8 @@ class Level(Stage):
         return emitted
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a proposal in one pass, and appends the outcome to the active rows."""
+        """Verifies a proposal in one pass, and appends the outcome to the active rows: no token if
+        something is not finite."""
         output = self.runner.next_probs(sequences, active, proposal)
         starts = [len(sequence) for sequence in sequences]
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)

@@ -27,10 +27,6 @@ Active = list[bool]
 """Which rows take part."""
 
 
-class NotFiniteError(ArithmeticError):
-    """A distribution is not finite: the weights are damaged, or overflow their dtype."""
-
-
 @dataclass(frozen=True)
 class Proposal:
     """Guesses for every row, with the distributions that they were sampled from."""
@@ -97,7 +93,7 @@ def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def decide(
     rule: Rule, proposal: Proposal, probs_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """Of each row the accepted guesses, and one token more. Raises `NotFiniteError`."""
+    """Of each row the accepted guesses, and one token more; nothing if p or q is not finite."""
     tokens_BN, q_BNV, V = proposal.tokens_BN, proposal.probs_BNV, probs_BNV.shape[2]
     pad = probs_BNV.shape[1] - numbers_BN.shape[1]
     if pad or q_BNV.shape[2] < V:  # by a captured pass, or of nothing
@@ -108,9 +104,7 @@ def decide(
     outcome = run(verdict_by(rule), probs_BNV, numbers_BN, *guesses).tolist()
     tokens = Rows()
     for num_accepted, next_token, is_finite, *guessed in outcome:
-        if not is_finite:
-            raise NotFiniteError
-        tokens.append([*guessed[:num_accepted], next_token])
+        tokens.append([*guessed[:num_accepted], next_token] if is_finite else [])
     return tokens
 
 
@@ -124,7 +118,8 @@ def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) ->
     """One tensor (B, 3 + N): guesses accepted, next token, whether all is finite, guesses."""
     guesses = Guesses(*tensors)
     q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
-    are_finite_B = p_BNV.sum((1, 2)).isfinite() & q_are_finite_BN.all(1)
+    p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(guesses.are_real_BN, (1, 0), value=True)
+    are_finite_B = p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
     outcome = (*rule(p_BNV, numbers_BN, guesses), are_finite_B.to(guesses.counts_B))
     return torch.cat((torch.stack(outcome, 1), guesses.tokens_BN), 1)
 

@@ -1,6 +1,6 @@
 """The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
 
-Reports go to standard error. After a Ctrl-C running requests end first; a second one stops them.
+Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
 """
 
 from minitri.cli.exits import clean_imports, program
@@ -30,8 +30,6 @@ DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
 WARM_UP_TOKENS = 32
 """Of a prompt, and of its answer, before clients are answered."""
-FINISH_SECONDS = 60
-"""For running requests to end after a Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +44,10 @@ class ServeFlags:
     """Requests that wait for a row; more are answered with 503."""
     port: int = between(8000, 0, 65535)
     """Where to listen; 0: any port that is free."""
+    stall_seconds: float = between(120.0, 1.0)
+    """Without any progress, after which requests get an error, and /health answers 503."""
+    grace: float = between(30.0, 0.0)
+    """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -81,10 +83,7 @@ def run_command(args: argparse.Namespace) -> None:
     access = arguments.taken(Access, args)
     is_open = not (access.keys or args.host == "localhost" or args.host.startswith("127."))
     with clean_imports():  # what the server needs: no flag is wrong any more
-        import uvicorn  # an extra, without which --help works
-
-        from minitri.serve.app import Service
-        from minitri.serve.connections import Connection
+        from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol
         from minitri.worker import Worker
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
@@ -112,18 +111,12 @@ def run_command(args: argparse.Namespace) -> None:
         with contextlib.closing(worker):
             max_open = args.batch_size + args.max_queue
             protocol = Protocol(engine, names, sampling, context)
-            config = uvicorn.Config(
-                Service(protocol, worker, max_open, access).app,
-                http=Connection,
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=FINISH_SECONDS,
-            )
+            service = Service(protocol, worker, max_open, access)
+            server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
             address = listener.getsockname()
             log.info(text, engine.config.name, *address, args.batch_size, context)
-            with contextlib.suppress(KeyboardInterrupt):
-                uvicorn.Server(config).run(sockets=[listener])
+            server.run(sockets=[listener])
     log.info("stopped")
 
 

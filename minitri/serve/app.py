@@ -1,12 +1,17 @@
-"""The HTTP side: endpoints and errors, as a small ASGI application. Wherever a request fails, the
-client gets OpenAI's error JSON; the others do not notice. A client that leaves frees its row."""
+"""The HTTP side: endpoints and errors, as an ASGI application, and its server. If a request fails,
+the client gets OpenAI's error JSON; the others do not notice. A client that leaves frees its row.
+"""
 
 import asyncio
 import functools
+import os
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
@@ -17,13 +22,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minitri import End, Idle, InputError
-from minitri.errors import shorten
+from minitri.errors import FaultError, shorten
 from minitri.log import log
 from minitri.serve.access import Access
 from minitri.serve.answers import Json, Writer, in_stream, to_json
+from minitri.serve.connections import Connection
 from minitri.serve.page import docs, page
 from minitri.serve.protocol import ApiError, Call, Protocol
-from minitri.worker import Job, Worker
+from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
 """For a client to send its request."""
@@ -147,7 +153,43 @@ class Service:
         return answer({"object": "list", "data": data})
 
     async def health(self, _: Request) -> Response:
-        return answer({"status": "ok", "requests": self.num_open})
+        problem = self.worker.problem
+        content = {"status": problem or "ok", "requests": self.num_open}
+        return answer(content, 503 if problem else 200)
+
+
+class Server(uvicorn.Server):
+    """From now on Ctrl-C and SIGTERM end it: then requests have `grace` seconds."""
+
+    def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False}
+        super().__init__(uvicorn.Config(service.app, http=Connection, **quiet))
+        self._service = service
+        self._grace = grace
+        self._ticks = round(10 * stall_seconds / NUM_TICKS)  # of 0.1 s
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
+
+    def handle_exit(self, *_: Any) -> None:
+        if self.should_exit:
+            os.write(2, b"stopped\n")
+            os._exit(0)  # whatever still runs
+        self.should_exit = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % self._ticks == 0:
+            self._service.worker.tick()
+        return await super().on_tick(counter)
+
+    async def shutdown(self, *sockets: Any, **by_name: Any) -> None:
+        if num := self._service.num_open:
+            log.info("finishing %d request%s; again to stop now", num, "s" if num > 1 else "")
+        why = "the server is stopping; ask again later"
+        asyncio.get_running_loop().call_later(self._grace, self._service.worker.give_up, why)
+        timer = threading.Timer(self._grace + 2, self.handle_exit)  # 2 s for errors to be sent
+        timer.daemon = True
+        timer.start()
+        await super().shutdown(*sockets, **by_name)
 
 
 def answer(content: Json, status: int = 200) -> Response:
@@ -167,6 +209,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case FaultError():
+            return ApiError(503, "unavailable", str(error))
         case InputError():
             return ApiError(400, "invalid_request", str(error))
         case HTTPException():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from minitri.decoding.level import Emitted, Level, Output
-from minitri.decoding.verification import Active, NotFiniteError, Proposal, Rows
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.model.cache import gather_path
 from minitri.runner import ModelRunner
 from minitri.trees.shape import TreeShape, shape_of
@@ -45,7 +45,6 @@ class TreeLevel(Level):
                     output = self.runner.next_probs(sequences, active)
                 else:
                     output = self.read_tree([row[1:end] for row in nodes], shape, 1)
-                require_finite(output.probs_BNV)
                 for parent in range(first, end):
                     place = max(parent - 1, 0)  # the root was read by itself
                     probs.append(output.probs_BNV[:, place])
@@ -55,9 +54,11 @@ class TreeLevel(Level):
                             position = len(sequences[b]) + shape.depths[parent]
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
+        probs_BNV = torch.stack(probs, 1)
+        probs_BNV[[b for b, on in enumerate(active) if not on]] = 0  # of whatever they read
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            torch.stack(probs, 1),
+            probs_BNV,
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],
@@ -78,12 +79,12 @@ class TreeLevel(Level):
         pairs = zip(sequences, proposal.tokens, strict=True)
         blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
         output = self.read_tree(blocks, proposal.shape, 0)
-        require_finite(output.probs_BNV)
+        are_finite = finite_rows(proposal, output.probs_BNV)
         paths = Rows()
         emitted = list[Emitted]()
         for b, block in enumerate(blocks):
             path, tokens, origins = list[int](), list[int](), list[str]()
-            if active[b]:
+            if active[b] and are_finite[b]:
                 start = len(sequences[b])
                 path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
                 own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
@@ -121,7 +122,11 @@ class TreeLevel(Level):
         return self.runner.sampling[b].temperature == 0
 
 
-def require_finite(probs: Tensor) -> None:
-    """Raises `NotFiniteError`."""
-    if not bool(probs.sum().isfinite()):
-        raise NotFiniteError
+def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:
+    """Whether all is finite at the nodes of each row: what they were drawn from, and `probs_BNV`,
+    the verifier's distributions."""
+    nodes = [[True, *(token != MISSING for token in row)] for row in proposal.tokens]
+    are_real_BN = torch.tensor(nodes).to(probs_BNV.device)
+    sums_BN = probs_BNV[:, : are_real_BN.shape[1]].sum(2)
+    sums_BN[:, : proposal.probs_BNV.shape[1]] += proposal.probs_BNV.sum(2)
+    return (sums_BN.isfinite() | ~are_real_BN).all(1).tolist()

@@ -11,8 +11,7 @@ import functools
 
 import pytest
 
-from minitri.decoding.verification import NotFiniteError
-from minitri.errors import InputError
+from minitri.errors import InputError, NotFiniteError
 from tests.mutants import MUTANTS
 from tests.mutation import Outcome, mutated, run_tests
 

@@ -268,6 +268,7 @@ def test_bad_input_is_one_line_of_its_cause_and_flag(strange, values, call, line
 
 def test_a_missing_package_is_one_line(call, monkeypatch):
     monkeypatch.setitem(sys.modules, "uvicorn", None)
+    monkeypatch.delitem(sys.modules, "minitri.serve.app", raising=False)
     done = call(importlib.import_module(MODULES["serve"]).main)
     assert done.code == 2
     assert "pip install" in done.err

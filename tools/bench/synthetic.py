@@ -28,14 +28,13 @@ from minitri.cpu.packed import can_pack, pack_linears
 from minitri.decoding.random_source import IndependentSource
 from minitri.decoding.verification import Proposal
 from minitri.errors import InputError
-from minitri.generation import running
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
 from minitri.loading.fetch import default_draft
 from minitri.loading.named_models import MODELS, unknown_model
-from minitri.memory import Models
+from minitri.memory import Models, running
 from minitri.model.llama import Llama
 from minitri.plan import ACCEPTANCE, pass_table
 from minitri.requests import Request

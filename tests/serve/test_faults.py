@@ -1,0 +1,216 @@
+"""Faults, put in one by one: what each client sees, and that the others and later ones go on."""
+
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+import torch
+
+from minitri.worker import NUM_TICKS
+from tests.serve.conftest import serving
+from tests.serve.test_answers import PROMPT, complete, own_text
+
+BODY = b'{"prompt": "She had", "max_tokens": 1, "seed": 1}'
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+POST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
+LAST = POST.replace(b"Host: localhost\r\n", b"Host: x\r\nConnection: close\r\n")
+BOTH = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+def is_well(server, engine) -> bool:
+    """Whether another client gets the text of its own."""
+    return complete(server).choices[0].text == own_text(engine)
+
+
+@pytest.mark.parametrize(
+    ("fault", "status", "seen"),
+    [
+        (RuntimeError("broken"), 500, "a bug: RuntimeError('broken')"),
+        (MemoryError("no room"), 503, "cpu has run out of memory (no room); shorten the prompt"),
+        (SystemExit(3), 503, "the run was stopped by SystemExit(3); ask again"),
+        (KeyboardInterrupt(), 503, "the run was stopped by KeyboardInterrupt(); ask again"),
+    ],
+    ids=lambda it: type(it).__name__ if isinstance(it, BaseException) else "",
+)
+def test_whatever_the_worker_raises_its_requests_are_told_and_another_run_is_opened(
+    engine, caplog, fault, status, seen
+):
+    faults = []
+
+    def fail():
+        if faults:
+            raise faults.pop()
+
+    with serving(engine, before=fail) as server:
+        with ThreadPoolExecutor(3) as clients:
+            faults.append(fault)
+            answers = [*clients.map(lambda _: server.post(prompt="She had"), range(3))]
+        failed = [it for it in answers if it.status_code != 200]
+        assert {it.status_code for it in failed} == {status}
+        assert seen in failed[0].text
+        assert ("the run failed" in caplog.text) != isinstance(fault, MemoryError)
+        server.wait_until_free()
+        assert server.http.get("/health").status_code == 200
+        assert is_well(server, engine)
+
+
+def test_while_no_run_can_be_opened_health_says_so(engine, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("broken")
+
+    faults = [fail]
+    with serving(engine, before=lambda: faults and faults.pop()()) as server:
+        worker = server.service.worker
+        with monkeypatch.context() as patching:
+            patching.setattr(worker, "_open", fail)
+            assert [server.post(prompt="She had").status_code for _ in range(3)] == [500] * 3
+            health = server.http.get("/health")
+            assert health.status_code == 503
+            assert "no other is open: RuntimeError('broken')" in health.json()["status"]
+        assert is_well(server, engine)
+        server.wait_until_free()
+        assert server.http.get("/health").json() == {"status": "ok", "requests": 0}
+
+
+def test_a_worker_that_makes_no_progress_fails_its_requests_until_it_does(engine):
+    gate = threading.Event()
+    with serving(engine, before=gate.wait, num_rows=1) as server, ThreadPoolExecutor(2) as clients:
+        worker = server.service.worker
+        asked = [clients.submit(server.post, prompt="She had", stream=s) for s in (True, False)]
+        server.wait(lambda: len(worker._waiting) + len(worker._jobs) == 2)
+        for _ in range(NUM_TICKS - 1):
+            worker.tick()
+        assert server.http.get("/health").status_code == 200
+        worker.tick()
+        stream, whole = [it.result() for it in asked]
+        assert "makes no progress" in stream.text
+        assert whole.status_code == 503
+        assert server.post(prompt="She had").status_code == 503
+        health = server.http.get("/health")
+        assert health.status_code == 503
+        assert "makes no progress" in health.json()["status"]
+        gate.set()
+        server.wait(lambda: server.http.get("/health").status_code == 200)
+        assert is_well(server, engine)
+
+
+def test_a_row_that_is_not_finite_fails_alone(server, engine):
+    """Three others have the texts that they have by themselves, and so has it when it is mended."""
+    sick = "£"
+    [*_, token] = engine.tokenizer.encode(sick)
+    with torch.inference_mode():
+        row = engine.model.embed_tokens[token]
+        sound = row.clone()
+        prompts = [PROMPT, sick, PROMPT[:9], PROMPT[:20]]
+        alone = [own_text(engine, prompt) for prompt in prompts]
+        try:
+            row.fill_(torch.nan)
+            asked = [{"prompt": it, "max_tokens": 24, "seed": 7} for it in prompts]
+            with ThreadPoolExecutor(4) as clients:
+                answers = [*clients.map(lambda fields: server.post(**fields), asked)]
+            stream = server.post(**asked[1], stream=True)
+        finally:
+            row.copy_(sound)
+    assert "computed logits that are not finite" in answers[1].json()["error"]["message"]
+    assert "computed logits that are not finite" in stream.text
+    assert [it.status_code for it in answers] == [200, 503, 200, 200]
+    texts = [it.json()["choices"][0]["text"] for it in answers if it.status_code == 200]
+    assert texts == [alone[0], *alone[2:]]
+    assert complete(server, prompt=sick).choices[0].text == alone[1]
+
+
+STREAM = b'{"prompt": "She had", "max_tokens": 300, "ignore_eos": true, "stream": true}'
+PHASES = {
+    "connected": (b"", 0),
+    "half a head": (HEAD[:40], 0),
+    "half a body": (POST[:-9], 0),
+    "asked": (POST, 0),
+    "while it streams": (HEAD + b"Content-Length: %d\r\n\r\n" % len(STREAM) + STREAM, 100),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_connections_that_are_reset_leave_nothing(server, engine, phase):
+    sent, num_read = PHASES[phase]
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+            client.sendall(sent)
+            if num_read:
+                client.recv(num_read)
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    assert is_well(server, engine)
+    server.wait_until_free()
+
+
+@pytest.mark.parametrize(
+    ("sent", "statuses"),
+    [
+        (POST + LAST, ["200", "200"]),
+        (BOTH + b"0\r\n\r\n" + LAST, ["400", "200"]),
+        (BOTH + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + LAST, ["200", "200"]),
+        (POST.replace(b"\r\n\r\n", b"\r\nContent-Length: 1\r\n\r\n"), ["400"]),
+    ],
+    ids=["pipelined", "an empty chunk and another post", "chunks", "two lengths"],
+)
+def test_posts_in_one_piece(server, engine, sent, statuses):
+    """Where both a length and chunks are told, the chunks count."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(sent)
+        received = b"".join(iter(lambda: client.recv(4096), b""))
+    assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == statuses
+    assert is_well(server, engine)
+    server.wait_until_free()
+
+
+def test_a_client_that_closes_its_side_has_left(server, engine):
+    """An ASGI server cannot tell it from one that is gone: its row is free at once."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as client:
+        client.sendall(PHASES["while it streams"][0])
+        client.shutdown(socket.SHUT_WR)
+        server.wait_until_free()
+        assert is_well(server, engine)
+
+
+@pytest.mark.parametrize(
+    ("grace", "signals", "end"),
+    [
+        (30, [signal.SIGTERM], "data: [DONE]"),
+        (0, [signal.SIGTERM], "the server is stopping; ask again later"),
+        (30, [signal.SIGTERM, signal.SIGTERM], None),
+        (30, [signal.SIGINT, signal.SIGINT], None),
+    ],
+    ids=["in time", "too late", "twice", "twice by Ctrl-C"],
+)
+def test_a_signal_while_a_text_is_streamed(folder, grace, signals, end):
+    command = [sys.executable, "-m", "minitri.serve", "--model", str(folder), "--port", "0"]
+    command += ["--grace", str(grace)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
+        lines = iter(program.stderr)
+        url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
+        fields = {"prompt": "She had", "max_tokens": 500, "ignore_eos": True, "stream": True}
+        fields["logprobs"] = 5
+        said = ""
+        with httpx.stream("POST", f"{url}/completions", json=fields, timeout=60) as response:
+            parts = response.iter_lines()
+            next(parts)
+            program.send_signal(signals[0])
+            said += next(lines)
+            for other in signals[1:]:
+                program.send_signal(other)
+            try:
+                last = [line for line in parts if line][-1]
+            except httpx.HTTPError:
+                last = None
+        assert program.wait(30) == 0
+        said += "".join(lines)
+    assert end is None or end in last
+    assert "finishing 1 request; again to stop now" in said
+    assert "Traceback" not in said
+    assert said.endswith("stopped\n")
