@@ -1,7 +1,9 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
 A safetensors file: `tokens`, `kv` (L, 2, K, T, D), and the checksum of these and of the manifest in
-its header: weights, dtype and RoPE. It is renamed when it is complete.
+its header: weights, config, dtype and RoPE. It is written under another name in the same folder,
+and takes the place of the old one when it is complete and on the disk. So of two who save at once
+one's whole file stays. Only its owner can read it. A symbolic link is followed.
 
 Legend: L layers, T tokens, K KV heads, D head dim.
 """
@@ -10,8 +12,9 @@ import hashlib
 import itertools
 import json
 import os
+import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -23,7 +26,7 @@ from minitri.caches.prefixes import HeldRow
 from minitri.config import ModelConfig
 from minitri.errors import explain, shorten
 
-FORMAT = "minitri KV snapshot 2"
+FORMAT = "minitri KV snapshot 3"
 DTYPES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
@@ -31,15 +34,6 @@ DTYPES = {
     torch.int32: "I32",
     torch.int64: "I64",
 }
-SAMPLE = 4096
-"""Numbers of each weight, evenly spread, by which weights are recognised."""
-
-
-def sampled(weight: Tensor) -> str:
-    """The hash of some numbers of a tensor."""
-    flat = weight.reshape(-1)
-    some = flat[:: -(-len(flat) // SAMPLE) or 1].double()
-    return hashlib.sha256(as_bytes(some)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -53,13 +47,14 @@ class Origin:
     @property
     def manifest(self) -> dict[str, str]:
         """The same in words, for the header of a file."""
-        rope = self.config.rope
-        digest = hashlib.sha256(repr(rope).encode()).hexdigest()
+        # Not of the model's name, and of which tokens end a text.
+        shape = replace(self.config, name="", context_length=1, eos_token_ids=())
         return {
             "format": FORMAT,
             "weights": self.fingerprint,
             "dtype": DTYPES[self.dtype],
-            "rope": f"{rope.describe()}, {digest[:16]}",
+            "rope": self.config.rope.describe(),
+            "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
         }
 
     def tensors(self, num_tokens: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -83,7 +78,8 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
             raise ValueError("it is a folder")
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
-            found = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+            # Copies: the file may be overwritten while they are in use.
+            found = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
                 found_fact = shorten(facts.get(fact), 40)
@@ -104,9 +100,12 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"
     with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
-        unfinished = Path(f"{name}.unfinished")
+        target = Path(name).resolve()
+        if target.exists() and not target.is_file():
+            raise ValueError("it is no regular file")
+        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
         try:
-            with unfinished.open("wb") as file:
+            with os.fdopen(number, "wb") as file:
                 file.write(header(facts, origin.tensors(num_tokens)))
                 total = checksum(facts)
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
@@ -118,9 +117,12 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
                 file.write(total.to_bytes(8, "little"))
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.replace(name)
+            Path(unfinished).replace(target)
         finally:
-            unfinished.unlink(missing_ok=True)
+            Path(unfinished).unlink(missing_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
     return num_tokens
 
 

@@ -1,7 +1,9 @@
 """Shows a run as it goes: text, a progress bar, colors by origin."""
 
 import argparse
+import re
 import signal
+import sys
 from typing import TYPE_CHECKING
 
 from tqdm import tqdm
@@ -22,9 +24,17 @@ RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 
 
+CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
+
+
+def shown(text: str) -> str:
+    """A model's text. In a terminal a control character could change what stands there already."""
+    return CONTROLS.sub("\ufffd", text) if sys.stdout.isatty() else text
+
+
 def colored(token: Token) -> str:
     """A token as text in the color of its origin."""
-    return f"{COLORS[token.origin][0]}{token.text}{RESET}" if token.text else ""
+    return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
 def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
@@ -48,7 +58,8 @@ def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
                 elif isinstance(event, Token):
                     bar.close()
                     if show:
-                        print(colored(event) if args.color else event.text, end="", flush=True)
+                        text = colored(event) if args.color else shown(event.text)
+                        print(text, end="", flush=True)
                 if is_stopped:
                     break
     finally:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.kernels import DTYPES, Kernels, struct_of
+from minitri.cpu.kernels import Kernels, require, struct_of
 from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
 from minitri.log import log
 from minitri.model.execution import Execution
@@ -138,22 +138,36 @@ class KernelLayers(Layers):
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:
             raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
-        assert cache.keys.stride() == cache.values.stride()
-        assert queries is None or queries[0].is_contiguous()
         first = self[0]
         assert isinstance(first, Layer)
+        attention = first.self_attn
+        raw_keys = getattr(cache, "raw_keys", None)
+        slots = [it for it in (cache.keys, cache.values, raw_keys) if it is not None]
+        turns = (shared.rotary.cos, shared.rotary.signed_sin)
+        like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
+        require(
+            *((it.shape, it.stride(), it.dtype) == like and it.stride(4) == 1 for it in slots),
+            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in turns),
+            all(it.is_contiguous() for it in turns),
+            len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
+            (len(self), attention.heads[1], attention.qkv_proj.in_features) == (L, K, E),
+            shared.rule_TT is None or shared.rule_TT.shape == (T, T),
+            queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
+            queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
+            tensors=(x_BTE, *slots, *turns, queries),
+        )
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         lengths = torch.tensor(cache.lengths)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
         arguments = struct_of(
             *(self._weights, x_BTE, shared.rotary.cos, shared.rotary.signed_sin),
-            *(cache.keys, cache.values, getattr(cache, "raw_keys", None), queries, lengths, rule),
+            *(cache.keys, cache.values, raw_keys, queries, lengths, rule),
             *(L, B, T, queries.shape[2] if queries is not None else 0),
             *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
             queries.stride(0) if queries is not None else 0,
             *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
         )
-        self.kernels.library.minitri_pass(DTYPES[x_BTE.dtype], arguments)
+        self.kernels.call("pass", x_BTE.dtype, arguments)
         return x_BTE
 
     @cached_property

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <system_error>
 
 #include "attention.h"
 #include "linear.h"
@@ -156,6 +157,19 @@ void pass(const PassArguments& p) {
     }
 }
 
+// What a kernel returns: 0, or why it has no result. No exception leaves the library.
+template <class Work>
+int outcome(Work&& work) {
+    try {
+        work();
+        return 0;
+    } catch (const std::system_error&) {  // of a thread that does not start
+        return 2;
+    } catch (...) {  // of memory: nothing else is thrown
+        return 1;
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -174,28 +188,36 @@ const char* minitri_instructions() {
 #endif
 }
 
-void minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
-    if (dtype == 0) attention<Widened<float>>(*a, is_short);
-    if (dtype == 1) attention<BFloat16Operand>(*a, is_short);
-    if (dtype == 2) attention<Widened<Float16>>(*a, is_short);
+int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
+    return outcome([&] {
+        if (dtype == 0) attention<Widened<float>>(*a, is_short);
+        if (dtype == 1) attention<BFloat16Operand>(*a, is_short);
+        if (dtype == 2) attention<Widened<Float16>>(*a, is_short);
+    });
 }
 
-void minitri_linear(int dtype, int bits, const LinearArguments* a) {
-    if (dtype == 0) linear_of<Widened<float>>(bits, *a);
-    if (dtype == 1) linear_of<BFloat16Operand>(bits, *a);
-    if (dtype == 2) linear_of<Widened<Float16>>(bits, *a);
+int minitri_linear(int dtype, int bits, const LinearArguments* a) {
+    return outcome([&] {
+        if (dtype == 0) linear_of<Widened<float>>(bits, *a);
+        if (dtype == 1) linear_of<BFloat16Operand>(bits, *a);
+        if (dtype == 2) linear_of<Widened<Float16>>(bits, *a);
+    });
 }
 
-void minitri_pass(int dtype, const PassArguments* p) {
-    if (dtype == 0) pass<Widened<float>>(*p);
-    if (dtype == 1) pass<BFloat16Operand>(*p);
-    if (dtype == 2) pass<Widened<Float16>>(*p);
+int minitri_pass(int dtype, const PassArguments* p) {
+    return outcome([&] {
+        if (dtype == 0) pass<Widened<float>>(*p);
+        if (dtype == 1) pass<BFloat16Operand>(*p);
+        if (dtype == 2) pass<Widened<Float16>>(*p);
+    });
 }
 
-void minitri_rotate(int dtype, const RotateArguments* a) {
-    if (dtype == 0) rotate<float>(*a);
-    if (dtype == 1) rotate<BFloat16>(*a);
-    if (dtype == 2) rotate<Float16>(*a);
+int minitri_rotate(int dtype, const RotateArguments* a) {
+    return outcome([&] {
+        if (dtype == 0) rotate<float>(*a);
+        if (dtype == 1) rotate<BFloat16>(*a);
+        if (dtype == 2) rotate<Float16>(*a);
+    });
 }
 
 }

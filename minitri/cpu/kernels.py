@@ -13,12 +13,13 @@ import functools
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from minitri.cpu.build import SOURCE, load_library
+from minitri.cpu.quantized import GROUP, row_widths
 from minitri.errors import shorten
 from minitri.log import log
 
@@ -79,17 +80,25 @@ class Kernels:
     ) -> Tensor:
         """See `Attend`; row-invariant, among blocks computed as short ones and among all others."""
         B, T, H, D = q_BTHD.shape
-        assert q_BTHD.stride(3) == keys_BKSD.stride(3) == 1
-        assert keys_BKSD.stride() == values_BKSD.stride()
+        K, S = keys_BKSD.shape[1:3]
+        require(
+            keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
+            q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
+            q_BTHD.stride(3) == keys_BKSD.stride(3) == 1,
+            keys_BKSD.stride() == values_BKSD.stride() and len(prefix_lengths) == B,
+            min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
+            rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
+            tensors=(q_BTHD, keys_BKSD, values_BKSD, rule_TT),
+        )
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         lengths = torch.tensor(prefix_lengths)
         rule_TT = rule_TT.contiguous() if rule_TT is not None else None
         arguments = struct_of(
             *(q_BTHD, keys_BKSD, values_BKSD, out_BTHD, lengths, rule_TT),
-            *(B, T, H, keys_BKSD.shape[1], D),
+            *(B, T, H, K, D),
             *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], self.num_threads),
         )
-        self.library.minitri_attention(DTYPES[q_BTHD.dtype], is_short, arguments)
+        self.call("attention", q_BTHD.dtype, is_short, arguments)
         return out_BTHD
 
     def linear(
@@ -108,23 +117,53 @@ class Kernels:
         x = x.contiguous()
         E = x.shape[-1]
         N = len(weight)
+        form = (x.dtype, E) if bits == 16 else (torch.uint8, sum(row_widths(E, bits)))
+        require(
+            (weight.dtype, *weight.shape) == (form[0], N, form[1]) and weight.is_contiguous(),
+            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
+            bits == 16 or E % GROUP == 0,
+            tensors=(x, weight, bias),
+        )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
         norm = residual = is_gated = eps = None
         arguments = struct_of(
             *(x, norm, weight, bias, residual, out),
             *(x.numel() // E, E, N, is_gated, is_wide, self.num_threads, eps),
         )
-        self.library.minitri_linear(DTYPES[x.dtype], bits, arguments)
+        self.call("linear", x.dtype, bits, arguments)
         return out
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape
+        require(
+            x_BTHD.stride()[2:] == (D, 1) and x_BTHD.stride(1) % D == D % 2 == 0,
+            B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1),
+            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in (cos, signed_sin)),
+            cos.is_contiguous() and signed_sin.is_contiguous(),
+            tensors=(x_BTHD, cos, signed_sin),
+        )
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
         sizes = (B * T, x_BTHD.stride(1) // D, H, D)
         arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
-        self.library.minitri_rotate(DTYPES[x_BTHD.dtype], arguments)
+        self.call("rotate", x_BTHD.dtype, arguments)
         return out_BTHD
+
+    def call(self, kernel: str, dtype: torch.dtype, *arguments: bytes | int) -> None:
+        """Raises `MemoryError` or `RuntimeError` where the kernel has no result."""
+        code = getattr(self.library, f"minitri_{kernel}")(DTYPES[dtype], *arguments)
+        if code == 1:
+            raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
+        if code:
+            raise RuntimeError("the CPU kernels cannot start a thread; raise ulimit -u")
+
+
+def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
+    """Raises `ValueError` unless all facts hold: a kernel would read or write somewhere else."""
+    given = [it for it in tensors if it is not None]
+    if not all(facts) or not all(it.is_cpu for it in given):
+        seen = "; ".join(f"{it.dtype} {tuple(it.shape)}, strides {it.stride()}" for it in given)
+        raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:

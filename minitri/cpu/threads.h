@@ -6,9 +6,11 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 namespace {
 
@@ -32,7 +34,7 @@ public:
 
     // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
     // Threads stay: `num_threads` is the same for all calls of a process.
-    // Calls of several threads follow each other.
+    // Calls of several threads follow each other. Throws what a task has thrown, once all are over.
     void run(int64_t n, int64_t num_numbers, int64_t num_threads,
              const std::function<void(int64_t)>& task) {
         if (num_threads <= 1 || n == 1 || num_numbers < WORTH_WAKING) {
@@ -57,6 +59,7 @@ public:
             if (spins < SPINS) pause_cpu();
             else std::this_thread::yield();
         }
+        if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
     }
 
 private:
@@ -65,7 +68,12 @@ private:
 
     void take_tasks() {
         for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks;) {
-            (*current)(i);
+            try {
+                (*current)(i);
+            } catch (...) {
+                std::lock_guard<std::mutex> hold(sleep);
+                failure = std::current_exception();
+            }
         }
     }
 
@@ -88,6 +96,7 @@ private:
     std::mutex calls, sleep;
     std::condition_variable wake;
     const std::function<void(int64_t)>* current = nullptr;
+    std::exception_ptr failure;  // the latest of a task
     int64_t num_tasks = 0;
     int num_workers = 0;
     alignas(64) std::atomic<uint64_t> round{0};

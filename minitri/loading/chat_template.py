@@ -1,27 +1,21 @@
 """Chat templates: how a model wants a conversation written, in Jinja, as its files say.
 
-A template comes from anywhere, so it runs in Jinja's sandbox, which keeps it away from Python, and
-within limits of time and size. It can use what `transformers` offers, so the result is the same.
+Another process renders them, within limits (`template_sandbox.py`). It starts in 0.1 s, and stays.
 """
 
-import datetime
-import functools
 import json
-import math
-import time
-from collections.abc import Iterable, Mapping, Sequence, Sized
-from typing import Any
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from minitri.errors import explain
+from minitri.loading import template_sandbox
 
-MAX_SECONDS = 5.0
-MAX_SIZE = 1 << 28
-"""For a rendering: characters of all texts and items of all lists that it makes."""
+MAX_SECONDS = 5.0  # of a processor, for a rendering
+MAX_BYTES = 1 << 29  # of memory, for a process
 ADVICE = "write the prompt without --chat, or correct the template"
 
 Message = Mapping[str, str]
@@ -29,91 +23,64 @@ Message = Mapping[str, str]
 
 
 class ChatTemplate:
-    """A model's template, ready to render conversations."""
+    """A model's template, ready to render conversations, in several threads, too."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens` are texts of `bos_token` and the like. Raises `InputError`."""
-        self._environment = Environment()
-        with explain("the model's chat template is not valid", ADVICE):
-            self._template = self._environment.from_string(source)
+        self._source = source
         self._special_tokens = special_tokens
+        self._idle: list[subprocess.Popen[str]] = []
+        self._owner = os.getpid()
+        weakref.finalize(self, stop, self._idle)
+        with explain("the model's chat template is not valid", ADVICE):
+            self._ask({})
 
     def render(self, messages: Sequence[Message]) -> str:
         """A conversation as text, up to where the next answer begins. Raises `InputError`."""
+        variables = {"messages": [*messages], "add_generation_prompt": True}
+        variables |= {"tools": None, "documents": None, **self._special_tokens}
         with explain("the model's chat template fails", ADVICE):
-            self._environment.deadline = time.monotonic() + MAX_SECONDS
-            self._environment.room = MAX_SIZE
-            return self._template.render(
-                messages=[*messages],
-                add_generation_prompt=True,
-                tools=None,
-                documents=None,
-                **self._special_tokens,
-            )
+            return self._ask(variables)
+
+    def _ask(self, variables: Mapping[str, object]) -> str:
+        """What a process makes of the template. Raises `ValueError`."""
+        if self._owner != os.getpid():  # after a fork they are the other's
+            self._owner = os.getpid()
+            self._idle.clear()
+        try:
+            child = self._idle.pop()
+        except IndexError:  # it is the first, or others are busy
+            child = start()
+        line = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps([self._source, variables]), file=child.stdin, flush=True)
+            line = child.stdout.readline() if child.stdout else ""
+        if line and not self._idle:
+            self._idle.append(child)
+        else:
+            stop([child])
+        if not line:
+            raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
 
 
-class Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with what chat templates use, and limits of time and size."""
-
-    intercepted_binops = frozenset(["+", "*", "**"])
-    deadline = 0.0
-    room = 0
-
-    def __init__(self) -> None:
-        extensions = [GenerationBlock, loopcontrols]
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        # Jinja's own filter would escape what means something in HTML.
-        self.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-        self.globals["raise_exception"] = complain
-        self.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-
-    def _parse(self, *source: Any) -> nodes.Template:
-        """Has loops look at the clock, and `~` put its texts together by `concat`."""
-        tree = super()._parse(*source)
-        for loop in tree.find_all(nodes.For):
-            loop.body.insert(0, nodes.ExprStmt(call("spend", nodes.Const(0))))
-        for chain in tree.find_all(nodes.Concat):
-            texts = [nodes.Filter(it, "string", [], [], None, None) for it in chain.nodes]
-            chain.nodes = [call("concat", nodes.List(texts))]
-        return tree
-
-    def spend(self, size: int) -> None:
-        """Raises `TemplateError` where there is neither time nor room for more."""
-        self.room -= size
-        if self.room < 0 or time.monotonic() > self.deadline:
-            raise TemplateError(f"it makes too much of something, or takes {MAX_SECONDS:g} seconds")
-
-    def concat(self, pieces: Iterable[str]) -> str:
-        """What a template, a block or a macro writes."""
-        found = []
-        for piece in pieces:
-            self.spend(len(piece))
-            found.append(piece)
-        return "".join(found)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """A sum, product or power, if it is not too large."""
-        size = 1 + sum(len(it) for it in (left, right) if isinstance(it, Sized))
-        factors = math.prod(abs(it) for it in (left, right) if isinstance(it, int))
-        self.spend(size if operator == "+" else size * factors)
-        return super().call_binop(context, operator, left, right)
+def start() -> subprocess.Popen[str]:
+    """A process that renders templates."""
+    return subprocess.Popen(
+        [sys.executable, "-P", template_sandbox.__file__, str(MAX_SECONDS), str(MAX_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # a Ctrl-C is not meant for it
+    )
 
 
-def call(method: str, argument: nodes.Expr) -> nodes.Call:
-    """The call of a method of the environment."""
-    return nodes.Call(nodes.EnvironmentAttribute(method), [argument], [], None, None)
-
-
-class GenerationBlock(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks answers for training; ignored."""
-
-    tags = {"generation"}  # noqa: RUF012 (Jinja's way)
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def complain(message: str) -> None:
-    """What a template calls where a conversation does not suit it."""
-    raise TemplateError(message)
+def stop(children: list[subprocess.Popen[str]]) -> None:
+    """Ends processes, but not those of the process that this one is a fork of."""
+    for child in children:
+        with suppress(OSError), child:
+            child.kill()

@@ -5,6 +5,7 @@ drafters borrow the embedding table of their target (`ModelConfig.draft_of`); wi
 they would guess badly without any error, so their files keep a sample of the right table.
 """
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.caches.snapshots import sampled
+from minitri.caches.snapshots import checksum
 from minitri.config import ModelConfig
 from minitri.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
@@ -151,19 +152,19 @@ def placements(model: Llama) -> dict[str, Tensor]:
 def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     missing = placements(model)
     unexpected = []
-    samples = dict[str, str]()
+    checksums = dict[str, int]()
     disable = None if progress else True  # None: where standard error is no terminal
     with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
         for name, tensor in tensors:
             if name in missing:
                 part = share(name, tensor, model.execution.ranks)
                 _copy(part, missing.pop(name), f"{path}: {name}")
-                samples[name] = sampled(tensor)
+                checksums[name] = checksum({}, tensor)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-    digests = torch.tensor(bytearray(repr(sorted(samples.items())).encode()))
-    model.execution = replace(model.execution, fingerprint=sampled(digests))
+    digest = hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
+    model.execution = replace(model.execution, fingerprint=digest)
     if missing or unexpected:
         names = shorten(", ".join([*unexpected, *missing]))
         raise InputError(

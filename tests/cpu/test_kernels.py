@@ -12,6 +12,7 @@ from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import dequantize, quantize
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
+from tests.cpu.conftest import compiled
 from tests.model.test_attention import random_case
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
@@ -149,3 +150,82 @@ if (child := os.fork()) == 0:
 sys.exit(os.waitpid(child, 0)[1])
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", program], check=True, timeout=60)
+
+
+def no_memory(change: str) -> tuple[str, str]:
+    """A change by which the third task of all there ever are fails."""
+    return "(*current)(i);", f"static std::atomic<int> n; if (n++ == 2) {change}; (*current)(i);"
+
+
+SCRATCH = "Number* get(size_t n) {"
+FAILURES = {
+    "memory of a task": (*no_memory("throw std::bad_alloc()"), MemoryError),
+    "whatever a task throws": (*no_memory("throw 1"), MemoryError),
+    "memory": (SCRATCH, SCRATCH + " static int i; if (!i++) throw std::bad_alloc();", MemoryError),
+    "thread": (
+        "std::thread(&Pool::work",
+        "static int i; if (!i++) throw std::system_error(EAGAIN, std::generic_category());"
+        " std::thread(&Pool::work",
+        RuntimeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_kernel_without_memory_or_threads_is_an_error_and_the_next_call_works(failure, tmp_path):
+    *change, kind = FAILURES[failure]
+    kernels = compiled(tmp_path, change=change)
+    x, weight = random(1, 5, 576), random(900, 576, seed=1)
+    with pytest.raises(kind, match="CPU kernel"):
+        kernels.linear(x, weight)
+    for _ in range(3):
+        assert torch.allclose(kernels.linear(x, weight), x @ weight.T, atol=1e-3)
+
+
+def wrong_calls():
+    """Kernels' names, and what they cannot take."""
+    q, k, v, _ = random_case(3, (5, 9))
+    S = k.shape[2]
+    rule = torch.ones(3, 3, dtype=torch.bool)
+    yield "attend", q, k, v, [5, S - 2]
+    yield "attend", q, k, v, [-1, 5]
+    yield "attend", q, k, v, [5]
+    yield "attend", q, k.double(), v, [5, 5]
+    yield "attend", q, k[:1], v[:1], [5, 5]
+    yield "attend", q, k, v[:, :, :-1], [5, 5]
+    yield "attend", q, k, v.transpose(1, 2).contiguous().transpose(1, 2), [5, 5]
+    yield "attend", q.transpose(2, 3).contiguous().transpose(2, 3), k, v, [5, 5]
+    yield "attend", q[:, :, :-1], k, v, [5, 5]
+    yield "attend", q[..., :-2], k, v, [5, 5]
+    yield "attend", q, k, v, [5, 5], rule[:2]
+    yield "attend", q, k, v, [5, 5], rule.int()
+    yield "attend", q.to("meta"), k, v, [5, 5]
+    wide = torch.zeros(1, 1, 1, 1026)
+    yield "attend", wide, wide, wide, [0]
+    x, weight, bias = random(2, 64), random(10, 64), random(10)
+    yield "linear", x, weight[:, 1:]
+    yield "linear", x, weight.bfloat16()
+    yield "linear", x, random(10, 65)[:, :64]
+    yield "linear", x, weight.flatten()
+    yield "linear", x, weight, 8
+    yield "linear", x, quantize(weight, 4), 8
+    yield "linear", random(2, 65), quantize(weight, 8), 8
+    for wrong in (bias[1:], bias.double(), random(20)[::2], bias.view(1, 10)):
+        yield "linear", x, weight, 16, wrong
+    heads, table = random(2, 3, 4, 8), random(2, 3, 1, 8)
+    yield "rotate", heads, table, table[:1]
+    yield "rotate", heads, table.bfloat16(), table
+    yield "rotate", heads.transpose(2, 3).contiguous().transpose(2, 3), table, table
+    yield "rotate", heads.transpose(0, 1), table.transpose(0, 1), table.transpose(0, 1)
+    yield "rotate", heads[:, :, :, :6], table[..., :6].contiguous(), table[..., :6].contiguous()
+    yield "rotate", random(1, 1, 1, 7), random(1, 1, 1, 7), random(1, 1, 1, 7)
+
+
+def test_what_would_be_read_or_written_elsewhere_is_refused():
+    """By errors, which `python -O` does not leave out."""
+    kernels = load_kernels()
+    for name, *arguments in wrong_calls():
+        named = {"bias": arguments.pop()} if name == "linear" and len(arguments) == 4 else {}
+        with pytest.raises(ValueError, match="the CPU kernels cannot take torch") as error:
+            getattr(kernels, name)(*arguments, **named)
+        assert "\n" not in str(error.value)

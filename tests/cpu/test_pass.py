@@ -123,6 +123,29 @@ def test_a_block_that_does_not_fit_is_refused():
         model.forward(Block(tokens, tokens), cache)
 
 
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda cache: setattr(cache, "values", cache.values[..., :64, :]),
+        lambda cache: setattr(cache, "values", cache.values.bfloat16()),
+        lambda cache: (
+            setattr(cache, "keys", cache.keys[:1]) or setattr(cache, "values", cache.keys)
+        ),
+        lambda cache: (
+            setattr(cache, "keys", cache.keys[:, :1]) or setattr(cache, "values", cache.keys)
+        ),
+    ],
+)
+def test_a_cache_of_another_shape_is_refused(spoil):
+    model = tiny_model(CONFIG)
+    use_kernels(model, load_kernels())
+    cache = filled_cache("full", torch.float32)
+    spoil(cache)
+    tokens = torch.zeros(B, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="the CPU kernels cannot take"):
+        model.forward(Block(tokens, tokens), cache)
+
+
 @pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
@@ -199,7 +222,7 @@ std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)
 (p.lengths[b] + t) * p.kv_slot => (p.lengths[0] + t) * p.kv_slot
 (p.keys) + i * p.kv_layer => (p.keys)
-(layer * p.B + b) * p.W => layer * p.B * p.W
+(p.queries) + layer * p.queries_layer => (p.queries) + layer
 layer.post_norm => layer.input_norm
 h < p.H ? q_norm : k_norm => q_norm
 layer.down, p.x, p.x => layer.down, nullptr, p.x

@@ -1,6 +1,9 @@
 """Chat templates: what `transformers` makes of them, and nothing that a template may try."""
 
 import json
+import os
+import resource
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -53,10 +56,19 @@ MISTRAL = """{%- set ns = namespace(index=0) -%}
 DOUBLED = "{%% set it = namespace(x=%s) %%}{%% for i in range(99) %%}"
 DOUBLED += "{%% set it.x = it.x %s it.x %%}{%% endfor %%}"
 NESTED = "{%% for a in range(99999) %%}{%% for b in range(99999) %%}%s{%% endfor %%}{%% endfor %%}"
+TOOLS = """{{ {'b': 1, 'a': [messages, 2.5, none]} | tojson(indent=2) | indent(2, true) }}
+{{ messages | map(attribute='role') | join(', ') | replace('u', 'UU') }}
+{{ ', '.join(['a', 'b']).replace('a', 'c', 1) }}
+{{ [1, 'a'] }}{{ 'a,b'.split(',')[-1] }}{{ messages[1:] | length }}
+{{ messages[0].content.strip() | upper }}{{ {'a': 1}.items() | list }}{{ 'x' | tojson }}
+{% set it = namespace(n=0) %}{% set it.n = it.n + 7 % 4 %}{{ it.n }}{{ 'a b'.split() }}"""
+DAG = "{% set it = namespace(x=[1]) %}{% for i in range(99) %}{% set it.x = [it.x, it.x] %}"
+DAG += "{% endfor %}"
+LIMIT = "takes more than 0.3 seconds, or too much memory|MemoryError|OverflowError|Range too big"
 NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 2 else 'fine' }}"
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, NEEDS_PAIRS])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, TOOLS, NEEDS_PAIRS])
 @pytest.mark.parametrize("messages", [TALK, TALK[1:2], TALK[:3]])
 def test_a_conversation_reads_as_in_transformers(template, messages):
     from transformers import PreTrainedTokenizerFast
@@ -125,15 +137,29 @@ def test_a_model_without_a_template_says_so(engine):
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{{ cycler.__init__.__globals__.os.system('true') }}", "access to attribute '__init__'"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
-        ("{{ 'x' * 10000000000000000 }}", "too much"),
-        ("{{ 9 ** 999999999 }}", "too much"),
-        (DOUBLED % ("'x'", "~"), "too much"),
-        (DOUBLED % ("[1]", "+"), "too much"),
-        (DOUBLED % ("3", "*"), "too much"),
-        (NESTED % "{{ 'x' * 1000 }}", "too much"),
-        ("{% set x %}" + NESTED % "{{ 'x' * 1000 }}" + "{% endset %}", "too much"),
-        (NESTED % "", "takes 0.2 seconds"),
-        ("{% macro f(n) %}" + "{{ f(n + 1) if n < 99 }}" * 2 + "{% endmacro %}{{ f(0) }}", "takes"),
+        ("{{ 'x' * 10000000000000000 }}", LIMIT),
+        ("{{ 9 ** 999999999 }}", LIMIT),
+        *((DOUBLED % it, LIMIT) for it in [("'x'", "~"), ("'x'", "+"), ("[1]", "+"), ("3", "*")]),
+        (NESTED % "{{ 'x' * 1000 }}", LIMIT),
+        ("{% set x %}" + NESTED % "{{ 'x' * 1000 }}" + "{% endset %}", LIMIT),
+        (NESTED % "", LIMIT),
+        ("{% macro f(n) %}" + "{{ f(n + 1) if n < 99 }}" * 2 + "{% endmacro %}{{ f(0) }}", LIMIT),
+        ("{{ 'x'.ljust(2000000000) }}", LIMIT),
+        ("{{ (1).to_bytes(2000000000) }}", LIMIT),
+        ("{{ '{:2000000000}'.format(1) }}", LIMIT),
+        ("{{ 'x'|center(2000000000) }}", LIMIT),  # a constant, computed before a rendering
+        ("{{ '%2000000000d' % 1 }}", LIMIT),
+        ("{{ '%*d' % (2000000000, messages|length) }}", LIMIT),
+        ("{{ ['x', '%500000000d' % 1, '%500000000d' % 2] }}", LIMIT),
+        ("{{ {'a': [1]}|tojson(indent=2000000000) }}", LIMIT),
+        ("{{ 'a\n'|indent(2000000000, true) }}", LIMIT),
+        ("{{ ('x' * 99999)|replace('x', 'x' * 99999) }}", LIMIT),
+        ("{{ (['x' * 99999] * 99999)|join }}", LIMIT),
+        ("{{ ['x' * 99999] * 99999 }}", LIMIT),
+        (DAG + "{{ it.x }}", LIMIT),
+        (DAG + "{% set x = it.x %}" + DAG + "{{ x == it.x }}", LIMIT),  # in one instruction
+        ("{{ lipsum(999999) }}", LIMIT),
+        ("{{ '%199999999d' % 1 }}", LIMIT + "|the text is too long"),
         ("{{ 1 / 0 }}", "division by zero"),
         ("{{ messages[0]['role'].foo.bar }}", "has no attribute 'foo'"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
@@ -142,10 +168,11 @@ def test_a_model_without_a_template_says_so(engine):
     ],
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.2)
-    monkeypatch.setattr(chat_template, "MAX_SIZE", 1 << 20)
+    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(InputError, match=problem) as error:
         ChatTemplate(template, {}).render(TALK[:2])
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 16  # KiB
     assert "\n" not in str(error.value)
     assert "chat template" in str(error.value)
 
@@ -153,3 +180,37 @@ def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
 def test_what_a_template_may_not_see_is_empty():
     for template in ("{{ messages.__class__ }}", "{{ '{0.__class__}'.format(messages) }}"):
         assert ChatTemplate(template, {}).render(TALK) == ""
+
+
+def test_a_long_document_is_no_attack():
+    """Of a million tokens, in a conversation of several turns."""
+    talk = [{"role": "user", "content": "word " * 200_000 + str(i)} for i in range(5)]
+    for template in (CHATML, LLAMA3):
+        assert len(ChatTemplate(template, {"bos_token": "<s>"}).render(talk)) > 5_000_000
+
+
+def test_processes_stay_and_one_that_ends_is_replaced():
+    template = ChatTemplate("{{ raise_exception(messages[0].role) if messages }}{{ 'x' }}", {})
+    [child] = template._idle
+    for _ in range(3):
+        with pytest.raises(InputError, match="user"):
+            template.render(TALK[1:])
+        assert template.render([]) == "x"
+        assert template._idle == [child]
+    child.kill()
+    child.wait()
+    with pytest.raises(InputError, match="seconds"):
+        template.render([])
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(template.render, [[]] * 40)] == ["x"] * 40
+    assert len(template._idle) <= 2
+
+
+def test_a_fork_renders_in_processes_of_its_own():
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    if not (pid := os.fork()):
+        ok = all(template.render([{"content": "child"}]) == "child" for _ in range(50))
+        os._exit(0 if ok else 1)
+    for _ in range(200):
+        assert template.render([{"content": "parent"}]) == "parent"
+    assert os.waitpid(pid, 0)[1] == 0

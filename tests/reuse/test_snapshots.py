@@ -1,14 +1,21 @@
 """KV snapshots: what is loaded is what was saved, or nothing."""
 
 import json
+import os
+import resource
+import shutil
+import signal
+import stat
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri import InputError
 from minitri.caches import snapshots
 from tests.cascades import WARM, random_prompt, settings_of, tiny_engine
-from tests.conftest import write_hf_folder
+from tests.conftest import edit_json, write_hf_folder
 
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "prefill_chunk": 32}
 
@@ -167,3 +174,106 @@ def test_a_write_that_is_interrupted_leaves_the_old_file(saved, engine, num_piec
         engine.save_kv(path, "a note")
     assert path.read_bytes() == b"old"
     assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_is_its_owners_and_a_link_is_followed(saved, engine, tmp_path):
+    engine.load_kv(saved[0])
+    old = os.umask(0)
+    try:
+        engine.save_kv(tmp_path / "plain")
+        (tmp_path / "folder").mkdir()
+        (tmp_path / "link").symlink_to("folder/far")
+        for _ in range(2):  # where there is nothing yet, and where there is a file
+            engine.save_kv(tmp_path / "link")
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "folder" / "far").read_bytes() == (tmp_path / "plain").read_bytes()
+
+
+def test_what_is_no_regular_file_is_not_replaced(saved, engine, tmp_path):
+    """As root one could replace a device. A test of this must stay in its own folder."""
+    engine.load_kv(saved[0])
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError, match="cannot write .*no regular file"):
+        engine.save_kv(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_of_two_who_save_at_once_one_file_stays_whole(saved, engine, tmp_path):
+    engine.load_kv(saved[0])
+    notes = [str(number) * (1 + 999 * number) for number in range(4)]
+    path = tmp_path / "folder" / "x"
+    path.parent.mkdir()
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda note: engine.save_kv(path, note), notes * 5))
+    engine.load_kv(path)
+    assert engine.snapshot_note in notes
+    assert list(path.parent.iterdir()) == [path]
+
+
+def in_a_fork(work) -> int:
+    """How a process ends that does some work."""
+    if not (pid := os.fork()):
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_full_disk_and_kill_leave_the_old_file(saved, engine, tmp_path, monkeypatch):
+    engine.load_kv(saved[0])
+    path = tmp_path / "folder" / "x"
+    path.parent.mkdir()
+    path.write_text("old")
+
+    def on_a_full_disk():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
+        with pytest.raises(InputError, match="cannot write .*too large.*room"):
+            engine._pool.save(str(path), "")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert in_a_fork(on_a_full_disk) == signal.SIGUSR1
+    assert list(path.parent.iterdir()) == [path]
+    whole = snapshots.as_bytes
+
+    def as_bytes(values):
+        if values.dim() > 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(values)
+
+    monkeypatch.setattr(snapshots, "as_bytes", as_bytes)
+    assert in_a_fork(lambda: engine._pool.save(str(path), "")) == signal.SIGKILL
+    assert path.read_text() == "old"
+
+
+def test_a_file_that_is_cut_or_overwritten_while_it_is_in_use_changes_nothing(
+    saved, engine, prompt
+):
+    path, text = saved
+    engine.load_kv(path)
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+        file.truncate(9)
+    assert say(engine, prompt) == (text, 120 - 1 - 16)
+
+
+def test_one_other_number_in_the_weights_or_the_config_is_another_model(saved, folder, tmp_path):
+    """Also far from any evenly spread sample of 4,096."""
+    for changed in ("weights", "config"):
+        other = shutil.copytree(folder, tmp_path / changed)
+        if changed == "config":
+            edit_json(other / "config.json", rms_norm_eps=2e-6)
+        else:
+            weights = load_file(other / "model.safetensors")
+            table = weights["model.embed_tokens.weight"]
+            assert table.numel() > 2 * 4096
+            table.view(-1)[1] += 1
+            save_file(weights, other / "model.safetensors", {"format": "pt"})
+        engine = minitri.load(other, device="cpu", dtype="float32")
+        with pytest.raises(InputError, match=f"KV snapshot .*its {changed} is"):
+            engine.load_kv(saved[0])
+    again = minitri.load(shutil.copytree(folder, tmp_path / "copy"), device="cpu", dtype="float32")
+    assert again.load_kv(saved[0])

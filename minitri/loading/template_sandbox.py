@@ -1,0 +1,69 @@
+"""A program that renders chat templates; `chat_template.py` starts it.
+
+A template comes from anywhere. Jinja's sandbox keeps it away from Python, but one expression may
+ask for any time and memory, and Jinja computes constants before it renders anything. So the limits
+are those of a process. Each line of JSON that comes in, a template and its variables, is answered
+by one, with `text` or `error`. Nothing of minitri is imported, to start fast.
+"""
+
+import datetime
+import functools
+import json
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` ... `{% endgeneration %}` marks answers for training; ignored."""
+
+    tags = {"generation"}  # noqa: RUF012 (Jinja's way)
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def complain(message: str) -> None:
+    """What a template calls where a conversation does not suit it."""
+    raise TemplateError(message)
+
+
+def environment() -> ImmutableSandboxedEnvironment:
+    """Jinja's sandbox with what `transformers` offers."""
+    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
+    made = ImmutableSandboxedEnvironment(extensions=[GenerationBlock, loopcontrols], **options)
+    # Jinja's own filter would escape what means something in HTML.
+    made.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    made.globals["raise_exception"] = complain
+    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return made
+
+
+def main(seconds: float, num_bytes: int) -> None:
+    """Answers until standard input ends; a line that takes too long ends the process."""
+    with suppress(ValueError):  # there is a lower limit already
+        resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    compiled = functools.cache(environment().from_string)
+    for line in sys.stdin:
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing, not of waiting
+        try:
+            source, variables = json.loads(line)
+            template = compiled(source)
+            answer = {"text": template.render(variables) if variables else ""}
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {str(error)[:999]}"}
+        print(json.dumps(answer), flush=True)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,105 @@
+// All kernels on arrays that end where they must, called by several threads at once: a program for
+// sanitizers. Its exit code is 0 if each thread got the numbers that one alone gets.
+
+#include <cstdio>
+#include <random>
+#include <thread>
+#include <vector>
+
+#include "kernels.cpp"
+
+template <class T>
+std::vector<T> filled(size_t count, unsigned seed) {
+    std::mt19937 random(seed);
+    std::vector<T> all(count);
+    for (auto& one : all) narrow(float(random() % 2001) / 1000 - 1, &one);
+    return all;
+}
+
+std::vector<uint8_t> packed(size_t count, unsigned seed) {  // every scale is a small number
+    std::vector<uint8_t> all(count);
+    for (size_t i = 0; i < count; ++i) all[i] = uint8_t((i * 7 + seed) % 24);
+    return all;
+}
+
+template <class T>
+std::vector<T> results(int dtype, int threads) {
+    std::vector<T> all;
+    auto keep = [&](const std::vector<T>& some) { all.insert(all.end(), some.begin(), some.end()); };
+    auto ok = [](int code) { if (code) std::abort(); };
+    for (int64_t T_ : {1, 5, 70}) {
+        for (int64_t D : {64, 80, 6}) {
+            const int64_t B = 2, K = 2, H = 6, S = 1300;
+            const std::vector<int64_t> lengths{3, S - T_};
+            auto q = filled<T>(B * T_ * H * D, 1), k = filled<T>(B * K * S * D, 2);
+            auto v = filled<T>(B * K * S * D, 3);
+            std::vector<T> out(B * T_ * H * D);
+            std::vector<uint8_t> rule(T_ * T_, 1);
+            for (int i = 0; i < 2; ++i) {
+                AttentionArguments a{q.data(), k.data(), v.data(), out.data(), lengths.data(),
+                                     i ? rule.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
+                                     K * S * D, S * D, D, threads};
+                ok(minitri_attention(dtype, T_ <= 64, &a));
+                keep(out);
+            }
+        }
+    }
+    for (int64_t E : {576, 96, 33}) {
+        for (int bits : {16, 8, 4}) {
+            const int64_t R = 7, N = 530, G = E / GROUP;
+            if (bits < 16 && E % GROUP) continue;
+            const int64_t width = (G + G % 2) * GROUP * bits / 8 + 2 * G * (bits == 4 ? 2 : 1);
+            auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);
+            auto small = packed(N * width, 7);
+            std::vector<T> out(R * N);
+            const void* matrix = bits == 16 ? static_cast<const void*>(weights.data()) : small.data();
+            LinearArguments a{x.data(), nullptr, matrix, bias.data(), nullptr, out.data(),
+                              R, E, N, 0, 0, threads, 1e-6};
+            ok(minitri_linear(dtype, bits, &a));
+            keep(out);
+        }
+    }
+    const int64_t L = 2, B = 2, T_ = 3, W = 2, E = 96, K = 2, H = 4, D = 24, S = 700, inner = 1088;
+    const int64_t total = (H + 2 * K) * D, R = B * T_;
+    auto x = filled<T>(R * E, 8), keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
+    auto norm = filled<T>(E, 10), head = filled<T>(D, 11), qkv = filled<T>(total * E, 12);
+    auto o = filled<T>(E * H * D, 13), up = filled<T>(2 * inner * E, 14), down = filled<T>(E * inner, 15);
+    auto cos = filled<float>(R * D, 16), sin = filled<float>(R * D, 17);
+    std::vector<T> queries(L * B * W * H * D), turned(R * (H + K) * D), flat = filled<T>(R * total, 18);
+    const std::vector<int64_t> lengths{S - T_, 0};
+    LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(),
+                       {qkv.data(), nullptr, total, E, 16}, {o.data(), nullptr, E, H * D, 16},
+                       {up.data(), nullptr, 2 * inner, E, 16}, {down.data(), nullptr, E, inner, 16}};
+    const std::vector<LayerWeights> layers(L, layer);
+    PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(), raw.data(),
+                    queries.data(), lengths.data(), nullptr, L, B, T_, W, E, H, K, D, B * K * S * D,
+                    K * S * D, S * D, D, B * W * H * D, threads, 1e-6, nullptr};
+    ok(minitri_pass(dtype, &p));
+    for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
+    RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
+    ok(minitri_rotate(dtype, &r));
+    keep(turned);
+    return all;
+}
+
+template <class T>
+bool same(int dtype) {
+    const auto alone = results<T>(dtype, 1);
+    std::vector<std::thread> threads;
+    std::atomic<int> equal{0};
+    for (int i = 0; i < 3; ++i) {
+        threads.emplace_back([&] {
+            const auto found = results<T>(dtype, 3);
+            equal += !std::memcmp(found.data(), alone.data(), alone.size() * sizeof(T));
+        });
+    }
+    for (auto& thread : threads) thread.join();
+    return equal == 3;
+}
+
+int main() {
+    const bool all = same<float>(0) && same<BFloat16>(1) && same<Float16>(2);
+    std::puts(all ? "same" : "different");
+    std::fflush(stdout);
+    std::_Exit(all ? 0 : 1);
+}
