@@ -20,7 +20,7 @@ from tests.serve.test_answers import PROMPT, complete, own_text
 BODY = b'{"prompt": "She had", "max_tokens": 1, "seed": 1}'
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 POST = HEAD + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-LAST = POST.replace(b"Host: localhost\r\n", b"Host: x\r\nConnection: close\r\n")
+LAST = POST.replace(b"Host: localhost\r\n", b"Host: localhost\r\nConnection: close\r\n")
 BOTH = HEAD + b"Content-Length: 5\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 

@@ -50,7 +50,7 @@ def test_a_place_is_free_again_when_a_request_cannot_start(engine):
     with serving(engine, num_rows=1, max_queue=1) as server:
         server.service.worker._thread.shutdown()
         for _ in range(3):
-            assert server.post(prompt="She had").status_code == 400
+            assert server.post(prompt="She had").status_code == 503
         assert server.service.num_open == 0
 
 
