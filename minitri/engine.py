@@ -220,8 +220,8 @@ class Engine:
         pool = self._pool
         check_run(batch_size, fields)
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
-        room = generation.reserve
         most = self.config.context_length
+        room = generation.reserve if generation.reserve != LEAST_ROOM else min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)

@@ -60,7 +60,7 @@ class Generation(Iterator[Event]):
         asked = (shape, prompts, [row.request for row in rows])
         self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
         with running(pool.models):
-            stack = Stack(pool.open(shape, prompts), shape)
+            stack = Stack(pool.open(shape, prompts), shape, is_open=self._is_open)
         self.stats = stack.stats
         self._events = self._run(stack)  # this alone holds the memory
         next(self._events)
@@ -239,7 +239,7 @@ class Generation(Iterator[Event]):
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        chunks = stack.prefill(b, is_open=self._is_open)
+        chunks = stack.prefill(b)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
         for end in chunks:
             synchronize(self._model.device)
@@ -290,6 +290,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     """The row of a request, which is checked. Raises `InputError`."""
     expect(request, Request)
     expect(request.speculation, bool)
+    expect(request.owner, str)
     ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first

@@ -34,8 +34,10 @@ from minitri.trees.walk import CoupledTrees, IndependentTrees
 class Stack:
     """The texts of a run, and the cascade that extends them."""
 
-    def __init__(self, memory: Memory, shape: MemoryShape) -> None:
-        """The memory must fit the `shape` of the run; no row of it has a text."""
+    def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
+        """The memory must fit the `shape` of the run; no row of it has a text. An open run takes
+        requests while it goes on."""
+        self._is_open = is_open
         self.memory = memory
         self.shape = shape
         self.target = memory.models.target
@@ -48,7 +50,7 @@ class Stack:
         if memory.graphs is not None:
             self._capture(memory.graphs)
         plans = shape.speculation.plans
-        use_clock = may_use_clock(memory.models, shape)
+        use_clock = may_use_clock(memory.models, shape, is_open=is_open)
         prior = prior_seconds(memory, shape, shape.prompt_lengths)
         self.tuner = Autotuner(plans, prior, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
@@ -121,11 +123,11 @@ class Stack:
         for runner in memory.runners:
             runner.sample_by(b, request.sampling)
 
-    def prefill(self, b: int, *, is_open: bool = False) -> Iterator[int]:
+    def prefill(self, b: int) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that
         other texts left, then after every chunk; at the end all, though `start` reads the last.
-        Unless K and V are in host memory, or if `is_open`, other rows may go on in between; then
-        chunks are short."""
+        In between other rows may go on, unless K and V are in host memory and the run takes no
+        requests."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -141,7 +143,7 @@ class Stack:
         where = (self.target, prompt, memory.full, b)
         chunk = self.shape.generation.prefill_chunk
         chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
-        if is_open or type(memory.full) is FullCache:
+        if self._is_open or type(memory.full) is FullCache:
             chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries), None)
         while memory.full.lengths[b] < last:
             num_read = next(chunks)
@@ -243,7 +245,7 @@ def prior_seconds(
     return functools.partial(work.seconds, machine)
 
 
-def may_use_clock(models: Models, shape: MemoryShape) -> bool:
+def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
     """Whether the autotuner may follow measured times: if all plans write the same text, or `timed`
     accepts that they may not. Ranks must choose alike. Unless the model is row-invariant, the size
     of a block may decide a near-tie in other dtypes than float32, and on a GPU."""
@@ -251,7 +253,9 @@ def may_use_clock(models: Models, shape: MemoryShape) -> bool:
     speculation = shape.speculation
     if target.execution.ranks.count > 1:
         return False
-    is_same_text = speculation.coupled or shape.sampling.temperature == 0
+    # Requests that come later bring filters of their own.
+    is_greedy = shape.sampling.temperature == 0 and not is_open
+    is_same_text = speculation.coupled or is_greedy
     is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
     # The slots of a path, and so the order in which attention adds, depend on the tree.
     is_exact = (is_float32 or target.execution.is_row_invariant) and not speculation.tree

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from minitri import End, GenerationConfig, Request, Token
+from minitri import End, GenerationConfig, InputError, Request, SamplingParams, Token
 from minitri.requests import Idle, PrefillProgress
 
 CHUNK = 8
@@ -91,6 +91,24 @@ def test_the_owner_with_fewest_rows_is_next(run):
     first = [ask(run, 3, 30, owner="many") for _ in range(6)]
     other = ask(run, 3, 30, owner="few")
     assert {event.row for event in until(run, End, first[0])} == {*first[:3], other}
+
+
+def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):
+    """The filters of requests are not known when the run is opened."""
+    generation = GenerationConfig(40, ignore_eos=True)
+    request = Request([5, 6, 7, 8, 9] * 20, 3, SamplingParams(1.0), generation)
+    texts = set()
+    for _ in range(2):
+        with engine.open(batch_size=2, generation=GenerationConfig(reserve=400)) as run:
+            assert not run._events.gi_frame.f_locals["stack"].tuner._use_clock
+            texts.add(until(run, End, run.submit(request))[-1].text)
+    assert len(texts) == 1
+
+
+@pytest.mark.parametrize("owner", [None, ["x"], 3])
+def test_an_owner_is_a_text(run, owner):
+    with pytest.raises(InputError, match="where a str belongs"):
+        run.submit(Request([1, 2], owner=owner))
 
 
 def test_no_text_begins_with_what_another_owner_left(run):

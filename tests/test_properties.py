@@ -77,7 +77,7 @@ def chosen_plans(seed: int | None) -> Iterator[None]:
         return tuner.plan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitri.stack.may_use_clock", lambda *_: False)
+        patch.setattr("minitri.stack.may_use_clock", lambda *_, **__: False)
         patch.setattr(logging.getLogger("minitri"), "disabled", True)  # a window may be too large
         if seed is not None:
             patch.setattr(Autotuner, "choose", choose)

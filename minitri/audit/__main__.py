@@ -21,11 +21,12 @@ COLUMNS = "check verdict statistic p_value num_tokens notices"
 def build_parser() -> arguments.OneLineParser:
     """The flags of the audit."""
     about = "Do texts follow the log-probabilities that a server tells, whatever its speculation?"
-    parser = arguments.OneLineParser("audit URL", "http://127.0.0.1:8000 --json", description=about)
+    parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
+    parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
     add("url", metavar="URL", help="of an OpenAI-compatible server")
     add("-m", "--model", help="which of its models (default: its first)")
-    add("--api-key", help="what it asks for (default: MINITRI_API_KEY or OPENAI_API_KEY)")
+    add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
     add("--num-tokens", type=arguments.positive, metavar="N", default=12288, help="to sample")
     add("--json", action="store_true", help="print one JSON object instead of the table")
     return parser
@@ -33,8 +34,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Does what the flags say; returns the exit code."""
-    keys = (args.api_key, *map(os.environ.get, ("MINITRI_API_KEY", "OPENAI_API_KEY")))
-    client = connect(args.url, next(filter(None, keys), None), args.model)
+    key = args.api_key or os.environ.get("MINITRI_API_KEY")
+    client = connect(args.url, key, args.model)
     rows = [*audit(client, args.num_tokens)]
     says = [f"{it['verdict']} {it['check']}: {it['says']}" for it in rows if it["says"]]
     is_lossless = all(it["verdict"] != "FAULT" for it in rows)

@@ -22,6 +22,8 @@ FALSE_ALARM = 1e-6
 """Odds that an audit finds fault with a lossless server."""
 LEAST_P = FALSE_ALARM / 7
 """Of one test: two scores at each temperature, and `copied`."""
+LEAST_TOKENS = 200
+"""Of which a test tells anything."""
 TOLERANCE = 0.5
 """Nats by which rounding (in bfloat16, say) may change a log-probability."""
 MOST_COPIED = 0.1
@@ -141,4 +143,7 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
             if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
                 fault = cause
                 break
-    return tested(f"texts, T={temperature:g}", fault, found.worst)
+    told = tested(f"texts, T={temperature:g}", fault, found.worst)
+    if told["num_tokens"] < LEAST_TOKENS:
+        told |= {"verdict": "skipped", "says": f"{told['num_tokens']} tokens are too few to tell"}
+    return told

@@ -16,6 +16,16 @@ NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": Tr
 """What switches filters off, in the words of several servers."""
 
 
+class NoRedirects(urllib.request.HTTPRedirectHandler):
+    """Which another server would get the key by."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """Follows none."""
+
+
+OPENER = urllib.request.build_opener(NoRedirects)
+
+
 class Place(NamedTuple):
     """A token of a text, and the log-probabilities that are told of it and of the likeliest."""
 
@@ -54,6 +64,8 @@ class Client:
                 own = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
                 tops = [[*it.items()] for it in logprobs["top_logprobs"]]
             best = [sorted(top, key=lambda it: -it[1])[:num_top] for top in tops]
+            if not all(log <= 0.01 for pairs in (own, *best) for _, log in pairs):
+                raise ValueError("logarithms of probabilities are not above 0")
             return [Place(*pair, dict(top)) for pair, top in zip(own, best, strict=True)]
 
     def burst(self, size: int, *asked: Any, **fields: Any) -> list[Text]:
@@ -76,7 +88,7 @@ class Client:
         with explain(f"{self.url}{path} cannot be had", "check the URL, the key and the server"):
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
-                return json.load(urllib.request.urlopen(request, timeout=600))
+                return json.load(OPENER.open(request, timeout=600))
             except urllib.error.HTTPError as error:
                 said = error.read(500).decode(errors="replace")
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None

@@ -77,6 +77,8 @@ class IncrementalDecoder:
         known = self._tokenizer.decode(self._ids[self._window : self._read])
         known = known[: len(known) - self._num_held]
         text = self._tokenizer.decode(self._ids[self._window :])
+        if num_held:  # in the next window, or they would be lost
+            num_held = min(num_held, len(self._tokenizer.decode(self._ids[self._read :])))
         text = text[: len(text) - num_held]
         self._num_held = num_held
         self._window = self._read

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from minitri import InputError
 from minitri.cli.inputs import read_text
 from minitri.errors import shorten
-from minitri.serve.protocol import ApiError
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,8 @@ class Access:
 
     def admit(self, headers: Mapping[str, str]) -> str:
         """Which of the keys a client has; none are asked for: an empty text. Raises `ApiError`."""
+        from minitri.serve.protocol import ApiError  # with PyTorch
+
         host = headers.get("host", "localhost")
         origin = headers.get("origin", f"http://{host}")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have

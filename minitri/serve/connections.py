@@ -1,11 +1,15 @@
 """Connections that do not pile up: one whose client makes no progress is closed."""
 
 import asyncio
+import functools
+import resource
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SECONDS = 30
 """For the headers of the first request, and for what was sent to be read."""
+SPARE_FILES = 128
+"""Open files that are not connections."""
 
 
 class Connection(H11Protocol):
@@ -13,6 +17,10 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if len(self.connections) > most_connections():
+            others = (it for it in self.connections if isinstance(it, Connection))
+            silent = (it for it in others if it.cycle is None and not it.transport.is_closing())
+            next((it for it in silent if it is not self), self).transport.abort()
         self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -27,3 +35,12 @@ class Connection(H11Protocol):
     def resume_writing(self) -> None:
         super().resume_writing()
         self._unread.cancel()
+
+
+@functools.cache
+def most_connections() -> int:
+    """As many as files may be open here, less some."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return max(16, hard - SPARE_FILES)

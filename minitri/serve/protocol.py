@@ -86,7 +86,8 @@ class Protocol:
             raise ApiError(404, "model_not_found", message)
         logprobs = fields.get("logprobs")
         if is_chat:
-            messages = fields.get("messages", [])
+            if not (messages := fields.get("messages")):
+                raise InputError("there are no messages; send one at least")
             turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
             is_begun = bool(turns) and fields.get("continue_final_message", False)
             begun = turns.pop()["content"] if is_begun else ""
@@ -142,7 +143,9 @@ def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
 def _turn(message: Any) -> dict[str, str]:
     """A message with its text as one string."""
     match message:
-        case {"role": str(role), "content": content, **others} if others.keys() <= {"name"}:
+        case {"role": str(role), "content": content, **others} if not any(
+            value for name, value in others.items() if name != "name"
+        ):
             parts = content if isinstance(content, list) else [content]
             return {"role": role, "content": "".join(map(_text, parts))}
     raise InputError(f"a message is {shorten(repr(message), 60)}; give a role and a content")

@@ -55,10 +55,10 @@ class TreeLevel(Level):
                             tokens = self._draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
         probs_BNV = torch.stack(probs, 1)
-        probs_BNV[[b for b, on in enumerate(active) if not on]] = 0  # of whatever they read
+        active_B11 = torch.tensor(active).view(-1, 1, 1).to(probs_BNV.device, non_blocking=True)
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            probs_BNV,
+            probs_BNV.where(active_B11, 0.0),  # else of whatever was read there
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],

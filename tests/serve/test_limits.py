@@ -135,3 +135,21 @@ def test_clients_are_told_where_a_retry_cannot_help(engine):
             client.completions.create(model="tiny", prompt="She had")
         assert server.post(prompt="").headers["x-should-retry"] == "false"
         assert "x-should-retry" not in server.post(prompt="She had", max_tokens=1).headers
+
+
+def test_more_connections_than_files_close_silent_ones(engine, monkeypatch):
+    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    with serving(engine) as server, contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(server)) for _ in range(40)]
+        assert server.post(prompt="She had", max_tokens=1).status_code == 200
+        server.wait(lambda: sum(map(is_closed_now, silent)) >= 20)
+
+
+def is_closed_now(connection) -> bool:
+    connection.settimeout(0.05)
+    try:
+        return not connection.recv(1)
+    except TimeoutError:
+        return False
+    except OSError:
+        return True
