@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def clean_imports() -> Iterator[None]:
+def clean_imports(*, huge_pages: bool = True) -> Iterator[None]:
     """`clean_exits` for the seconds that importing PyTorch takes, where extension modules lose
     exceptions, so that Ctrl-C ends the program at once."""
     before = signal.signal(signal.SIGINT, _stop_at_once)
@@ -35,7 +35,8 @@ def clean_imports() -> Iterator[None]:
 
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    # A server has many rows, of which short texts then fill memory for long ones.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
     # prompts are read 15 % faster. Without those kernels spinning is faster.
     if os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():

@@ -5,7 +5,7 @@ Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; an
 
 from minitri.cli.exits import clean_imports, program
 
-with clean_imports():
+with clean_imports(huge_pages=False):
     import argparse
     import contextlib
     import dataclasses
