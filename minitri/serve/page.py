@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import html
+import json
 import re
 from pathlib import Path
 
@@ -48,10 +49,12 @@ async def docs(_: Request) -> HTMLResponse:
         for name in sorted(known | {*protocol.SUPPORTED}):
             text = about.get(name, "")
             if name not in known:
-                values = ", ".join(map(repr, protocol.SUPPORTED[name]))
+                values = ", ".join(map(json.dumps, protocol.SUPPORTED[name]))
                 text = f"{text} Accepted: {values}, or nothing.".strip()
             if name in protocol.IGNORED:
                 text = "Ignored."
+            if name in protocol.OWNERS:
+                text = "With keys, cached prompts are shared only by requests that say the same."
             lines.append(f"<dt><code>{html.escape(name)}</code><dd>{html.escape(text)}")
         lines.append("</dl>")
     return HTMLResponse("\n".join(lines), headers=HEADERS)
