@@ -20,7 +20,9 @@ decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribu
     => (rows, num_accepted_B.clamp_max(guesses.tokens_BN.shape[1] - 1))
   biased acceptance numbers
     verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1] ** 1.001
-  q without top-p | Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
+  q without top-p
+    Level.propose: probs[b].append(row.probs_NV)
+    => probs[b].append(0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1])
   greedy draft scored with soft q
     RandomSource.sample: sample_by_number(probs_BV, numbers_B.to(probs_BV.device,
         non_blocking=True))

@@ -79,7 +79,8 @@ def test_questions_of_a_batch_share_the_document(engine, document):
 def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int], int], **size):
     """Requests at temperature 0.9, one of them after 20 tokens; how that one ended."""
     engine.release()
-    run = engine.open(generation=GenerationConfig(reserve=256), speculation=TRIFORCE, **size)
+    generation = GenerationConfig(reserve=256, shared_chunk=256)
+    run = engine.open(generation=generation, speculation=TRIFORCE, **size)
 
     def submit(seed: int, prompt: list[int], num_new: int) -> int:
         return run.submit(Request(prompt, seed, WARM, GenerationConfig(num_new, ignore_eos=True)))
@@ -96,12 +97,13 @@ def open_run(engine, wanted: list[tuple[list[int], int]], later: tuple[list[int]
 
 @pytest.mark.parametrize(
     ("num_other", "length", "num_rows", "num_cached"),
-    [(30, 150, 2, 145), (100, 60, 3, 55)],
+    [(30, 150, 3, 145), (100, 60, 4, 55)],
     ids=["in its row", "for another"],
 )
 def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
-    """Passes of other rows write to the first slots of rows that have ended."""
-    wanted = [(document, 2), (random_prompt(engine.config, 40, seed=5), num_other)]
+    """Passes of the rows before and after write to the first slots of one that has ended."""
+    before, after = (random_prompt(engine.config, n, seed=n) for n in (40, 200))
+    wanted = [(before, num_other), (document, 2), (after, 50)]
     prompt = document[:length]  # if short, too short to take the place of the first
     end = open_run(engine, wanted, (prompt, 8), batch_size=num_rows)
     assert end.row_stats.num_cached_tokens >= num_cached
