@@ -206,22 +206,24 @@ class Engine:
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
-        generation: GenerationConfig = GenerationConfig(reserve=LEAST_ROOM),  # noqa: B008 (frozen)
+        generation: GenerationConfig | None = None,
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
         """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
 
-        A row has room for `generation.reserve` tokens, prompt and output. With captured graphs
-        requests must have filters of the kinds that `sampling` has, or temperature 0; those whose
-        numbers differ wait for one another; `fields` are those of `stream`. A row that cannot go on
-        ends alone: see `End.error`. Raises `InputError` if there is no room.
+        A row has room for `generation.reserve` tokens, prompt and output: 4096, if the context has.
+        With captured graphs requests must have filters of the kinds that `sampling` has, or
+        temperature 0; those whose numbers differ wait for one another; `fields` are as in `stream`.
+        A row that cannot go on ends alone: see `End.error`. Raises `InputError` without room.
         """
         pool = self._pool
         check_run(batch_size, fields)
-        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         most = self.config.context_length
-        room = generation.reserve if generation.reserve != LEAST_ROOM else min(LEAST_ROOM, most)
+        if generation is None:
+            generation = GenerationConfig(reserve=min(LEAST_ROOM, most))
+        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
+        room = generation.reserve
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)

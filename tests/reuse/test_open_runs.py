@@ -90,6 +90,12 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
         closed.submit(request(engine, 1))
 
 
+def test_by_default_there_is_room_for_what_the_model_holds(engine):
+    assert engine.config.context_length < 4096
+    with engine.open(batch_size=1) as run:
+        assert run.shape.generation.reserve == engine.config.context_length
+
+
 @pytest.mark.parametrize("reserve", [0, 1, 10**6])
 def test_a_room_that_no_text_has_is_refused(engine, reserve):
     with pytest.raises(InputError, match=f"reserve is {reserve} tokens"):
