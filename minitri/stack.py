@@ -43,7 +43,9 @@ class Stack:
         self.target = memory.models.target
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
-        self._owners = [""] * shape.num_rows
+        least = self.target.execution.ranks.least  # shares may be uneven
+        both = (self.target, memory.models.retrieval)
+        self._pass_bytes = tuple(int(least(bytes_per_pass(it))) for it in both)
         kind = shape.speculation.verification  # of chains
         self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
@@ -51,7 +53,7 @@ class Stack:
             self._capture(memory.graphs)
         plans = shape.speculation.plans
         use_clock = may_use_clock(memory.models, shape, is_open=is_open)
-        prior = prior_seconds(memory, shape, shape.prompt_lengths)
+        prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
         self.tuner = Autotuner(plans, prior, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         drafter: Stage | None = None
@@ -114,7 +116,7 @@ class Stack:
         memory = self.memory
         self.sequences[b][:] = prompt
         self._prompt_lengths[b] = len(prompt)
-        self._owners[b] = request.owner
+        memory.prefix.owners[b] = request.owner
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed or 0)
@@ -139,12 +141,13 @@ class Stack:
             max_queries = cache.max_prompt_queries
             # What is always read: tokens whose queries choose what the retrieval cache holds.
             most = 0 if max_queries is None else last - max_queries
-        yield memory.prefix.take(b, self.sequences, most, self._owners[b])
+        yield memory.prefix.take(b, self.sequences, most)
         where = (self.target, prompt, memory.full, b)
-        chunk = self.shape.generation.prefill_chunk
-        chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         if self._is_open or type(memory.full) is FullCache:
             chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries), None)
+        else:
+            chunk = self.shape.generation.prefill_chunk
+            chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
             num_read = next(chunks)
             memory.prefix.note_certain()
@@ -168,10 +171,11 @@ class Stack:
 
     def step(self) -> dict[int, Emitted]:
         """A step over the rows that have started; nothing is added where numbers are not finite."""
-        part, first = self._part(self._busy)
+        busy = self._busy
+        part, first = self._part(busy)
         with self._decoding():
             emitted = part.step()
-            outcome = {b: emitted[b - first] for b in self._busy}
+            outcome = {b: emitted[b - first] for b in busy}
             with self.meter.commit():
                 self._commit(outcome)
         return outcome
@@ -190,7 +194,8 @@ class Stack:
     def _expect_costs(self) -> None:
         """Tells the autotuner what rounds over the rows that are busy may take."""
         if lengths := [self._prompt_lengths[b] for b in self._busy]:
-            self.tuner.prior_seconds = prior_seconds(self.memory, self.shape, lengths)
+            prior = prior_seconds(self.memory, self.shape, lengths, self._pass_bytes)
+            self.tuner.prior_seconds = prior
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """The cascade from the first to the last of these rows, or of all; its first row."""
@@ -224,18 +229,17 @@ class Stack:
 
 
 def prior_seconds(
-    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int]
+    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Sequence[int]
 ) -> Callable[[str, float], float]:
-    """What a round of each stage takes over texts with such prompts, by bytes over bandwidth."""
-    models = memory.models
-    target = models.target
-    least = target.execution.ranks.least  # shares may be uneven
+    """What a round of each stage takes over texts with such prompts, by bytes over bandwidth; a
+    pass of target and retrieval reads weights of `pass_bytes`."""
+    target = memory.models.target
     work = Workload(
         target.config,
         memory.draft.model.config if memory.draft is not None else None,
         itemsize=target.dtype.itemsize,
-        target_bytes=int(least(bytes_per_pass(target))),
-        retrieval_bytes=int(least(bytes_per_pass(models.retrieval))),
+        target_bytes=pass_bytes[0],
+        retrieval_bytes=pass_bytes[1],
         num_tokens=sum(prompt_lengths),
         num_retrieved=sum(map(shape.budget_for, prompt_lengths)),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,

@@ -56,7 +56,8 @@ class PrefixCache:
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_certain = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
-        self._owners = [""] * len(full.lengths)
+        self.owners = [""] * len(full.lengths)
+        """Of the text of each row, given before `take`."""
         self.snapshot: HeldRow | None = None
 
     def note_certain(self) -> None:
@@ -81,7 +82,7 @@ class PrefixCache:
     def keep(self, b: int, text: list[int]) -> None:
         """The text of row b ends; call before its reset."""
         if self._num_certain[b]:  # else it has not begun, and what stood there before still does
-            self._guard(b, text[: self._num_exact(b)], self._owners[b])
+            self._guard(b, text[: self._num_exact(b)], self.owners[b])
             self._num_certain[b] = 0
 
     def _guard(self, b: int, tokens: list[int], owner: str | None) -> None:
@@ -103,14 +104,13 @@ class PrefixCache:
         rows = [self._ended[b] for b in places]
         return max(rows, key=lambda it: 2 * it.num_shared(prompt, owner) - len(it.tokens)).b
 
-    def take(self, b: int, texts: list[list[int]], most: int, owner: str = "") -> int:
-        """Fills row b, which is empty and has an owner, with the longest beginning of its prompt
-        that is at hand for that one, of at most `most` tokens; returns how many. `texts` are those
-        of all rows."""
+    def take(self, b: int, texts: list[list[int]], most: int) -> int:
+        """Fills row b, which is empty, with the longest beginning of its prompt that is at hand for
+        its owner, of at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
-        self._owners[b] = owner
+        owner = self.owners[b]
         begun = [
-            HeldRow(self._full, i, text[: self._num_exact(i)], self._owners[i])
+            HeldRow(self._full, i, text[: self._num_exact(i)], self.owners[i])
             for i, text in enumerate(texts)
         ]
         # Of equally long ones its own: nothing is copied.
