@@ -10,10 +10,11 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from minitri.errors import explain
-from minitri.loading import template_sandbox
 
+PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # of a processor, for a rendering
 MAX_BYTES = 1 << 29  # of memory, for a process
 ADVICE = "write the prompt without --chat, or correct the template"
@@ -70,7 +71,7 @@ class ChatTemplate:
 def start() -> subprocess.Popen[str]:
     """A process that renders templates."""
     return subprocess.Popen(
-        [sys.executable, "-P", template_sandbox.__file__, str(MAX_SECONDS), str(MAX_BYTES)],
+        [sys.executable, "-P", str(PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
