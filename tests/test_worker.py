@@ -77,32 +77,31 @@ def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
     assert (len(made), len(ends)) == (1, 2)
 
 
+def is_refused_in_a_fork(call, error: type[Exception]) -> bool:
+    """Whether the coroutine that `call` makes raises this in a child process."""
+    if (child := os.fork()) == 0:
+        try:
+            asyncio.run(call())
+        except error:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
 def test_a_forked_process_is_told_so_and_does_not_wait():
     with tiny_engine() as engine:
         asyncio.run(ask(engine))
-        if (child := os.fork()) == 0:
-            try:
-                asyncio.run(ask(engine))
-            except InputError:
-                os._exit(7)
-            finally:
-                os._exit(1)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert is_refused_in_a_fork(lambda: ask(engine), InputError)
 
 
 def test_a_forked_worker_takes_no_request(engine):
     """As in servers that load a model before they fork."""
 
-    async def leave(worker):
+    worker = Worker(lambda _: engine.open(reserve=400))
+
+    async def leave():
         worker.submit(Job(Request("She had", **SHORT)))
 
-    worker = Worker(lambda _: engine.open(reserve=400))
-    if (child := os.fork()) == 0:
-        try:
-            asyncio.run(leave(worker))
-        except FaultError:
-            os._exit(7)
-        finally:
-            os._exit(1)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert is_refused_in_a_fork(leave, FaultError)
     worker.close()
