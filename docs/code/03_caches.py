@@ -1,0 +1,60 @@
+"""Chapter 3: what the three caches hold of a text of 1,000 tokens, and of rejected guesses."""
+
+import torch
+
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.config import ModelConfig
+from minitri.model.llama import Llama
+from minitri.runner import DraftRunner, ModelRunner, empty_queries, prefill
+from minitri.settings import SamplingParams, SpeculationConfig
+
+CPU, DTYPE, PLAIN = torch.device("cpu"), torch.float64, SamplingParams(1.0)
+SETTINGS = SpeculationConfig("triforce", gamma1=2, gamma2=4, budget=64, num_recent_tokens=28)
+TEXT = torch.randint(64, (1001,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+def tiny(context_length: int) -> Llama:
+    """A random model of 2 layers, 4 heads that share 2 heads of K and V, and 64 tokens."""
+    model = Llama(ModelConfig(2, 32, 48, 4, 2, 8, 64, context_length), dtype=DTYPE, device=CPU)
+    for weight in model.parameters():
+        weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Fills the caches as a run does; prints what they hold."""
+    target, draft = tiny(2048), tiny(128)
+    full = FullCache.allocate(target.config, 1, 1024, dtype=DTYPE, device=CPU)
+    retrieval = RetrievalCache(full, SETTINGS, budgets=[64], num_heads=4)
+    window = StreamingCache(draft.config, draft.rope, 1, SETTINGS, dtype=DTYPE, device=CPU)
+    queries = empty_queries(target, 1, SETTINGS.max_block)
+    verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=queries)
+    drafter = DraftRunner(draft, window, PLAIN, vocab_size=64)
+    list(prefill(target, TEXT[:1000], full, 0, chunk=128))
+    verifier.next_probs([TEXT[:1000]], [True])
+    retrieval.commit(0, queries[:, 0, :1])
+    for end in range(4, 1001, 4):  # the drafter reads a few tokens at a time
+        drafter.prepare([TEXT[:end]], [True])
+        drafter.next_probs([TEXT[:end]], [True])
+    print("cache            tokens read   slots valid next position           KiB")
+    for cache in (full, retrieval, window):
+        counts = cache.num_tokens[0], cache.lengths[0], cache.next_positions[0]
+        numbers = (*counts, cache.num_bytes // 1024)
+        print(f"{type(cache).__name__:14}" + "".join(f"{number:14}" for number in numbers))
+    n = window.lengths[0]
+    raw, keys = (it[:, 0, :, :n].transpose(1, 2) for it in (window.raw_keys, window.keys))
+    again = draft.rope.at(torch.arange(n)[None]).rotate(raw)
+    print("the drafter's keys are raw keys, rotated by slot:", torch.allclose(keys, again))
+    before = verifier.next_probs([TEXT], [True]).probs_BNV
+    verifier.next_probs([[*TEXT, 7, 8, 9]], [True])  # guesses, all rejected
+    verifier.crop([1000])
+    full.keys[:, :, :, 1000:] = torch.nan
+    after = verifier.next_probs([TEXT], [True]).probs_BNV
+    print("rejected guesses change the next distribution:", not torch.allclose(before, after))
+
+
+if __name__ == "__main__":
+    main()
