@@ -1,0 +1,60 @@
+"""Chapter 8: offload and graphs, tried without a GPU; and what bytes say about a large model."""
+
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from minitri.config import ModelConfig
+from minitri.decoding.autotuner import Autotuner
+from minitri.gpu.graphs import GraphPool
+from minitri.gpu.offload.host_memory import HostMemory
+from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
+from minitri.loading.named_models import MODELS
+from minitri.model.block import read_block
+from minitri.model.llama import Llama
+from minitri.roofline import CARDS, Workload
+from minitri.settings import SpeculationConfig
+
+CPU, LOG = torch.device("cpu"), list[str]()
+
+
+class Watched(OffloadedFullCache):
+    """Writes down in which order layers are copied and computed."""
+
+    def fetch(self, layer: int, ends: dict[int, int]) -> Any:
+        if self.buffers[(layer - self.on_chip) % 2].layer != layer:
+            LOG.append(f"copy {layer}")
+        return super().fetch(layer, ends)
+
+    def update(self, layer: int, block: Any) -> Any:
+        found = super().update(layer, block)
+        LOG.append(f"compute {layer}")
+        return found
+
+
+def expect(share: float) -> None:
+    """Prints the fastest plan for Llama-2 7B after 122,880 tokens on an A100, by bytes alone."""
+    target, draft = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))
+    work = Workload(target, draft, num_tokens=122_880, num_retrieved=4096, hosted_share=share)
+    plans = SpeculationConfig("auto").plans
+    tuner = Autotuner(plans, lambda *it: work.seconds(CARDS[80], *it), use_clock=False)
+    best = max(plans, key=tuner.tokens_per_second)
+    alone, ms = (1000 / tuner.tokens_per_second(plan) for plan in (plans[0], best))
+    print(f"{share:.0%} in host memory: {alone:.0f} ms/token, {ms:.0f} by {best}")
+
+
+if __name__ == "__main__":
+    config = ModelConfig(5, 32, 48, 4, 2, 8, vocab_size=64, context_length=512)
+    model = Llama(config, dtype=torch.float32, device=CPU)
+    where: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "stream": MagicMock()}
+    cache = Watched(config, 1, 256, on_chip=1, host=HostMemory(CPU), **where)
+    for tokens in ([*range(60)], [60, 61, 62]):
+        read_block(model, [tokens], cache)
+        cache.advance([len(tokens)])
+    print(", ".join(LOG[-9:]))
+    pool = GraphPool(CPU)
+    first, second = (pool.run(torch.neg, torch.tensor([number])) for number in (1.0, 2.0))
+    print(f"{pool.num_graphs} graph; the first result was -1.0 and is now {first.item()}")
+    for hosted_share in (0, 0.5, 1):
+        expect(hosted_share)
