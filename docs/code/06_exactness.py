@@ -42,7 +42,7 @@ def error() -> float:
 def num_texts(coupled: bool) -> int:
     """How many different texts the methods write, with one seed, at temperature 0.8."""
     config = ModelConfig(2, 32, 48, 4, 2, 8, vocab_size=64, context_length=512)
-    llama = Llama(config, dtype=torch.float32, device=torch.device("cpu"))
+    llama = Llama(config, dtype=torch.float64, device=torch.device("cpu"))
     for weight in llama.parameters():
         weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     words = Tokenizer(TokenizersBackend(tokenizers.Tokenizer(tokenizers.models.BPE())), None)
