@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from minitri.generate import build_parser
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/chapters").glob("*.md"))
 CHAPTERS = [page for page in PAGES if page.stem != "index"]
@@ -88,6 +90,11 @@ def test_links_anchors_paths_and_names_exist(page):
     for path, name in named:
         assert (ROOT / path).exists(), path
         assert not name or name in defined_in(ROOT / path), name
+
+
+@pytest.mark.parametrize("page", PAGES, ids=by_name)
+def test_flags_exist(page):
+    assert {*re.findall(r"`(--[\w-]+)", prose(page))} <= {*build_parser()._option_string_actions}
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
