@@ -15,7 +15,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, explain
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import GIB, Demand, MemoryShape, choose_on_chip, placements
+from minitri.gpu.placement import GIB, Demand, MemoryShape, choose_on_chip
 from minitri.model.llama import Llama
 
 log = logging.getLogger("minitri")
@@ -48,8 +48,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
         # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
-    parts = needs.parts(0)
-    return on_device + parts["weights"] + parts["weights that only propose"], on_host
+    return on_device + needs.num_weight_bytes, on_host
 
 
 def fitting(
@@ -59,8 +58,7 @@ def fitting(
     needs = Demand(target.config, draft, shape, target.dtype.itemsize)
     on_device, on_host = room_for(target, needs)
     room = (on_device, on_host + kept_host_bytes)
-    choices = placements(shape.generation, target.config.num_layers)
-    while shape.num_rows > 1 and not any(needs.fits(*room, n) for n in choices):
+    while shape.num_rows > 1 and needs.most_on_chip(*room) is None:
         shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
         needs = replace(needs, shape=shape)
     return shape
