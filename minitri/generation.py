@@ -19,11 +19,11 @@ from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, as_fault, running
+from minitri.memory import MemoryPool, as_fault, is_out_of_memory, running
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.settings import GenerationConfig, SamplingParams
-from minitri.stack import Stack
+from minitri.stack import Outcome, Stack
 
 CLOSED = "the engine is closed; load it again"
 TURN_OF_OLDEST = 4
@@ -135,11 +135,13 @@ class Generation(Iterator[Event]):
                     yield Idle()
                 else:
                     break
-        except (GeneratorExit, KeyboardInterrupt, SystemExit) as stop:
-            # After other errors the memory is not kept.
-            for b in self._running:
-                stack.retire(b)
-            self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
+        except BaseException as stop:
+            # After other errors the memory is not kept; nor where a shorter text may need less.
+            if not isinstance(stop, Exception) or (self._is_open and is_out_of_memory(stop)):
+                for b in self._running:
+                    stack.retire(b)
+                was_interrupted = not isinstance(stop, GeneratorExit)
+                self._pool.put(stack.memory, was_interrupted=was_interrupted)
             raise
         self._pool.put(stack.memory)
 
@@ -202,14 +204,14 @@ class Generation(Iterator[Event]):
         ready = [b for b in self._running if not active[b] and b not in self._reading]
         if ready:
             started = time.perf_counter()
-            emitted = stack.start(ready)
+            outcome = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
-            yield from self._emit(stack, emitted)
+            yield from self._emit(stack, outcome)
         if any(active) and (are_further_on or not ready):
             started = time.perf_counter()
-            emitted = stack.step()
+            outcome = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
-            yield from self._emit(stack, emitted)
+            yield from self._emit(stack, outcome)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
         """Ends row b alone; raises a bug, and any error in a run that takes no more requests."""
@@ -249,20 +251,17 @@ class Generation(Iterator[Event]):
             yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
-    def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
+    def _emit(self, stack: Stack, outcome: Outcome) -> Iterator[Event]:
         """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
-            if b not in emitted:
+            if b not in outcome:
                 continue
-            new = emitted[b]
-            if not new.tokens:
-                yield self._fail(stack, b, NotFiniteError())
+            try:
+                new, scores = with_scores(outcome[b], row.request.generation.logprobs)
+            except (RuntimeError, MemoryError, NotFiniteError) as error:
+                yield self._fail(stack, b, error)
                 continue
-            num_top = row.request.generation.logprobs
-            scores: list[Any] = [()] * len(new.tokens)
-            if num_top is not None:
-                scores = log_probs(new.logits_NV, new.tokens, num_top)
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break
@@ -272,6 +271,17 @@ class Generation(Iterator[Event]):
             if row.finish_reason not in (None, CANCELLED):
                 self._leave(stack, b)
                 yield row.end(self.stats)
+
+
+def with_scores(new: Emitted | Exception, num_top: int | None) -> tuple[Emitted, list[Any]]:
+    """New tokens, and the log-probabilities to show with each. Raises what went wrong."""
+    if isinstance(new, Exception):
+        raise new
+    if not new.tokens:
+        raise NotFiniteError
+    if num_top is None:
+        return new, [()] * len(new.tokens)
+    return new, log_probs(new.logits_NV, new.tokens, num_top)
 
 
 def make_rows(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:

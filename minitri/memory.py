@@ -92,13 +92,18 @@ def as_fault(error: Exception, models: Models) -> Exception:
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged: get them again; or they overflow: try dtype=float32"
         )
-    signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
+    if is_out_of_memory(error):
         return FaultError(
             f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
             "lower max_new_tokens= or prefill_chunk="
         )
     return error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory was short, of a GPU or of a CPU."""
+    signs = ("out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
 
 @dataclass(frozen=True, eq=False)
