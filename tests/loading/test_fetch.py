@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,6 +123,28 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
     hub.calls.clear()
     assert locate("smollm2-135m").path == path
     assert hub.calls == []  # whose imports take long
+
+
+def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
+    """By commit, tag or branch, as the hub's own library keeps them; none is the latest."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    repo = tmp_path / "models--a--b"
+    commits = {"main": "1" * 40, "v1": "2" * 40, "refs/pr/1": "3" * 40}
+    for revision, commit in commits.items():
+        shutil.copytree(folder, repo / "snapshots" / commit)
+        ref = repo / "refs" / revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(commit)
+        for name in (f"a/b@{revision}", f"a/b@{commit}", *["a/b"] * (revision == "main")):
+            for find in (locate, fetch.locate_config):
+                assert find(name) == (name, repo / "snapshots" / commit)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name, problem in (
+        ("a/b@v2", "repository a/b@v2 is not on this"),
+        ("a/b@", "unknown model"),
+    ):
+        with pytest.raises(InputError, match=problem):
+            locate(name)
 
 
 def test_the_hub_is_preferred_to_the_wheel(hub, pip, folder):
