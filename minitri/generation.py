@@ -19,11 +19,11 @@ from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, as_fault, is_out_of_memory, running
+from minitri.memory import MemoryPool, as_fault, running
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.settings import GenerationConfig, SamplingParams
-from minitri.stack import Outcome, Stack
+from minitri.stack import Stack
 
 CLOSED = "the engine is closed; load it again"
 TURN_OF_OLDEST = 4
@@ -136,12 +136,13 @@ class Generation(Iterator[Event]):
                 else:
                     break
         except BaseException as stop:
-            # After other errors the memory is not kept; nor where a shorter text may need less.
-            if not isinstance(stop, Exception) or (self._is_open and is_out_of_memory(stop)):
+            # After other errors the memory is not kept, unless the next run needs the same again.
+            if not isinstance(stop, Exception) or (
+                self._is_open and as_fault(stop, self._pool.models) is not stop
+            ):
                 for b in self._running:
                     stack.retire(b)
-                was_interrupted = not isinstance(stop, GeneratorExit)
-                self._pool.put(stack.memory, was_interrupted=was_interrupted)
+                self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
             raise
         self._pool.put(stack.memory)
 
@@ -204,14 +205,14 @@ class Generation(Iterator[Event]):
         ready = [b for b in self._running if not active[b] and b not in self._reading]
         if ready:
             started = time.perf_counter()
-            outcome = stack.start(ready)
+            emitted = stack.start(ready)
             self.stats.prefill_seconds += time.perf_counter() - started
-            yield from self._emit(stack, outcome)
+            yield from self._emit(stack, emitted)
         if any(active) and (are_further_on or not ready):
             started = time.perf_counter()
-            outcome = stack.step()
+            emitted = stack.step()
             self.stats.decode_seconds += time.perf_counter() - started
-            yield from self._emit(stack, outcome)
+            yield from self._emit(stack, emitted)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
         """Ends row b alone; raises a bug, and any error in a run that takes no more requests."""
@@ -251,14 +252,20 @@ class Generation(Iterator[Event]):
             yield PrefillProgress(row.number, done, len(row.prompt), num_cached)
             started = time.perf_counter()
 
-    def _emit(self, stack: Stack, outcome: Outcome) -> Iterator[Event]:
+    def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Shows new tokens row by row; rows that have ended leave the batch."""
         eos = self._model.config.eos_token_ids
         for b, row in list(self._running.items()):
-            if b not in outcome:
+            if b not in emitted:
                 continue
+            new = emitted[b]
+            num_top = row.request.generation.logprobs
+            scores: list[Any] = [()] * len(new.tokens)
             try:
-                new, scores = with_scores(outcome[b], row.request.generation.logprobs)
+                if not new.tokens:
+                    raise new.error or NotFiniteError
+                if num_top is not None:
+                    scores = log_probs(new.logits_NV, new.tokens, num_top)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
                 yield self._fail(stack, b, error)
                 continue
@@ -271,17 +278,6 @@ class Generation(Iterator[Event]):
             if row.finish_reason not in (None, CANCELLED):
                 self._leave(stack, b)
                 yield row.end(self.stats)
-
-
-def with_scores(new: Emitted | Exception, num_top: int | None) -> tuple[Emitted, list[Any]]:
-    """New tokens, and the log-probabilities to show with each. Raises what went wrong."""
-    if isinstance(new, Exception):
-        raise new
-    if not new.tokens:
-        raise NotFiniteError
-    if num_top is None:
-        return new, [()] * len(new.tokens)
-    return new, log_probs(new.logits_NV, new.tokens, num_top)
 
 
 def make_rows(requests: list[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:

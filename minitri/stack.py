@@ -7,6 +7,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,16 +23,13 @@ from minitri.drafters.plugin import PluggedDrafter
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of
-from minitri.memory import Memory, Models, is_out_of_memory
+from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
 from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill, read_chunk
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
-
-Outcome = dict[int, Emitted | Exception]
-"""What rows add to their texts, or why they cannot go on."""
 
 
 class Stack:
@@ -158,7 +156,7 @@ class Stack:
                 yield num_read
         yield len(prompt)
 
-    def start(self, rows: list[int]) -> Outcome:
+    def start(self, rows: list[int]) -> dict[int, Emitted]:
         """The first tokens of rows whose prompts have been read."""
         for b in rows:
             self.cascade.active[b] = True
@@ -166,19 +164,22 @@ class Stack:
         part, first = self._part(rows)
         with self._decoding():
             emitted = part.start([b - first for b in rows])
-            outcome = {b: self._commit(b, emitted[b - first]) for b in rows}
+            outcome = {b: emitted[b - first] for b in rows}
+            self._commit(outcome)
             part, _ = self._part(self._busy)
             part.catch_up()
         return outcome
 
-    def step(self) -> Outcome:
+    def step(self) -> dict[int, Emitted]:
         """A step over the rows that have started; nothing is added where numbers are not finite."""
         busy = self._busy
         part, first = self._part(busy)
         with self._decoding():
             emitted = part.step()
+            outcome = {b: emitted[b - first] for b in busy}
             with self.meter.commit():
-                return {b: self._commit(b, emitted[b - first]) for b in busy}
+                self._commit(outcome)
+        return outcome
 
     @property
     def _chunk(self) -> int:
@@ -211,20 +212,19 @@ class Stack:
             yield
         self.memory.prefix.note_certain()
 
-    def _commit(self, b: int, row: Emitted) -> Emitted | Exception:
-        """The retrieval cache takes over exact K and V of accepted tokens of row b, or is rebuilt:
-        if memory is too short for that, it is the row's own error."""
-        if (cache := self.memory.retrieval_cache) is None or not row.tokens:
-            return row
-        # The pass read the token before and the guesses; len(row.tokens) of them stay.
-        queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
-        try:
-            self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
-        except (RuntimeError, MemoryError) as error:
-            if is_out_of_memory(error):
-                return error
-            raise
-        return row
+    def _commit(self, emitted: dict[int, Emitted]) -> None:
+        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt; a row for
+        which memory is short cannot go on."""
+        if (cache := self.memory.retrieval_cache) is None:
+            return
+        for b, row in emitted.items():
+            if row.tokens:
+                # The pass read the token before and the guesses; len(row.tokens) of them stay.
+                queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
+                try:
+                    self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
+                except (RuntimeError, MemoryError) as error:
+                    emitted[b] = replace(row, tokens=[], error=error)
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
         """Ends the text of row b; if it is sound, the next ones may begin with what it leaves."""

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,19 +48,6 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     return on_device + needs.num_weight_bytes, on_host
-
-
-def fitting(
-    target: Llama, draft: ModelConfig | None, shape: MemoryShape, kept_host_bytes: int
-) -> MemoryShape:
-    """The first rows of a shape, as many as memory holds at a time, at least one."""
-    needs = Demand(target.config, draft, shape, target.dtype.itemsize)
-    on_device, on_host = room_for(target, needs)
-    room = (on_device, on_host + kept_host_bytes)
-    while shape.num_rows > 1 and needs.most_on_chip(*room) is None:
-        shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
-        needs = replace(needs, shape=shape)
-    return shape
 
 
 def allocate_full_cache(

@@ -175,10 +175,10 @@ class Demand:
             return False
         return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
 
-    def most_on_chip(self, device_bytes: float, host_bytes: float) -> int | None:
-        """The most layers whose KV may be on the device, and fits; None: nothing fits."""
+    def has_room(self, device_bytes: float, host_bytes: float) -> bool:
+        """Whether the KV of any number of layers that may be on the device fits."""
         choices = placements(self.shape.generation, self.config.num_layers)
-        return next((n for n in choices if self.fits(device_bytes, host_bytes, n)), None)
+        return any(self.fits(device_bytes, host_bytes, n) for n in choices)
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:

@@ -72,10 +72,8 @@ class ChatTemplate:
 def start() -> subprocess.Popen[str]:
     """A process that renders templates. Raises `InputError` where nothing could limit it."""
     if find_spec("resource") is None:
-        raise InputError(
-            "chat templates run within limits of a process, which this system does not have; write "
-            "the prompt without --chat, or use Linux, macOS or WSL"
-        )
+        problem = "chat templates run within limits of a process, which this system does not have"
+        raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
     return subprocess.Popen(
         [sys.executable, "-P", str(PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
         stdin=subprocess.PIPE,

@@ -49,32 +49,30 @@ def locate_config(model: str) -> Located:
     if path := local_path(model):
         return Located(path.resolve().name, path)
     repo = repository_of(model)
-    name, revision = split_revision(repo)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     with _asking_for(repo):
-        found = try_to_load_from_cache(name, "config.json", revision=revision)
-        is_here = isinstance(found, str)
-        file = found if is_here else hf_hub_download(name, "config.json", revision=revision)
+        which = of_revision(repo) | {"filename": "config.json"}
+        found = try_to_load_from_cache(**which)
+        file = found if isinstance(found, str) else hf_hub_download(**which)
     return Located(model, Path(file).parent)
 
 
 def repository_of(model: str) -> str:
-    """The hub repository of a named model, or ORG/NAME, which may end with @REVISION, as it is.
-    Raises `InputError`."""
+    """The hub repository of a named model, or ORG/NAME or ORG/NAME@REVISION as it is. Raises
+    `InputError`."""
     if row := MODELS.get(model):
         return row.repo
     if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
         raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
-    if split_revision(model)[0].count("/") != 1 or model.endswith("@"):
+    if of_revision(model)["repo_id"].count("/") != 1 or model.endswith("@"):
         raise unknown_model(shorten(model, 60))
     return model
 
 
-def split_revision(repo: str) -> tuple[str, str | None]:
-    """ORG/NAME, and the commit, tag or branch after an @; None: the latest."""
-    name, _, revision = repo.partition("@")
-    return name, revision or None
+def of_revision(repo: str) -> dict[str, Any]:
+    """ORG/NAME, and the commit, tag or branch after an @, as the hub's library takes them."""
+    return dict(zip(("repo_id", "revision"), repo.split("@", 1), strict=False))
 
 
 def local_path(name: str) -> Path | None:
@@ -95,7 +93,7 @@ def default_draft(model: str) -> str:
 def _on_disk(repo: str) -> Path | None:
     """A snapshot or an unpacked wheel that is here already."""
     # To ask for a snapshot takes a third of a second of imports.
-    if (hub_cache() / f"models--{split_revision(repo)[0].replace('/', '--')}").exists():
+    if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
     wheel = wheel_of(repo)
@@ -154,12 +152,10 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from minitri.loading.hf_folder import weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    name, revision = split_revision(repo)
     with _asking_for(repo):
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
-                name,
-                revision=revision,
+                **of_revision(repo),
                 allow_patterns=["*.json", "tokenizer.model", "chat_template.jinja", weights],
                 ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
                 local_files_only=local_only,

@@ -24,8 +24,7 @@ class ModelChoice:
     """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
 
     model: str = DEFAULT_MODEL
-    """A named model of --list-models, a folder or file, or a hub repository ORG/NAME, of which
-    ORG/NAME@REVISION is a commit, tag or branch."""
+    """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
     dtype: str = one_of("auto", "auto", *DTYPES)
     """Of weights and KV cache. Default: what is fast here."""
     attention: str = one_of("auto", "auto", *BACKENDS)

