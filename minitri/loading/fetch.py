@@ -59,8 +59,7 @@ def locate_config(model: str) -> Located:
 
 
 def repository_of(model: str) -> str:
-    """The hub repository of a named model, or ORG/NAME or ORG/NAME@REVISION as it is. Raises
-    `InputError`."""
+    """The hub repository of a named model, or ORG/NAME[@REVISION] as it is. Raises `InputError`."""
     if row := MODELS.get(model):
         return row.repo
     if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
