@@ -55,9 +55,9 @@ def hub(monkeypatch, tmp_path):
     state = SimpleNamespace(folder=None, online=None, calls=[])
     state.error = errors.LocalEntryNotFoundError("offline")
 
-    def snapshot_download(repo, *, allow_patterns, local_files_only, **_):
+    def snapshot_download(repo_id, *, allow_patterns, local_files_only, **_):
         assert "chat_template.jinja" in allow_patterns
-        state.calls.append((repo, allow_patterns[-1], local_files_only))
+        state.calls.append((repo_id, allow_patterns[-1], local_files_only))
         if local_files_only:
             if state.folder is None:
                 raise errors.LocalEntryNotFoundError("not here")
