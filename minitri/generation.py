@@ -135,11 +135,14 @@ class Generation(Iterator[Event]):
                     yield Idle()
                 else:
                     break
-        except (GeneratorExit, KeyboardInterrupt, SystemExit) as stop:
-            # After other errors the memory is not kept.
-            for b in self._running:
-                stack.retire(b)
-            self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
+        except BaseException as stop:
+            # After other errors the memory is not kept, unless the next run needs the same again.
+            if not isinstance(stop, Exception) or (
+                self._is_open and as_fault(stop, self._pool.models) is not stop
+            ):
+                for b in self._running:
+                    stack.retire(b)
+                self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
             raise
         self._pool.put(stack.memory)
 
@@ -256,13 +259,16 @@ class Generation(Iterator[Event]):
             if b not in emitted:
                 continue
             new = emitted[b]
-            if not new.tokens:
-                yield self._fail(stack, b, NotFiniteError())
-                continue
             num_top = row.request.generation.logprobs
             scores: list[Any] = [()] * len(new.tokens)
-            if num_top is not None:
-                scores = log_probs(new.logits_NV, new.tokens, num_top)
+            try:
+                if not new.tokens:
+                    raise new.error or NotFiniteError
+                if num_top is not None:
+                    scores = log_probs(new.logits_NV, new.tokens, num_top)
+            except (RuntimeError, MemoryError, NotFiniteError) as error:
+                yield self._fail(stack, b, error)
+                continue
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
                 if row.finish_reason is not None:
                     break

@@ -24,11 +24,11 @@ from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
 from minitri.drafters.plugin import Drafter
 from minitri.errors import FaultError, InputError, NotFiniteError, shorten
-from minitri.gpu.allocation import allocate_full_cache, fitting
+from minitri.gpu.allocation import allocate_full_cache, room_for
 from minitri.gpu.graphs import GraphPool, graph_pool
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import MemoryShape
+from minitri.gpu.placement import Demand, MemoryShape
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK
@@ -61,6 +61,12 @@ class Models:
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
+
+
+def demand_of(models: Models, shape: MemoryShape) -> Demand:
+    """What a run of this shape needs."""
+    draft = models.draft.config if models.draft is not None else None
+    return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
 
 
 def check_process(models: Models) -> None:
@@ -216,8 +222,12 @@ class MemoryPool:
 
     def fitting(self, shape: MemoryShape) -> MemoryShape:
         """The first rows of a shape, in falling order of length, for which there is room."""
-        draft = self.models.draft.config if self.models.draft else None
-        return fitting(self.models.target, draft, shape, self.host.num_free_bytes)
+        needs = demand_of(self.models, shape)
+        on_device, on_host = room_for(self.models.target, needs)
+        room = (on_device, on_host + self.host.num_free_bytes)
+        while shape.num_rows > 1 and not replace(needs, shape=shape).has_room(*room):
+            shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
+        return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of the latest run, which is over; K and V in host memory neither after

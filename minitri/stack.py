@@ -7,6 +7,7 @@
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -212,14 +213,18 @@ class Stack:
         self.memory.prefix.note_certain()
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt."""
+        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt; a row for
+        which memory is short cannot go on."""
         if (cache := self.memory.retrieval_cache) is None:
             return
         for b, row in emitted.items():
             if row.tokens:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
                 queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
-                self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
+                try:
+                    self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
+                except (RuntimeError, MemoryError) as error:
+                    emitted[b] = replace(row, tokens=[], error=error)
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
         """Ends the text of row b; if it is sound, the next ones may begin with what it leaves."""

@@ -171,7 +171,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options |= {"action": "append", "default": []}
         elif field.type in (int, int | None):
             options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
-        elif field.type is float:
+        elif field.type in (float, float | None):
             options["type"] = float
         else:
             options["choices"] = field.metadata.get("choices")

@@ -15,6 +15,7 @@ namespace {
 constexpr int PIECE = 512;   // slots of a task, for short blocks: a multiple of BLOCK
 constexpr int TILE = 192;    // rows of a task
 constexpr int MAX_WIDTH = 1024;  // largest head dim
+constexpr int64_t MOST_FLOATS = 1 << 20;  // of parts at a time, if these keep all threads busy
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct AttentionArguments {
@@ -156,19 +157,18 @@ void attention(const AttentionArguments& a, bool is_short) {
     const int64_t num_groups = a.B * a.K * num_tiles;
     const int64_t part_floats = Part::num_floats(tile_rows, width);
     static thread_local Scratch<float> part_memory;
-    float* parts = part_memory.get(num_pieces > 1 ? num_groups * num_pieces * part_floats : 0);
-    std::vector<std::atomic<int>> num_done(num_groups);
-    for (auto& counter : num_done) counter = 0;
-
+    // How many groups have parts at a time: memory grows with the context, but not with B or K.
+    const int64_t few = std::max(MOST_FLOATS / part_floats, 16 * a.num_threads) / num_pieces;
+    const int64_t at_once = num_pieces > 1 ? std::clamp<int64_t>(few, 1, num_groups) : num_groups;
+    float* parts = part_memory.get(num_pieces > 1 ? at_once * num_pieces * part_floats : 0);
+    std::vector<std::atomic<int>> num_done(num_groups);  // of 0
     auto finish = [&](int64_t b, int64_t k, int64_t row, const float* sums, float total) {
         T* out = static_cast<T*>(a.out) + ((b * a.T + row / G) * a.H + k * G + row % G) * a.D;
         for (int64_t d = 0; d < a.D; ++d) narrow(sums[d] / total, out + d);
     };
-    auto merge = [&](int64_t b, int64_t k, int64_t row, const float* memory, int64_t r) {
+    auto merge = [&](int64_t b, int64_t k, int64_t row, float* memory, int64_t r) {
         float merged[MAX_WIDTH] = {}, total = 0.0f, top = MINUS_INFINITY;
-        auto part = [&](int64_t p) {
-            return Part(const_cast<float*>(memory) + p * part_floats, tile_rows, width);
-        };
+        auto part = [&](int64_t p) { return Part(memory + p * part_floats, tile_rows, width); };
         for (int64_t p = 0; p < num_pieces; ++p) top = std::max(top, part(p).largest[r]);
         for (int64_t p = 0; p < num_pieces; ++p) {
             const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
@@ -178,31 +178,31 @@ void attention(const AttentionArguments& a, bool is_short) {
         }
         finish(b, k, row, merged, total);
     };
-    const int64_t num_numbers = a.B * a.K * longest * a.D * a.T;
-    Pool::get().run(num_groups * num_pieces, num_numbers, a.num_threads, [&](int64_t task) {
-        const int64_t group = task / num_pieces, piece = task % num_pieces;
+    auto attend = [&](int64_t group, int64_t piece, float* memory) {
         // Later tiles of a long block see more, so they come first: nobody waits for them.
         const int64_t tile = num_tiles - 1 - group % num_tiles, k = group / num_tiles % a.K;
         const int64_t b = group / num_tiles / a.K, first = tile * tile_rows;
         const int R = int(std::min(tile_rows, rows - first));
-        static thread_local Scratch<float> own_memory;
-        float* memory = num_pieces > 1 ? parts + task * part_floats : own_memory.get(part_floats);
-        const Part part(memory, tile_rows, width);
         const int64_t last_token = a.rule ? a.T - 1 : (first + R - 1) / G;
         const int64_t visible = a.lengths[b] + last_token + 1, begin = piece * PIECE;
         const int64_t end = is_short ? std::min(visible, begin + PIECE) : visible;
+        const Part part(memory, tile_rows, width);
         attend_slots<Op>(a, b, k, first, R, begin, end, int(width), part);
-        if (num_pieces == 1) {
-            for (int r = 0; r < R; ++r) {
-                finish(b, k, first + r, part.sums + r * width, sum_lanes(load(part.totals + r * LANES)));
-            }
-        } else if (num_done[group].fetch_add(1, std::memory_order_acq_rel) + 1 == num_pieces) {
-            // The last to finish merges, in the order of the pieces.
-            for (int r = 0; r < R; ++r) {
-                merge(b, k, first + r, parts + group * num_pieces * part_floats, r);
-            }
+        // The last to finish merges, in the order of the pieces.
+        if (num_done[group].fetch_add(1, std::memory_order_acq_rel) + 1 < num_pieces) return;
+        for (int r = 0; r < R; ++r) {
+            if (num_pieces > 1) merge(b, k, first + r, memory - piece * part_floats, r);
+            else finish(b, k, first + r, part.sums + r * width, sum_lanes(load(part.totals + r * LANES)));
         }
-    });
+    };
+    for (int64_t start = 0; start < num_groups; start += at_once) {
+        const int64_t num = std::min(at_once, num_groups - start) * num_pieces;
+        Pool::get().run(num, a.B * a.K * longest * a.D * a.T, a.num_threads, [&](int64_t task) {
+            static thread_local Scratch<float> own_memory;
+            attend(start + task / num_pieces, task % num_pieces,
+                   num_pieces > 1 ? parts + task * part_floats : own_memory.get(part_floats));
+        });
+    }
 }
 
 }  // namespace

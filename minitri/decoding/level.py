@@ -43,6 +43,8 @@ class Emitted:
     probs_NV: Tensor
     """The verifier's distributions, which the tokens follow."""
     logits_NV: Tensor
+    error: Exception | None = None
+    """Why the row cannot go on: it has no tokens then."""
 
 
 class Stage:

@@ -4,7 +4,6 @@ import contextlib
 import logging
 import math
 import os
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from minitri.config import ModelConfig
 from minitri.errors import InputError, explain
 from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.gpu.placement import GIB, Demand, MemoryShape, choose_on_chip, placements
+from minitri.gpu.placement import GIB, Demand, MemoryShape, choose_on_chip
 from minitri.model.llama import Llama
 
 log = logging.getLogger("minitri")
@@ -48,22 +47,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
         # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
-    parts = needs.parts(0)
-    return on_device + parts["weights"] + parts["weights that only propose"], on_host
-
-
-def fitting(
-    target: Llama, draft: ModelConfig | None, shape: MemoryShape, kept_host_bytes: int
-) -> MemoryShape:
-    """The first rows of a shape, as many as memory holds at a time, at least one."""
-    needs = Demand(target.config, draft, shape, target.dtype.itemsize)
-    on_device, on_host = room_for(target, needs)
-    room = (on_device, on_host + kept_host_bytes)
-    choices = placements(shape.generation, target.config.num_layers)
-    while shape.num_rows > 1 and not any(needs.fits(*room, n) for n in choices):
-        shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
-        needs = replace(needs, shape=shape)
-    return shape
+    return on_device + needs.num_weight_bytes, on_host
 
 
 def allocate_full_cache(

@@ -106,6 +106,12 @@ class Demand:
         is_used = any(plan.uses_drafter for plan in self.speculation.plans)
         return self.draft if is_used else None
 
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of all models, in this dtype."""
+        parts = self.parts(0)
+        return parts["weights"] + parts["weights that only propose"]
+
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by what they are for."""
         config = self.config
@@ -168,6 +174,11 @@ class Demand:
         if on_chip > self.config.num_layers:
             return False
         return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
+
+    def has_room(self, device_bytes: float, host_bytes: float) -> bool:
+        """Whether the KV of any number of layers that may be on the device fits."""
+        choices = placements(self.shape.generation, self.config.num_layers)
+        return any(self.fits(device_bytes, host_bytes, n) for n in choices)
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:

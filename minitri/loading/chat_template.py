@@ -10,9 +10,10 @@ import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 
-from minitri.errors import explain
+from minitri.errors import InputError, explain
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # of a processor, for a rendering
@@ -69,7 +70,10 @@ class ChatTemplate:
 
 
 def start() -> subprocess.Popen[str]:
-    """A process that renders templates."""
+    """A process that renders templates. Raises `InputError` where nothing could limit it."""
+    if find_spec("resource") is None:
+        problem = "chat templates run within limits of a process, which this system does not have"
+        raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
     return subprocess.Popen(
         [sys.executable, "-P", str(PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
         stdin=subprocess.PIPE,

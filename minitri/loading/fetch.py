@@ -52,20 +52,26 @@ def locate_config(model: str) -> Located:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     with _asking_for(repo):
-        found = try_to_load_from_cache(repo, "config.json")
-        file = found if isinstance(found, str) else hf_hub_download(repo, "config.json")
+        which = of_revision(repo) | {"filename": "config.json"}
+        found = try_to_load_from_cache(**which)
+        file = found if isinstance(found, str) else hf_hub_download(**which)
     return Located(model, Path(file).parent)
 
 
 def repository_of(model: str) -> str:
-    """The hub repository of a named model, or ORG/NAME as it is. Raises `InputError`."""
+    """The hub repository of a named model, or ORG/NAME[@REVISION] as it is. Raises `InputError`."""
     if row := MODELS.get(model):
         return row.repo
     if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
         raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
-    if model.count("/") != 1:
+    if of_revision(model)["repo_id"].count("/") != 1 or model.endswith("@"):
         raise unknown_model(shorten(model, 60))
     return model
+
+
+def of_revision(repo: str) -> dict[str, Any]:
+    """ORG/NAME, and the commit, tag or branch after an @, as the hub's library takes them."""
+    return dict(zip(("repo_id", "revision"), repo.split("@", 1), strict=False))
 
 
 def local_path(name: str) -> Path | None:
@@ -86,7 +92,7 @@ def default_draft(model: str) -> str:
 def _on_disk(repo: str) -> Path | None:
     """A snapshot or an unpacked wheel that is here already."""
     # To ask for a snapshot takes a third of a second of imports.
-    if (hub_cache() / f"models--{repo.replace('/', '--')}").exists():
+    if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
     wheel = wheel_of(repo)
@@ -148,7 +154,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     with _asking_for(repo):
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
-                repo,
+                **of_revision(repo),
                 allow_patterns=["*.json", "tokenizer.model", "chat_template.jinja", weights],
                 ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
                 local_files_only=local_only,

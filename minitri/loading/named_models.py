@@ -2,6 +2,7 @@
 
 A row holds what must be known before any file is read. Its shape serves `minitri.plan` and
 `bench --load dummy`, which need no weights; a model that really runs has that of its config file.
+Of its repository the latest files are taken: who wants others says ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ class ModelChoice:
     """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
 
     model: str = DEFAULT_MODEL
-    """A named model of --list-models, a folder or file, or a hub repository ORG/REPO."""
+    """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
     dtype: str = one_of("auto", "auto", *DTYPES)
     """Of weights and KV cache. Default: what is fast here."""
     attention: str = one_of("auto", "auto", *BACKENDS)

@@ -19,6 +19,7 @@ with clean_imports(huge_pages=False):
     from minitri.cli.boot import boot
     from minitri.errors import explain, shorten
     from minitri.fields import between
+    from minitri.gpu.placement import MemoryShape
     from minitri.log import log
     from minitri.serve.access import Access
     from minitri.settings import MAX_ROWS
@@ -37,9 +38,11 @@ class ServeFlags:
     """What this program alone is asked for."""
 
     context: int | None = between(None, 1)
-    """Tokens of a prompt and its answer, for which each row takes memory. Default: at most 8192."""
-    batch_size: int = between(MAX_ROWS, 1, 1024)
-    """Requests that run at a time."""
+    """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
+    batch_size: int | None = between(None, 1, 1024)
+    """Requests that run at a time. Default: 8, or as many as there is memory for."""
+    memory: float | None = None
+    """GiB to take at most, weights included. Default: 60 %% of what is free."""
     max_queue: int = between(64, 1)
     """Requests that wait for a row; more are answered with 503."""
     port: int = between(8000, 0, 65535)
@@ -85,6 +88,7 @@ def run_command(args: argparse.Namespace) -> None:
     with clean_imports():  # what the server needs: no flag is wrong any more
         from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol
+        from minitri.serve.room import choose_size
         from minitri.worker import Worker
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
@@ -98,24 +102,28 @@ def run_command(args: argparse.Namespace) -> None:
         if not 1 < context <= most:
             raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
         names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
+        generation = arguments.taken(GenerationConfig, args, reserve=context)
+        shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
+        least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
+        num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
         open_run = functools.partial(
             engine.open,
-            batch_size=args.batch_size,
+            batch_size=num_rows,
             sampling=sampling,
-            generation=arguments.taken(GenerationConfig, args, reserve=context),
+            generation=dataclasses.replace(generation, reserve=context),
             speculation=speculation,
         )
         run = open_run()
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
-            max_open = args.batch_size + args.max_queue
+            max_open = num_rows + args.max_queue
             protocol = Protocol(engine, names, sampling, context)
             service = Service(protocol, worker, max_open, access)
             server = Server(service, args.grace, args.stall_seconds)
-            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
+            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
             address = listener.getsockname()
-            log.info(text, engine.config.name, *address, args.batch_size, context)
+            log.info(f"{text}; Ctrl-C ends", engine.config.name, *address, num_rows, context, gib)
             server.run(sockets=[listener])
     log.info("stopped")
 

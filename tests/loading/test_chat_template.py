@@ -206,6 +206,16 @@ def test_processes_stay_and_one_that_ends_is_replaced():
     assert len(template._idle) <= 2
 
 
+def test_without_limits_nothing_is_rendered(monkeypatch):
+    """As on Windows."""
+    monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
+    monkeypatch.setattr(chat_template.subprocess, "Popen", None)
+    with pytest.raises(
+        InputError, match=r"^chat templates run within limits .* without --chat, or"
+    ):
+        ChatTemplate(CHATML, {})
+
+
 def test_a_fork_renders_in_processes_of_its_own():
     template = ChatTemplate("{{ messages[0].content }}", {})
     if not (pid := os.fork()):

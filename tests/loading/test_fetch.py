@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import shutil
 import subprocess
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,9 +55,9 @@ def hub(monkeypatch, tmp_path):
     state = SimpleNamespace(folder=None, online=None, calls=[])
     state.error = errors.LocalEntryNotFoundError("offline")
 
-    def snapshot_download(repo, *, allow_patterns, local_files_only, **_):
+    def snapshot_download(repo_id, *, allow_patterns, local_files_only, **_):
         assert "chat_template.jinja" in allow_patterns
-        state.calls.append((repo, allow_patterns[-1], local_files_only))
+        state.calls.append((repo_id, allow_patterns[-1], local_files_only))
         if local_files_only:
             if state.folder is None:
                 raise errors.LocalEntryNotFoundError("not here")
@@ -122,6 +123,21 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(hub, pip, 
     hub.calls.clear()
     assert locate("smollm2-135m").path == path
     assert hub.calls == []  # whose imports take long
+
+
+def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
+    """By commit, tag or branch, as the hub's own library keeps them; none is the latest."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
+    for revision, commit in (("main", "1" * 40), ("v1", "2" * 40)):
+        (tmp_path / "models--a--b" / "refs" / revision).write_text(commit)
+        snapshot = shutil.copytree(folder, tmp_path / "models--a--b" / "snapshots" / commit)
+        for name in (f"a/b@{revision}", f"a/b@{commit}", *["a/b"] * (revision == "main")):
+            assert locate(name) == fetch.locate_config(name) == (name, snapshot)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    for name, problem in (("a/b@pr/1", "repository a/b@pr/1 is not on"), ("a/b@", "unknown model")):
+        with pytest.raises(InputError, match=problem):
+            locate(name)
 
 
 def test_the_hub_is_preferred_to_the_wheel(hub, pip, folder):

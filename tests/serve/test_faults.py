@@ -1,5 +1,6 @@
 """Faults, put in one by one: what each client sees, and that the others and later ones go on."""
 
+import itertools
 import re
 import signal
 import socket
@@ -13,6 +14,8 @@ import httpx
 import pytest
 import torch
 
+from minitri.caches.retrieval import RetrievalCache
+from minitri.decoding.sampling import log_probs, probs_of_rows
 from minitri.worker import NUM_TICKS
 from tests.serve.conftest import serving
 from tests.serve.test_answers import PROMPT, complete, own_text
@@ -124,6 +127,63 @@ def test_a_row_that_is_not_finite_fails_alone(server, engine):
     texts = [it.json()["choices"][0]["text"] for it in answers if it.status_code == 200]
     assert texts == [alone[0], *alone[2:]]
     assert complete(server, prompt=sick).choices[0].text == alone[1]
+
+
+def short(function, is_short, error):
+    """The function with this error where memory is short."""
+
+    def call(*args):
+        if is_short(*args):
+            raise error
+        return function(*args)
+
+    return call
+
+
+NO_MEMORY = [torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")]
+NO_MEMORY += [RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99")]
+
+
+@pytest.mark.parametrize("error", NO_MEMORY, ids=["GPU", "CPU"])
+def test_rows_for_which_memory_is_short_fail_alone(server, engine, monkeypatch, error):
+    """One by its log-probabilities, one by its rebuild; others have the texts of their own."""
+    prompts = [PROMPT, PROMPT[:9], PROMPT * 8, PROMPT[:20]]
+    asked = [{"prompt": it, "seed": 7, "max_tokens": 24, "logprobs": 2} for it in prompts]
+    asked[1]["logprobs"] = 5
+    run = server.service.worker._run
+    with monkeypatch.context() as patching, ThreadPoolExecutor(4) as clients:
+        scores = short(log_probs, lambda *it: it[2] == 5, error)
+        patching.setattr("minitri.generation.log_probs", scores)
+        commit = short(RetrievalCache.commit, lambda it, b, _: it._full.lengths[b] > 100, error)
+        patching.setattr(RetrievalCache, "commit", commit)
+        answers = [*clients.map(lambda fields: server.post(**fields), asked)]
+    assert [it.status_code for it in answers] == [200, 503, 503, 200]
+    assert all("has run out of memory (" in it.text for it in answers[1:3])
+    answers[1:3] = [server.post(**fields) for fields in asked[1:3]]
+    texts = [it.json()["choices"][0]["text"] for it in answers]
+    assert texts == [own_text(engine, prompt) for prompt in prompts]
+    assert server.service.worker._run is run
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_pass_for_which_memory_is_short_fails_its_run_whose_prefixes_stay(
+    engine, monkeypatch, number
+):
+    """The first pass of a text, one of the retrieval level, or one that verifies."""
+    passes = itertools.count()
+    with serving(engine) as server:
+        before = complete(server, prompt=PROMPT * 4).choices[0].text
+        run = server.service.worker._run
+        with monkeypatch.context() as patching, ThreadPoolExecutor(3) as clients:
+            probs = short(probs_of_rows, lambda *_: next(passes) == number, MemoryError("scratch"))
+            patching.setattr("minitri.runner.probs_of_rows", probs)
+            answers = [*clients.map(lambda it: server.post(prompt=it), ("I", "We", "They"))]
+        [why] = {it.json()["error"]["message"] for it in answers if it.status_code == 503}
+        assert "cpu has run out of memory (scratch)" in why
+        assert server.service.worker._run is not run
+        again = complete(server, prompt=PROMPT * 4)
+        assert again.choices[0].text == before == own_text(engine, PROMPT * 4)
+        assert again.usage.prompt_tokens_details.cached_tokens > 40
 
 
 STREAM = b'{"prompt": "She had", "max_tokens": 300, "ignore_eos": true, "stream": true}'
