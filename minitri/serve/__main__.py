@@ -48,6 +48,8 @@ class ServeFlags:
     """Without any progress, after which requests get an error, and /health answers 503."""
     grace: float = between(30.0, 0.0)
     """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
+    ignore_unknown_fields: bool = False
+    """Ignore fields of requests that this server does not know, with a warning for each name."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -81,7 +83,7 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
-    is_open = not (access.keys or args.host == "localhost" or args.host.startswith("127."))
+    is_open = not (access.keys or access.is_local)
     with clean_imports():  # what the server needs: no flag is wrong any more
         from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol
@@ -109,8 +111,9 @@ def run_command(args: argparse.Namespace) -> None:
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
+            ignored: set[str] | None = set() if args.ignore_unknown_fields else None
             max_open = args.batch_size + args.max_queue
-            protocol = Protocol(engine, names, sampling, context)
+            protocol = Protocol(engine, names, sampling, context, ignored)
             service = Service(protocol, worker, max_open, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each; Ctrl-C ends"
