@@ -89,14 +89,14 @@ class Service:
         except TimeoutError:
             message = f"the body was not there in {BODY_SECONDS} s; send it faster"
             raise ApiError(408, "request_timeout", message) from None
+        if self.num_open >= self.max_open:
+            message = f"{self.num_open} requests run or wait, the most there may be; try later"
+            raise ApiError(503, "queue_full", message)
         if (num_own := self.requests[client]) >= self.access.most_of(self.max_open):
             message = (
                 f"{num_own} requests of yours run or wait, the most of one client; wait for one"
             )
             raise ApiError(429, "rate_limit_exceeded", message)
-        if self.num_open >= self.max_open:
-            message = f"{self.num_open} requests run or wait, the most there may be; try later"
-            raise ApiError(503, "queue_full", message)
         is_private = bool(self.access.keys) and not self.access.share_prefixes
         how = {"is_chat": "/chat/" in request.url.path, "is_private": is_private}
         read = functools.partial(self.protocol.read, body, client, **how)

@@ -1,14 +1,23 @@
 """No client can take what others need: places, connections, rows, time."""
 
 import contextlib
+import random
 import socket
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from tokenizers import pre_tokenizers, trainers
 
+from minitri.loading.tokenizer import TokenizersBackend
 from minitri.serve import answers, app, connections
+from minitri.serve import protocol as protocols
+from minitri.serve.access import Access
+from minitri.serve.answers import Writer
 from minitri.serve.protocol import Protocol
+from tests.conftest import SENTENCES, byte_level_tokenizer
 from tests.serve.conftest import serving
 from tests.serve.test_answers import PROMPT
 
@@ -44,6 +53,141 @@ def test_a_request_counts_while_its_prompt_is_tokenized(engine, monkeypatch):
             gate.set()
             server.wait_until_free()
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
+
+
+@pytest.mark.parametrize("keys", [None, "alice\nbob\n"])
+def test_no_client_has_more_requests_than_its_share(engine, tmp_path, monkeypatch, keys):
+    """Clients are keys, or else addresses. Of a request that is refused nothing is read."""
+    gate, read, texts = threading.Event(), Protocol.read, []
+    monkeypatch.setattr(Protocol, "read", lambda *a, **b: texts.append(a[1]) or read(*a, **b))
+    (tmp_path / "keys").write_text(keys or "")
+    access = {"api_key_file": str(tmp_path / "keys")} if keys else {}
+    own = {"max_requests_per_client": 2, "before": lambda: gate.wait(20), **access}
+    fields = {"model": "tiny", "prompt": "She had", "max_tokens": 1}
+    with serving(engine, num_rows=1, **own) as server, ThreadPoolExecutor(3) as pool:
+        first, other = server.client("127.0.0.2"), server.client("127.0.0.3")
+        if keys:
+            first, other = first.copy(api_key="alice"), first.copy(api_key="bob")
+        asked = [pool.submit(first.completions.create, **fields) for _ in range(2)]
+        server.wait(lambda: server.service.num_open == 2)
+        with pytest.raises(openai.RateLimitError) as refused:
+            first.completions.create(**fields | {"prompt": "One more"})
+        assert refused.value.code == "rate_limit_exceeded"
+        assert "2 requests of yours run or wait" in refused.value.message
+        assert "x-should-retry" not in refused.value.response.headers
+        asked.append(pool.submit(other.completions.create, **fields))
+        server.wait(lambda: len(texts) == 3)
+        gate.set()
+        assert all(it.result().usage for it in asked)
+        server.wait_until_free()
+        assert first.completions.create(**fields).usage
+        assert not any(b"One more" in text for text in texts)
+        server.wait_until_free()
+        assert not server.service.requests  # of clients that have none nothing is kept
+
+
+def test_half_of_the_requests_can_be_of_one_client_unless_it_is_the_only_one():
+    assert Access(host="0.0.0.0").most_of(72) == 36
+    assert Access(host="0.0.0.0").most_of(1) == 1
+    assert Access().most_of(72) == Access(host="0.0.0.0", api_key="x").most_of(72) == 72
+    assert Access(max_requests_per_client=3).most_of(72) == 3
+
+
+def test_many_requests_of_an_address_do_not_delay_that_of_another_one(engine):
+    """All wait for one row: it is served after two of them at most."""
+    gate, left = threading.Event(), []
+
+    def before() -> None:
+        gate.wait(20)
+        left.append([job.request.client for job in server.service.worker._jobs.values()])
+
+    fields = {"model": "tiny", "max_tokens": 2, "extra_body": {"ignore_eos": True}}
+    with serving(engine, before=before, num_rows=1) as server, ThreadPoolExecutor(21) as pool:
+        many, one = server.client("127.0.0.2"), server.client("127.0.0.3")
+        asked = [pool.submit(many.completions.create, prompt=[5], **fields) for _ in range(20)]
+        server.wait(lambda: server.service.num_open == 20)
+        asked.append(pool.submit(one.completions.create, prompt=[7] * 30, **fields))
+        server.wait(lambda: len(server.service.worker._waiting) == 20)
+        gate.set()
+        assert all(it.result().usage for it in asked)
+    seen = left[next(i for i, clients in enumerate(left) if "127.0.0.3" in clients) :]
+    served = next(clients for clients in seen if "127.0.0.3" not in clients)
+    assert served.count("127.0.0.2") >= 18
+
+
+def test_of_a_prompt_that_cannot_fit_a_part_is_tokenized(server, engine, template, monkeypatch):
+    sizes, backend = [], engine.tokenizer._backend
+    encode = backend.encode
+    monkeypatch.setattr(backend, "encode_marked", lambda it: sizes.append(len(it)) or encode(it))
+    monkeypatch.setattr(backend, "encode", backend.encode_marked)
+    ask = server.openai.completions.create, server.openai.chat.completions.create
+    message = {"role": "user", "content": "12 " * 20_000}
+    for create, prompt in zip(
+        ask, ({"prompt": message["content"]}, {"messages": [message]}), strict=True
+    ):
+        with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refused:
+            create(model="tiny", **prompt)
+        assert refused.value.code == "context_length_exceeded"
+    assert sum(sizes) == 2 * 1600  # four characters for each of 400 tokens
+
+
+def test_a_text_of_long_tokens_that_fits_has_all_of_them(server):
+    def encode(text: str) -> list[int]:
+        return [len(text), *range(len(text) // 50)]
+
+    text = "x" * 19_000
+    assert server.service.protocol._encoded(text, encode) == encode(text)
+
+
+@pytest.mark.parametrize("has_words", [True, False])
+def test_a_cut_adds_no_more_tokens_than_the_longest_has_characters(has_words):
+    """In tokenizers whose tokens end with words, and in others: at any place of any text."""
+    pipeline = byte_level_tokenizer()
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_words)
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, special_tokens=["<unk>"])
+    pipeline.train_from_iterator(SENTENCES * 2, trainer)
+    backend, rng = TokenizersBackend(pipeline), random.Random(5)
+    longest = max(len(backend.token(number)) for number in range(backend.num_tokens))
+    assert longest < protocols.CUT_TOKENS
+    added = set()
+    for _ in range(100):
+        words = rng.choices(" ".join(SENTENCES).split(" "), k=rng.randrange(1, 20))
+        text = rng.choice(["", " ", "\n"]).join(words)
+        num_tokens = len(backend.encode(text))
+        added |= {len(backend.encode(text[:end])) - num_tokens for end in range(len(text))}
+    assert 0 < max(added) <= longest
+
+
+def test_tokenizing_lets_other_threads_run(engine):
+    """Also of a library that computes without Python: no thread is asked to let others run."""
+    woken, ran = threading.Event(), []
+    other = threading.Thread(target=lambda: woken.wait() and ran.append(True))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    try:
+        other.start()
+        woken.set()
+        engine.tokenizer.encode("She had " * 50_000)
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+
+
+def test_a_whole_answer_with_log_probabilities_is_worded_outside_of_the_loop(server, monkeypatch):
+    threads, take = {}, Writer.take
+
+    def watched(writer, event):
+        threads.setdefault(type(event).__name__, set()).add(threading.get_ident())
+        return take(writer, event)
+
+    monkeypatch.setattr(Writer, "take", watched)
+    fields = {"model": "tiny", "prompt": "She had", "max_tokens": 9}
+    server.openai.completions.create(**fields, logprobs=20)
+    [loop], [other] = threads["Token"], threads.pop("End")
+    assert other != loop
+    server.openai.completions.create(**fields)
+    assert threads["End"] == {loop}
 
 
 def test_a_place_is_free_again_when_a_request_cannot_start(engine):
