@@ -89,9 +89,8 @@ def as_fault(error: Exception, models: Models) -> Exception:
     if isinstance(error, NotFiniteError):
         names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
         return FaultError(
-            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}, as the "
-            "weights are damaged, or overflow",
-            "get them again",
+            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
+            "weights are damaged, or overflow: get them again",
             "try dtype=float32",
         )
     signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU

@@ -48,6 +48,9 @@ class ServeFlags:
     """Without any progress, after which requests get an error, and /health answers 503."""
     grace: float = between(30.0, 0.0)
     """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
+    coupled: bool = True
+    """Tie random numbers to seed and position: a seed gives one text, alone and with other
+    requests; without it fewer guesses are rejected at a temperature above 0."""
     ignore_unknown_fields: bool = False
     """Ignore fields of requests that this server does not know, with a warning for each name."""
 
@@ -68,13 +71,6 @@ def build_parser() -> arguments.OneLineParser:
     parser.set_defaults(temperature=1.0)
     names = (name for name in arguments.SPECULATION if name != "coupled")
     arguments.add_flags(parser, *names, title="speculation")
-    parser.add_argument(
-        "--coupled",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tie random numbers to seed and position: a seed gives one text, alone and with other "
-        "requests; without it fewer guesses are rejected at a temperature above 0",
-    )
     return parser
 
 

@@ -14,19 +14,19 @@ from minitri.cli.inputs import read_text
 from minitri.errors import shorten
 from minitri.fields import between
 
+Headers = Mapping[str, str] | None
+
 
 class ApiError(Exception):
     """A request that is refused: an HTTP status, OpenAI's code for it, and one line."""
 
-    def __init__(
-        self, status: int, code: str, message: str, headers: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, status: int, code: str, message: str, headers: Headers = None) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = headers or {}
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        if status == 429:
-            kind = "requests"  # there were too many of
+        advice = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
+        self.headers = {**advice, **(headers or {})}
+        kind = {429: "requests"}.get(status, "invalid_request_error")
+        kind = "server_error" if status >= 500 else kind
         error = {"message": message, "type": kind, "param": None, "code": code}
         self.content: dict[str, Any] = {"error": error}
 
@@ -48,9 +48,8 @@ class Access:
     share_prefixes: bool = False
     """With keys, too, let prompts begin with what is cached of other clients, who can tell."""
     max_requests_per_client: int | None = between(None, 1)
-    """Requests of a client (a key, or else an address) that run or wait; more are answered with
-    429. Default: half of all that may; all of them with one key, or where only this machine asks
-    and there is no key."""
+    """Requests of one key, or without keys of one address, that run or wait; more are answered with
+    429. Default: half of all that may; all with one key, or without keys on this machine only."""
 
     @functools.cached_property
     def keys(self) -> list[str]:

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from minitri import End, Engine, Event, Idle, RowStats, Token
+from minitri import End, Engine, Event, Idle, Request, RowStats, Token
 from minitri.requests import PrefillProgress
-from minitri.serve.protocol import Call
+from minitri.serve.protocol import Asked
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's, for a token that is practically impossible: JSON knows no infinity."""
@@ -33,18 +33,18 @@ def in_stream(content: bytes) -> bytes:
 class Writer:
     """The answer to one call."""
 
-    def __init__(self, call: Call, model: str, engine: Engine) -> None:
-        generation = call.request.generation
-        self._asked = call.asked
+    def __init__(self, request: Request, asked: Asked, model: str, engine: Engine) -> None:
+        generation = request.generation
+        self._asked = asked
         self._tokenizer = engine.tokenizer
         self._ends = () if generation.ignore_eos else engine.config.eos_token_ids
         self._has_logprobs = generation.logprobs is not None
         kind = "text_completion"
-        if call.asked.is_chat:
-            kind = "chat.completion.chunk" if call.asked.stream else "chat.completion"
-        self.id = f"{'chatcmpl' if call.asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        if asked.is_chat:
+            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        self.id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._head["seed"] = call.request.seed
+        self._head["seed"] = request.seed
         self._tokens: list[Token] = []
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
@@ -62,8 +62,7 @@ class Writer:
             case Token(text=text) if text or self._has_logprobs or has_details:
                 return in_stream(self._json([self._choice(text, [event])]))
             case End(text=text, row_stats=stats) if not is_stream:
-                choice = self._choice(text, self._tokens, event)
-                return self._json([choice], usage=usage(stats))
+                return self._json([self._choice(text, self._tokens, event)], usage=usage(stats))
             case End(row_stats=stats):
                 last = in_stream(self._json([self._choice("", [], event)]))
                 if (self._asked.stream_options or {}).get("include_usage"):

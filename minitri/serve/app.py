@@ -8,17 +8,16 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -26,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minitri import End, Idle, InputError
 from minitri.errors import FaultError, shorten
 from minitri.log import log
-from minitri.serve.access import Access, ApiError
+from minitri.serve.access import Access, ApiError, Headers
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.connections import Connection
 from minitri.serve.page import docs, page
@@ -69,7 +68,7 @@ class Service:
         router = Router(routes)
 
         async def check_and_route(scope: Scope, *ends: Any) -> None:
-            self.access.check_site(Headers(scope=scope))
+            self.access.check_site(HTTPConnection(scope).headers)
             await router(scope, *ends)
 
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
@@ -93,13 +92,13 @@ class Service:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
         if (num_own := self.requests[client]) >= self.access.most_of(self.max_open):
-            message = (
-                f"{num_own} requests of yours run or wait, the most of one client; wait for one"
-            )
+            message = f"{num_own} requests of yours run or wait, the most of a client; try later"
             raise ApiError(429, "rate_limit_exceeded", message)
-        is_private = bool(self.access.keys) and not self.access.share_prefixes
-        how = {"is_chat": "/chat/" in request.url.path, "is_private": is_private}
-        read = functools.partial(self.protocol.read, body, client, **how)
+        salt = client if self.access.keys and not self.access.share_prefixes else ""
+        is_chat = "/chat/" in request.url.path
+        read = functools.partial(
+            self.protocol.read, body, is_chat=is_chat, client=client, salt=salt
+        )
         return functools.partial(self._take_in, client, read)
 
     async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
@@ -124,7 +123,8 @@ class Service:
         """Answers a call while its row runs, until it ends or the client leaves."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        job = Job(call.request)
+        row, asked = call
+        job = Job(row)
 
         async def watch() -> None:
             leaving = asyncio.ensure_future(receive())
@@ -132,10 +132,8 @@ class Service:
                 job.tell(Idle())
             job.tell(None)
 
-        writer = Writer(call, self.protocol.names[0], self.protocol.engine)
-        stream = call.asked.stream
-        is_long = not stream and call.request.generation.logprobs is not None
-        kind = b"text/event-stream" if stream else b"application/json"
+        writer = Writer(row, asked, self.protocol.names[0], self.protocol.engine)
+        kind = b"text/event-stream" if asked.stream else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         last = {"type": "http.response.body"}
@@ -145,11 +143,11 @@ class Service:
         try:
             self.worker.submit(job)
             async for event in job.events():
-                if is_long and isinstance(event, End):
+                if isinstance(event, End) and not asked.stream:  # which can take a second
                     body = await run_in_threadpool(writer.take, event)
                 else:
                     body = writer.take(event)
-                if not has_begun and (body or stream):
+                if not has_begun and (body or asked.stream):
                     has_begun = True
                     await send(start)
                 if isinstance(event, End):
@@ -163,7 +161,7 @@ class Service:
             if has_begun:
                 await send(last | {"body": in_stream(to_json(refused.content))})
             else:
-                await answer(refused.content, refused.status, refused.headers)(scope, receive, send)
+                await (await refuse(None, refused))(scope, receive, send)
         finally:
             watcher.cancel()
             job.is_cancelled = True
@@ -216,13 +214,12 @@ class Server(uvicorn.Server):
         await super().shutdown(*sockets, **by_name)
 
 
-def answer(content: Json, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+def answer(content: Json, status: int = 200, headers: Headers = None) -> Response:
     """A response of JSON."""
-    advice = {} if status in (200, 408, 429, 503) else {"x-should-retry": "false"}
-    return Response(to_json(content), status, {**advice, **(headers or {})}, "application/json")
+    return Response(to_json(content), status, headers, media_type="application/json")
 
 
-async def refuse(_: Request, error: Exception) -> Response:
+async def refuse(_: Request | None, error: Exception) -> Response:
     """OpenAI's JSON for what went wrong."""
     refused = as_api_error(error)
     return answer(refused.content, refused.status, refused.headers)
@@ -234,11 +231,11 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case InputError():
-            what = (
-                (503, "unavailable") if isinstance(error, FaultError) else (400, "invalid_request")
-            )
-            ways = (way for way in error.ways if "=" not in way)  # those by fields of a request
-            return ApiError(*what, str(InputError(error.message, *ways)))
+            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
+            message = str(InputError(error.message, *ways))
+            if isinstance(error, FaultError):
+                return ApiError(503, "unavailable", message)
+            return ApiError(400, "invalid_request", message)
         case HTTPException():
             return ApiError(error.status_code, "invalid_request", error.detail, error.headers)
     message = f"a bug: {shorten(repr(error))}; see the server's log"

@@ -1,4 +1,4 @@
-"""What a client asks: from the JSON of a request to a `Call`.
+"""What a client asks: from the JSON of a body to the `Request` of a row.
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
 `continue_final_message` are additions. What is said of fields here, `/docs` says, too.
@@ -90,19 +90,10 @@ class ChatFields(Fields):
     response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
     modalities: Sequence[str] | None = one_of(None, ["text"])
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.top_logprobs is not None and not self.logprobs:
-            refuse(self, "top_logprobs", "set logprobs to true, too")
 
-
-@dataclass(frozen=True)
-class Call:
-    """What to generate, and what was asked for."""
-
-    request: Request
-    """Its prompt is token ids."""
-    asked: TextFields | ChatFields
+Asked = TextFields | ChatFields
+Call = tuple[Request, Asked]
+"""A prompt of token ids and how to go on, and how to answer."""
 
 
 @dataclass(frozen=True)
@@ -119,8 +110,8 @@ class Protocol:
     ignored: set[str] | None = None
     """Unknown fields that there were; None: they are refused."""
 
-    def read(self, body: bytes, client: str = "", *, is_chat: bool, is_private: bool) -> Call:
-        """The call that a client's body stands for. Cached prompts are shared unless it is private.
+    def read(self, body: bytes, *, is_chat: bool, client: str = "", salt: str = "") -> Call:
+        """What a body asks for. Prompts share the cache where the salt is the same; all do without.
         Raises `InputError`, or `ApiError` where OpenAI does."""
         asked = self._fields(body, ChatFields if is_chat else TextFields)
         if asked.model not in (None, *self.names):
@@ -133,10 +124,12 @@ class Protocol:
         if isinstance(asked, ChatFields):
             num_new = asked.max_completion_tokens or num_new
             logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+            if asked.top_logprobs is not None and not asked.logprobs:
+                refuse(asked, "top_logprobs", "set logprobs to true, too")
         if num_new > room:
-            message = f"prompt and answer need at least {len(ids)} + {num_new} tokens, but there is"
-            message += f" room for {self.context}; shorten the prompt, or lower max_tokens"
-            raise ApiError(400, "context_length_exceeded", message)
+            got = f"prompt and answer have at least {len(ids)} + {num_new} tokens of {self.context}"
+            advice = "shorten the prompt, or lower max_tokens"
+            raise ApiError(400, "context_length_exceeded", f"{got}; {advice}")
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         own = {"max_new_tokens": num_new, "logprobs": logprobs}
         request = Request(
@@ -145,20 +138,20 @@ class Protocol:
             changed(self.sampling, vars(asked)),
             changed(GenerationConfig(), vars(asked) | own),
             asked.speculation,
-            f"{client}/{user}" if is_private else "",
+            f"{salt}/{user}" if salt else "",
             client,
         )
-        return Call(request, asked)
+        return request, asked
 
-    def _fields(self, body: bytes, kind: type[TextFields | ChatFields]) -> TextFields | ChatFields:
+    def _fields(self, body: bytes, kind: type[Asked]) -> Asked:
         """What is asked for; null is the default."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
         known = vars(kind(**vars(self.sampling)))
-        for name in content.keys() - known.keys() - {*IGNORED}:
-            value, shown = content[name], shorten(repr(name), 60)
-            if not value or value == NEUTRAL.get(name):
+        for name, value in content.items():
+            if name in (*known, *IGNORED) or not value or value == NEUTRAL.get(name):
                 continue
+            shown = shorten(repr(name), 60)
             if self.ignored is None:
                 got = f"{shown} is {shorten(repr(value), 60)}"
                 raise InputError(f"{got}, which this server does not know; leave it out")
@@ -168,7 +161,7 @@ class Protocol:
         given = {name: it for name, it in content.items() if name in known and it is not None}
         return kind(**known | given)
 
-    def _ids(self, asked: TextFields | ChatFields) -> list[int]:
+    def _ids(self, asked: Asked) -> list[int]:
         """Token ids of the prompt, or of the messages and the answer that is to go on."""
         tokenizer = self.engine.tokenizer
         if isinstance(asked, ChatFields):
