@@ -79,7 +79,7 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
-    is_open = not (access.keys or access.is_local)
+    is_open = not (access.keys or access.is_for_one)
     with clean_imports():  # what the server needs: no flag is wrong any more
         from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol

@@ -14,17 +14,14 @@ from minitri.cli.inputs import read_text
 from minitri.errors import shorten
 from minitri.fields import between
 
-Headers = Mapping[str, str] | None
-
 
 class ApiError(Exception):
     """A request that is refused: an HTTP status, OpenAI's code for it, and one line."""
 
-    def __init__(self, status: int, code: str, message: str, headers: Headers = None) -> None:
+    def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        advice = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
-        self.headers = {**advice, **(headers or {})}
+        self.headers = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
         kind = {429: "requests"}.get(status, "invalid_request_error")
         kind = "server_error" if status >= 500 else kind
         error = {"message": message, "type": kind, "param": None, "code": code}
@@ -64,14 +61,10 @@ class Access:
         return keys
 
     @property
-    def is_local(self) -> bool:
-        """Whether only this machine can ask."""
-        return self.host == "localhost" or self.host.startswith("127.")
-
-    def most_of(self, max_open: int) -> int:
-        """How many of the requests that may be open can be of one client."""
-        is_one = len(self.keys) == 1 if self.keys else self.is_local
-        return self.max_requests_per_client or (max_open if is_one else max(1, max_open // 2))
+    def is_for_one(self) -> bool:
+        """Whether all requests count as one client's: there is one key, or only this machine."""
+        is_local = self.host == "localhost" or self.host.startswith("127.")
+        return len(self.keys) == 1 if self.keys else is_local
 
     def check_site(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` where a page of another site makes a browser ask."""
@@ -85,13 +78,14 @@ class Access:
             raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
 
     def admit(self, headers: Mapping[str, str], address: Sequence[Any] | None) -> str:
-        """Who asks: one of the keys, or where none are asked for the host of the address (of which
-        a proxy on this machine may tell: X-Forwarded-For). Raises `ApiError`."""
+        """Who asks: which key, or without keys the host of the address. Raises `ApiError`."""
         if not self.keys:
             return address[0] if address else ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         same = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in self.keys]
         if not (scheme.lower() == "bearer" and any(same)):
             message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            raise ApiError(401, "invalid_api_key", message, {"www-authenticate": "Bearer"})
+            error = ApiError(401, "invalid_api_key", message)
+            error.headers["www-authenticate"] = "Bearer"
+            raise error
         return f"key {same.index(True)}"

@@ -7,7 +7,6 @@ import functools
 import os
 import signal
 import threading
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from minitri import End, Idle, InputError
 from minitri.errors import FaultError, shorten
 from minitri.log import log
-from minitri.serve.access import Access, ApiError, Headers
+from minitri.serve.access import Access, ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.connections import Connection
 from minitri.serve.page import docs, page
@@ -47,13 +46,12 @@ class Service:
     max_open: int
     """Requests that may run or wait."""
     access: Access = field(default_factory=Access)
-    requests: Counter[str] = field(default_factory=Counter)
-    """How many run or wait of each client."""
+    clients: list[str] = field(default_factory=list)
+    """One for each request that runs or waits."""
 
     @property
     def num_open(self) -> int:
-        """Requests that run or wait."""
-        return self.requests.total()
+        return len(self.clients)
 
     @property
     def app(self) -> ASGIApp:
@@ -91,7 +89,9 @@ class Service:
         if self.num_open >= self.max_open:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
-        if (num_own := self.requests[client]) >= self.access.most_of(self.max_open):
+        share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
+        num_own = self.clients.count(client)
+        if num_own >= (self.access.max_requests_per_client or share):
             message = f"{num_own} requests of yours run or wait, the most of a client; try later"
             raise ApiError(429, "rate_limit_exceeded", message)
         salt = client if self.access.keys and not self.access.share_prefixes else ""
@@ -103,11 +103,11 @@ class Service:
 
     async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
         """Counts a request from before its prompt is tokenized to the end of its answer."""
-        self.requests[client] += 1
+        self.clients.append(client)
         try:
             await self._answer(await run_in_threadpool(read), *ends)
         finally:
-            self.requests -= Counter([client])  # which leaves out those that have none
+            self.clients.remove(client)
 
     async def _body(self, request: Request) -> bytes:
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
@@ -214,7 +214,7 @@ class Server(uvicorn.Server):
         await super().shutdown(*sockets, **by_name)
 
 
-def answer(content: Json, status: int = 200, headers: Headers = None) -> Response:
+def answer(content: Json, status: int = 200, **headers: str) -> Response:
     """A response of JSON."""
     return Response(to_json(content), status, headers, media_type="application/json")
 
@@ -222,7 +222,7 @@ def answer(content: Json, status: int = 200, headers: Headers = None) -> Respons
 async def refuse(_: Request | None, error: Exception) -> Response:
     """OpenAI's JSON for what went wrong."""
     refused = as_api_error(error)
-    return answer(refused.content, refused.status, refused.headers)
+    return answer(refused.content, refused.status, **refused.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -237,6 +237,8 @@ def as_api_error(error: Exception) -> ApiError:
                 return ApiError(503, "unavailable", message)
             return ApiError(400, "invalid_request", message)
         case HTTPException():
-            return ApiError(error.status_code, "invalid_request", error.detail, error.headers)
+            refused = ApiError(error.status_code, "invalid_request", error.detail)
+            refused.headers |= error.headers or {}  # which methods are allowed
+            return refused
     message = f"a bug: {shorten(repr(error))}; see the server's log"
     return ApiError(500, "internal_error", message)
