@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -76,7 +77,8 @@ def check_fields(settings: Any) -> None:
 def wanted(field: Any) -> str:
     """What a field may be, in words; empty where that is checked elsewhere."""
     if choices := field.metadata.get("choices"):
-        return f"one of {', '.join(map(str, choices))}"
+        words = (it if isinstance(it, str) else json.dumps(it) for it in choices)
+        return f"one of {', '.join(words)}"
     if "range" not in field.metadata:
         return KINDS.get(field.type, "")
     least, most = field.metadata["range"]

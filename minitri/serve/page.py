@@ -53,8 +53,7 @@ def docs(protocol: Protocol) -> HTMLResponse:
         for field in sorted(dataclasses.fields(kind), key=lambda it: it.name):
             default = getattr(defaults, field.name)
             shown = "" if default in (None, "", ()) else json.dumps(default)
-            text = texts.get(field.name, "Other values are refused.")
-            cells = "<td>".join(map(html.escape, (text, wanted(field), shown)))
+            cells = "<td>".join(map(html.escape, (texts[field.name], wanted(field), shown)))
             lines.append(f"<tr><td><code>{field.name}</code><td>{cells}")
         lines.append("</table>")
     return HTMLResponse("\n".join(lines), headers=HEADERS)

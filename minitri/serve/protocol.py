@@ -19,6 +19,7 @@ from minitri.serve.access import ApiError
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 IGNORED = ("metadata", "service_tier", "parallel_tool_calls")
+USAGE = ({"include_usage": True}, {"include_usage": False})
 NEUTRAL = {"repetition_penalty": 1}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 CUT_TOKENS = 512
@@ -42,11 +43,10 @@ class Fields(SamplingParams):
     seed: int | None = between(None, 0, MAX_SEED)
     """The same request with the same seed has the same answer. Default: drawn, and told."""
     n: int | None = one_of(None, 1)
+    """How many answers."""
     stream: bool = False
     """Send the answer in pieces, as they are made."""
-    stream_options: Mapping[str, bool] | None = one_of(
-        None, {"include_usage": True}, {"include_usage": False}
-    )
+    stream_options: Mapping[str, bool] | None = one_of(None, *USAGE)
     """Whether a stream ends with counts of tokens."""
     details: bool = False
     """In a stream, tell how much of the prompt is read, and who guessed each token."""
@@ -69,6 +69,7 @@ class TextFields(Fields):
     logprobs: int | None = between(None, 0, 20)
     """Tell log-probabilities: of each token, and of so many that are likeliest."""
     best_of: int | None = one_of(None, 1)
+    """How many answers the best is chosen from."""
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ class ChatFields(Fields):
     continue_final_message: bool = False
     """Go on with the text of the last message."""
     tool_choice: str | None = one_of(None, "none", "auto")
+    """Whether tools are called, of which there are none."""
     response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
+    """Form of the answer."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
+    """Kinds of answers."""
 
 
 Asked = TextFields | ChatFields

@@ -261,7 +261,9 @@ def test_the_endpoints_are_listed_with_all_fields(server):
     for text, kind in zip(parts, (TextFields, ChatFields), strict=True):
         rows = re.findall("<tr><td><code>(\\w+)</code><td>(.+?)<td>(.*?)<td>(.*)", text)
         assert [name for name, *_ in rows] == sorted(field.name for field in fields(kind))
+        assert len({text for _, text, *_ in rows}) == len(rows)
     about = {name: others for name, *others in rows}
     assert about["temperature"][1:] == ["a number from 0 to 100", "1.0"]
     assert about["top_logprobs"][1:] == ["a whole number from 0 to 20", ""]
+    assert about["n"][:2] == ["How many answers.", "one of 1"]
     assert "Most tokens of the answer." in about["max_tokens"][0]
