@@ -93,19 +93,10 @@ def test_the_client_with_fewest_rows_is_next(run):
     assert {event.row for event in until(run, End, first[0])} == {*first[:3], other}
 
 
-def test_clients_take_turns_where_there_is_one_place(engine):
-    """However many requests they have, however short those are, and though more come."""
-    with engine.open(batch_size=1, generation=GenerationConfig(reserve=400)) as run:
-        many = [ask(run, 3, 1, first=first, client="many") for first in range(20)]
-        for first in range(20):
-            ask(run, 4, 1, first=first, client="more")
-        until(run, End, many[1])
-        one = ask(run, 50, 1, client="one")
-        for first in range(20, 30):
-            ask(run, 2, 1, first=first, client="many")
-        assert sum(isinstance(event, End) for event in until(run, End, one)) <= 3
-        until(run, End, many[2])
-        assert run._turns.keys() == {"many", "more"}  # a client that has gone is forgotten
+def test_a_client_that_has_gone_is_forgotten(run):
+    until(run, End, ask(run, 3, 1, client="gone"))
+    until(run, End, ask(run, 3, 1, client="other"))
+    assert run._turns.keys() == {"other"}
 
 
 def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):

@@ -1,6 +1,7 @@
 """No client can take what others need: places, connections, rows, time."""
 
 import contextlib
+import operator
 import random
 import socket
 import sys
@@ -59,8 +60,7 @@ KEYS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key_file": "k
 
 @pytest.mark.parametrize("access", KEYS, ids=lambda it: min(it))
 def test_no_client_has_more_requests_than_its_share(engine, tmp_path, monkeypatch, access):
-    """By default half of all. Clients are keys, or else addresses. Of what is refused nothing is
-    read."""
+    """By default half of all. Clients are keys, or else addresses. What is refused is not read."""
     gate, read, texts = threading.Event(), Protocol.read, []
     monkeypatch.setattr(Protocol, "read", lambda *a, **b: texts.append(a[1]) or read(*a, **b))
     (tmp_path / "keys").write_text("alice\nbob\n")
@@ -112,11 +112,10 @@ def test_of_a_prompt_that_cannot_fit_a_part_is_tokenized(server, engine, templat
     encode = backend.encode
     monkeypatch.setattr(backend, "encode_marked", lambda it: sizes.append(len(it)) or encode(it))
     monkeypatch.setattr(backend, "encode", backend.encode_marked)
-    ask = server.openai.completions.create, server.openai.chat.completions.create
-    message = {"role": "user", "content": "12 " * 20_000}
-    for create, prompt in zip(
-        ask, ({"prompt": message["content"]}, {"messages": [message]}), strict=True
-    ):
+    text = "12 " * 20_000
+    message = {"role": "user", "content": text}
+    for client, prompt in (("", {"prompt": text}), ("chat.", {"messages": [message]})):
+        create = operator.attrgetter(f"{client}completions.create")(server.openai)
         with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refused:
             create(model="tiny", **prompt)
         assert refused.value.code == "context_length_exceeded"
