@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import json
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -13,8 +14,8 @@ KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
 KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
-def one_of(default: str | None, *choices: str) -> Any:
-    """A field that is one of these words."""
+def one_of(default: str | None, *choices: Any) -> Any:
+    """A field that is one of these words or values; false or empty, too, if the default is None."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
@@ -69,25 +70,31 @@ def brief(settings: Any) -> str:
 def check_fields(settings: Any) -> None:
     """Raises `InputError` unless each field is what `one_of`, `between` or its type says."""
     for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        rule = field.metadata
-        kind: Any = field.type
-        if choices := rule.get("choices"):
-            wanted = f"one of {', '.join(choices)}"
-            is_fine = isinstance(value, str) and value in choices
-        elif "range" in rule and (value is not None or field.default is not None):
-            least, most = rule["range"]
-            number = int if isinstance(least, int) else int | float
-            wanted = f"a{' whole' * (number is int)} number from {least:.6g} to {most:.15g}"
-            is_number = isinstance(value, number) and not isinstance(value, bool)
-            is_fine = is_number and least <= value <= most
-        elif kind in KINDS:
-            wanted = KINDS[kind]
-            is_fine = isinstance(value, kind)
-        else:
-            continue
-        if not is_fine:
-            refuse(settings, field.name, f"it must be {wanted}")
+        if not is_allowed(field, getattr(settings, field.name)):
+            refuse(settings, field.name, f"it must be {wanted(field)}")
+
+
+def wanted(field: Any) -> str:
+    """What a field may be, in words; empty where that is checked elsewhere."""
+    if choices := field.metadata.get("choices"):
+        words = (it if isinstance(it, str) else json.dumps(it) for it in choices)
+        return f"one of {', '.join(words)}"
+    if "range" not in field.metadata:
+        return KINDS.get(field.type, "")
+    least, most = field.metadata["range"]
+    return f"a{' whole' * isinstance(least, int)} number from {least:.6g} to {most:.15g}"
+
+
+def is_allowed(field: Any, value: Any) -> bool:
+    """Whether it may be this value."""
+    if choices := field.metadata.get("choices"):
+        is_choice = isinstance(value, type(choices[0])) and value in choices
+        return is_choice or (field.default is None and not value)
+    if "range" not in field.metadata or (value is None and field.default is None):
+        return field.type not in KINDS or isinstance(value, field.type)
+    least, most = field.metadata["range"]
+    is_number = isinstance(value, int if isinstance(least, int) else int | float)
+    return is_number and not isinstance(value, bool) and least <= value <= most
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:

@@ -56,6 +56,7 @@ class Generation(Iterator[Event]):
         self._num_left: dict[int, int] = {}  # tokens of these
         self._num_chunks = 0
         self._num_admitted = 0
+        self._turns: dict[str, int] = {}  # by clients, when the last of each was admitted
         prompts = [row.prompt for row in rows]
         asked = (shape, prompts, [row.request for row in rows])
         self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
@@ -161,6 +162,7 @@ class Generation(Iterator[Event]):
                 break
             self._waiting.remove(row)
             self._num_admitted += 1
+            self._turns[row.request.client] = self._num_admitted
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
@@ -169,21 +171,25 @@ class Generation(Iterator[Event]):
             self._num_left[b] = len(row.prompt)
 
     def _next_waiting(self, num_places: int) -> Row | None:
-        """The first whose owner has the fewest rows. In a run that takes requests mostly the
-        shortest of those; and long prompts, which wait for each other, are read in half of the
-        places, so that short ones find one."""
-        num_rows = Counter(row.request.owner for row in self._running.values())
+        """The first whose client has the fewest rows, or waits longest for one. In a run that takes
+        requests mostly the shortest of those; and long prompts, which wait for each other, are read
+        in half of the places, so that short ones find one."""
+        num_rows = Counter(row.request.client for row in self._running.values())
         waiting = [*self._waiting]
+        clients = num_rows.keys() | {row.request.client for row in waiting}
+        self._turns = {it: turn for it, turn in self._turns.items() if it in clients}
         limit = self.shape.generation.shared_chunk
         num_long = sum(self._num_left[b] > limit for b in self._reading)
         if self._is_open and num_long >= max(1, num_places // 2):
             waiting = [row for row in waiting if len(row.prompt) <= limit]
         is_turn = not (self._is_open and self._num_admitted % TURN_OF_OLDEST)
-        return min(
-            waiting,
-            key=lambda row: (num_rows[row.request.owner], 0 if is_turn else len(row.prompt)),
-            default=None,
-        )
+
+        def rank(row: Row) -> tuple[int, ...]:
+            client = row.request.client
+            turn = self._turns.get(client, 0)
+            return num_rows[client], turn, 0 if is_turn else len(row.prompt)
+
+        return min(waiting, key=rank, default=None)
 
     def _leave(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
@@ -297,6 +303,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     expect(request, Request)
     expect(request.speculation, bool)
     expect(request.owner, str)
+    expect(request.client, str)
     ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
@@ -309,7 +316,8 @@ def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig
     first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
     if others and model.device.type == "cuda" and run.cuda_graphs:
         raise InputError(
-            f"captured graphs have filters of one kind, got {first} and {others[0]}; give every "
-            "request the same kinds, or switch cuda_graphs off"
+            f"captured graphs have filters of one kind, got {first} and {others[0]}",
+            "give every request the same kinds",
+            "switch them off with cuda_graphs=False",
         )
     return first

@@ -96,13 +96,16 @@ def as_fault(error: Exception, models: Models) -> Exception:
         names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
         return FaultError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
-            "weights are damaged: get them again; or they overflow: try dtype=float32"
+            "weights are damaged, or overflow: get them again",
+            "try dtype=float32",
         )
     signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
     if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
         return FaultError(
-            f"{model.device} has run out of memory ({shorten(error, 90)}); shorten the prompt, or "
-            "lower max_new_tokens= or prefill_chunk="
+            f"{model.device} has run out of memory ({shorten(error, 90)})",
+            "shorten the prompt",
+            "lower max_new_tokens=",
+            "lower prefill_chunk=",
         )
     return error
 

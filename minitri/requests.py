@@ -105,8 +105,9 @@ class Request:
     speculation: bool
     """Whether anything is guessed for this text, if the run speculates."""
     owner: str
-    """Whose it is: no text begins with K and V of another owner's, and those of owners with the
-    fewest rows are next."""
+    """Whose it is: no text begins with K and V of another owner's."""
+    client: str
+    """Who asks: clients take turns, and those with the fewest rows are next."""
 
     def __init__(
         self,
@@ -116,6 +117,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: bool = True,
         owner: str = "",
+        client: str = "",
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -125,6 +127,7 @@ class Request:
         self.seed = seed
         self.speculation = speculation
         self.owner = owner
+        self.client = client
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 

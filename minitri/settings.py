@@ -102,7 +102,7 @@ class GenerationConfig:
             refuse(self, "on_chip", "it means nothing without offload=True; add that")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         if not (isinstance(stop, Sequence) and all(isinstance(it, str) and it for it in stop)):
-            refuse(self, "stop", "it must be strings of at least one character, such as ('END',)")
+            refuse(self, "stop", "it must be strings of at least one character")
         for text in stop:
             check_unicode(text, "a stop string")
         object.__setattr__(self, "stop", tuple(stop))

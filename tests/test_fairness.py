@@ -17,10 +17,10 @@ def run(engine):
         yield run
 
 
-def ask(run, num_prompt: int, num_new: int = 4, *, first: int = 7, owner: str = "") -> int:
+def ask(run, num_prompt: int, num_new: int = 4, *, first: int = 7, **whose: str) -> int:
     prompt = [first, *(1 + i % 200 for i in range(1, num_prompt))]
     generation = GenerationConfig(num_new, ignore_eos=True)
-    return run.submit(Request(prompt, generation=generation, owner=owner))
+    return run.submit(Request(prompt, generation=generation, **whose))
 
 
 def until(run, kind, row: int) -> list:
@@ -87,10 +87,16 @@ def test_short_prompts_come_before_longer_ones_but_not_always(run):
     assert 1 <= len(before.intersection(short)) <= 4
 
 
-def test_the_owner_with_fewest_rows_is_next(run):
-    first = [ask(run, 3, 30, owner="many") for _ in range(6)]
-    other = ask(run, 3, 30, owner="few")
+def test_the_client_with_fewest_rows_is_next(run):
+    first = [ask(run, 3, 30, client="many") for _ in range(6)]
+    other = ask(run, 3, 30, client="few")
     assert {event.row for event in until(run, End, first[0])} == {*first[:3], other}
+
+
+def test_a_client_that_has_gone_is_forgotten(run):
+    until(run, End, ask(run, 3, 1, client="gone"))
+    until(run, End, ask(run, 3, 1, client="other"))
+    assert run._turns.keys() == {"other"}
 
 
 def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):
@@ -105,10 +111,11 @@ def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):
     assert len(texts) == 1
 
 
-@pytest.mark.parametrize("owner", [None, ["x"], 3])
-def test_an_owner_is_a_text(run, owner):
+@pytest.mark.parametrize("name", ["owner", "client"])
+@pytest.mark.parametrize("value", [None, ["x"], 3])
+def test_owners_and_clients_are_texts(run, name, value):
     with pytest.raises(InputError, match="where a str belongs"):
-        run.submit(Request([1, 2], owner=owner))
+        run.submit(Request([1, 2], **{name: value}))
 
 
 def test_no_text_begins_with_what_another_owner_left(run):

@@ -61,7 +61,8 @@ class GraphPool:
             replay, output = self.record(lambda: function(*statics))
         except RuntimeError as error:  # no memory is one, too
             raise InputError(
-                f"a CUDA graph could not be captured ({shorten(error, 90)}); use cuda_graphs=False"
+                f"a CUDA graph could not be captured ({shorten(error, 90)})",
+                "use cuda_graphs=False",
             ) from error
         self.num_graphs += 1
 

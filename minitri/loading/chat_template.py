@@ -18,7 +18,7 @@ from minitri.errors import InputError, explain
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # of a processor, for a rendering
 MAX_BYTES = 1 << 29  # of memory, for a process
-ADVICE = "write the prompt without --chat, or correct the template"
+ADVICE = "give a prompt of plain text, or correct the template"
 
 Message = Mapping[str, str]
 """`role` (system, user or assistant) and `content`."""

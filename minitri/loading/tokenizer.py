@@ -56,7 +56,8 @@ class TokenizersBackend:
         self.adds_bos = bool(pipeline.encode("").ids)
 
     def encode(self, text: str) -> list[int]:
-        return self._pipeline.encode(text, add_special_tokens=False).ids
+        # Unlike `encode` it lets other threads run: 1 MB takes 0.3 s.
+        return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     encode_marked = encode
 
@@ -110,6 +111,10 @@ class Tokenizer:
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
         """Token ids of a conversation, up to where the next answer begins: a list of messages such
         as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`."""
+        return self.encode_marked(self.render_chat(messages))
+
+    def render_chat(self, messages: "str | Sequence[Message]") -> str:
+        """The same as text, in which control tokens are spelled out. Raises `InputError`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self.chat_template is None:
@@ -117,7 +122,7 @@ class Tokenizer:
                 "this model has no chat template: it completes texts; use an instruct model, or "
                 "write the conversation into the prompt"
             )
-        return self.encode_marked(self.chat_template.render(messages))
+        return self.chat_template.render(messages)
 
     def encode_marked(self, text: str) -> list[int]:
         """Token ids of a text in which control tokens are spelled out; no BOS is added."""

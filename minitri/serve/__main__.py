@@ -51,6 +51,11 @@ class ServeFlags:
     """Without any progress, after which requests get an error, and /health answers 503."""
     grace: float = between(30.0, 0.0)
     """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
+    coupled: bool = True
+    """Tie random numbers to seed and position: a seed gives one text, alone and with other
+    requests; without it fewer guesses are rejected at a temperature above 0."""
+    ignore_unknown_fields: bool = False
+    """Ignore fields of requests that this server does not know, with a warning for each name."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -69,13 +74,6 @@ def build_parser() -> arguments.OneLineParser:
     parser.set_defaults(temperature=1.0)
     names = (name for name in arguments.SPECULATION if name != "coupled")
     arguments.add_flags(parser, *names, title="speculation")
-    parser.add_argument(
-        "--coupled",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="tie random numbers to seed and position: a seed gives one text, alone and with other "
-        "requests; without it fewer guesses are rejected at a temperature above 0",
-    )
     return parser
 
 
@@ -84,7 +82,7 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
-    is_open = not (access.keys or args.host == "localhost" or args.host.startswith("127."))
+    is_open = not (access.keys or access.is_for_one)
     with clean_imports():  # what the server needs: no flag is wrong any more
         from minitri.serve.app import Server, Service  # by an extra; --help works without it
         from minitri.serve.protocol import Protocol
@@ -117,8 +115,9 @@ def run_command(args: argparse.Namespace) -> None:
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
         with contextlib.closing(worker):
+            ignored: set[str] | None = set() if args.ignore_unknown_fields else None
             max_open = num_rows + args.max_queue
-            protocol = Protocol(engine, names, sampling, context)
+            protocol = Protocol(engine, names, sampling, context, ignored)
             service = Service(protocol, worker, max_open, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"

@@ -7,10 +7,25 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from minitri import InputError
 from minitri.cli.inputs import read_text
 from minitri.errors import shorten
+from minitri.fields import between
+
+
+class ApiError(Exception):
+    """A request that is refused: an HTTP status, OpenAI's code for it, and one line."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.headers = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
+        kind = {429: "requests"}.get(status, "invalid_request_error")
+        kind = "server_error" if status >= 500 else kind
+        error = {"message": message, "type": kind, "param": None, "code": code}
+        self.content: dict[str, Any] = {"error": error}
 
 
 @dataclass(frozen=True)
@@ -29,6 +44,9 @@ class Access:
     """More keys, one a line; a line with # in front is a comment."""
     share_prefixes: bool = False
     """With keys, too, let prompts begin with what is cached of other clients, who can tell."""
+    max_requests_per_client: int | None = between(None, 1)
+    """Requests of one key, or without keys of one address, that run or wait; more are answered with
+    429. Default: half of all that may; all with one key, or without keys on this machine only."""
 
     @functools.cached_property
     def keys(self) -> list[str]:
@@ -42,10 +60,14 @@ class Access:
             raise InputError("an API key is empty, so that all could send it; give a text")
         return keys
 
-    def admit(self, headers: Mapping[str, str]) -> str:
-        """Which of the keys a client has; none are asked for: an empty text. Raises `ApiError`."""
-        from minitri.serve.protocol import ApiError  # with PyTorch
+    @property
+    def is_for_one(self) -> bool:
+        """Whether all requests count as one client's: there is one key, or only this machine."""
+        is_local = self.host == "localhost" or self.host.startswith("127.")
+        return len(self.keys) == 1 if self.keys else is_local
 
+    def check_site(self, headers: Mapping[str, str]) -> None:
+        """Raises `ApiError` where a page of another site makes a browser ask."""
         host = headers.get("host", "localhost")
         origin = headers.get("origin", f"http://{host}")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
@@ -54,9 +76,16 @@ class Access:
         if not is_own or (origin.partition("://")[2] != host and origin not in self.allow_origin):
             got = f"it is for host {shorten(host, 60)}, by a page of {shorten(origin, 60)}"
             raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
+
+    def admit(self, headers: Mapping[str, str], address: Sequence[Any] | None) -> str:
+        """Who asks: which key, or without keys the host of the address. Raises `ApiError`."""
+        if not self.keys:
+            return address[0] if address else ""
         scheme, _, given = headers.get("authorization", "").partition(" ")
         same = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in self.keys]
-        if self.keys and not (scheme.lower() == "bearer" and any(same)):
+        if not (scheme.lower() == "bearer" and any(same)):
             message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            raise ApiError(401, "invalid_api_key", message)
-        return f"key {same.index(True)}" if self.keys else ""
+            error = ApiError(401, "invalid_api_key", message)
+            error.headers["www-authenticate"] = "Bearer"
+            raise error
+        return f"key {same.index(True)}"

@@ -8,102 +8,112 @@ import itertools
 import json
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
-from minitri import End, Engine, Event, Idle, RowStats, Token
+from minitri import End, Engine, Event, Idle, Request, RowStats, Token
 from minitri.requests import PrefillProgress
-from minitri.serve.protocol import Call
+from minitri.serve.protocol import Asked
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's, for a token that is practically impossible: JSON knows no infinity."""
 Json = dict[str, Any]
 
 
-def to_json(content: Json) -> bytes:
-    """UTF-8; what is no Unicode becomes a question mark."""
-    return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+def to_json(content: Json, default: Callable[[Any], Json] | None = None) -> bytes:
+    """UTF-8; what is no Unicode becomes a question mark, what is no JSON what `default` says."""
+    return json.dumps(content, ensure_ascii=False, default=default).encode("utf-8", "replace")
 
 
-def in_stream(content: Json) -> bytes:
-    """The same as an event of a stream."""
-    return b"data: %b\n\n" % to_json(content)
+def in_stream(content: bytes) -> bytes:
+    """JSON as an event of a stream."""
+    return b"data: %b\n\n" % content
 
 
 class Writer:
     """The answer to one call."""
 
-    def __init__(self, call: Call, model: str, engine: Engine) -> None:
-        generation = call.request.generation
-        self._call = call
+    def __init__(self, request: Request, asked: Asked, model: str, engine: Engine) -> None:
+        generation = request.generation
+        self._asked = asked
         self._tokenizer = engine.tokenizer
         self._ends = () if generation.ignore_eos else engine.config.eos_token_ids
         self._has_logprobs = generation.logprobs is not None
         kind = "text_completion"
-        if call.is_chat:
-            kind = "chat.completion.chunk" if call.stream else "chat.completion"
-        self.id = f"{'chatcmpl' if call.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+        if asked.is_chat:
+            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
+        self.id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._head["seed"] = call.request.seed
+        self._head["seed"] = request.seed
         self._tokens: list[Token] = []
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
 
     def take(self, event: Event) -> bytes:
         """What an event adds to the answer: nothing while its text is not certain."""
-        is_stream = self._call.stream
-        has_details = is_stream and self._call.details
+        is_stream = self._asked.stream
+        has_details = is_stream and self._asked.details
         match event:
             case PrefillProgress(num_done=done, num_tokens=total, num_cached=cached) if has_details:
                 progress = {"processed": done, "total": total, "cache": cached}
-                return in_stream(self._head | {"choices": [], "prompt_progress": progress})
+                return in_stream(self._json([], prompt_progress=progress))
             case Token() if not is_stream:
                 self._tokens.append(event)
             case Token(text=text) if text or self._has_logprobs or has_details:
-                return in_stream(self._answer(text, [event]))
+                return in_stream(self._json([self._choice(text, [event])]))
             case End(text=text, row_stats=stats) if not is_stream:
-                return to_json(self._answer(text, self._tokens, event) | {"usage": usage(stats)})
+                return self._json([self._choice(text, self._tokens, event)], usage=usage(stats))
             case End(row_stats=stats):
-                last = in_stream(self._answer("", [], event))
-                if self._call.include_usage:
-                    last += in_stream(self._head | {"choices": [], "usage": usage(stats)})
-                return last + b"data: [DONE]\n\n"
+                last = in_stream(self._json([self._choice("", [], event)]))
+                if (self._asked.stream_options or {}).get("include_usage"):
+                    last += in_stream(self._json([], usage=usage(stats)))
+                return last + in_stream(b"[DONE]")
             case Idle() if is_stream:
                 return b": waiting\n\n"
         return b""
 
-    def _answer(self, text: str, tokens: list[Token], end: End | None = None) -> Json:
-        """The JSON of a text, or of a piece of it."""
+    def _json(self, choices: list[Json], **others: Json) -> bytes:
+        return to_json(self._head | {"choices": choices} | others, self._likeliest)
+
+    def _choice(self, text: str, tokens: list[Token], end: End | None = None) -> Json:
+        """A text, or a piece of it."""
         reason = end.finish_reason if end is not None else None
         choice = {
             "index": 0,
             "logprobs": self._logprobs(tokens) if self._has_logprobs and tokens else None,
             "finish_reason": "stop" if reason == "eos" else reason,
         }
-        if self._call.stream and self._call.details and tokens:
+        if self._asked.stream and self._asked.details and tokens:
             choice["origin"] = tokens[-1].origin
-        if self._call.is_chat:
-            choice["delta" if self._call.stream else "message"] = self._speaker | {"content": text}
+        if self._asked.is_chat:
+            choice["delta" if self._asked.stream else "message"] = self._speaker | {"content": text}
             self._speaker = {}
         else:
             choice["text"] = text
-        return self._head | {"choices": [choice]}
+        return choice
 
     def _logprobs(self, tokens: list[Token]) -> Json:
-        """Of the tokens, but for one that ends the text and is not part of it."""
+        """Of the tokens, but for one that ends the text and is not part of it. What is said of the
+        likeliest ones is made while JSON is written, between which other threads run."""
         tokens = [token for token in tokens if token.token_id not in self._ends]
+        if self._asked.is_chat:
+            return {"content": tokens}
         own = [self._named(token.token_id, token.logprob) for token in tokens]
-        tops = [[self._named(*pair) for pair in token.top_logprobs] for token in tokens]
-        if self._call.is_chat:
-            pairs = zip(own, tops, strict=True)
-            return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
         lengths = (len(token.text) for token in tokens)
         *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
         return {
             "tokens": [entry["token"] for entry in own],
             "token_logprobs": [entry["logprob"] for entry in own],
-            "top_logprobs": [{it["token"]: it["logprob"] for it in top} for top in tops],
+            "top_logprobs": tokens,
             "text_offset": offsets,
         }
+
+    def _likeliest(self, token: Token) -> Json:
+        """Those at the place of a token, in a chat with itself."""
+        tops = [self._named(*pair) for pair in token.top_logprobs]
+        if self._asked.is_chat:
+            return self._named(token.token_id, token.logprob) | {"top_logprobs": tops}
+        return {it["token"]: it["logprob"] for it in tops}
 
     def _named(self, token_id: int, logprob: float | None) -> Json:
         """A token as text and, unless it is a part of a character, in UTF-8."""

@@ -16,19 +16,19 @@ from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minitri import End, Idle, InputError
 from minitri.errors import FaultError, shorten
 from minitri.log import log
-from minitri.serve.access import Access
+from minitri.serve.access import Access, ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json
 from minitri.serve.connections import Connection
 from minitri.serve.page import docs, page
-from minitri.serve.protocol import ApiError, Call, Protocol
+from minitri.serve.protocol import Call, Protocol
 from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
@@ -46,8 +46,12 @@ class Service:
     max_open: int
     """Requests that may run or wait."""
     access: Access = field(default_factory=Access)
-    num_open: int = 0
-    """Requests that run or wait."""
+    clients: list[str] = field(default_factory=list)
+    """One for each request that runs or waits."""
+
+    @property
+    def num_open(self) -> int:
+        return len(self.clients)
 
     @property
     def app(self) -> ASGIApp:
@@ -57,14 +61,21 @@ class Service:
             Route("/v1/chat/completions", self.complete, methods=["POST"]),
             Route("/health", self.health),
             Route("/", page),
-            Route("/docs", docs),
+            Route("/docs", lambda _: docs(self.protocol)),
         ]
+        router = Router(routes)
+
+        async def check_and_route(scope: Scope, *ends: Any) -> None:
+            self.access.check_site(HTTPConnection(scope).headers)
+            await router(scope, *ends)
+
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
-        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))
+        handlers = dict.fromkeys(handled, refuse)
+        app = Starlette(routes=[Mount("", check_and_route)], exception_handlers=handlers)
         return CORSMiddleware(app, self.access.allow_origin, allow_methods="*", allow_headers="*")
 
     async def complete(self, request: Request) -> ASGIApp:
-        key = self.access.admit(request.headers)
+        client = self.access.admit(request.headers, request.client)
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
             message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
@@ -78,18 +89,25 @@ class Service:
         if self.num_open >= self.max_open:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
+        share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
+        num_own = self.clients.count(client)
+        if num_own >= (self.access.max_requests_per_client or share):
+            message = f"{num_own} requests of yours run or wait, the most of a client; try later"
+            raise ApiError(429, "rate_limit_exceeded", message)
+        salt = client if self.access.keys and not self.access.share_prefixes else ""
         is_chat = "/chat/" in request.url.path
-        client = "" if self.access.share_prefixes else key
-        read = functools.partial(self.protocol.read, body, is_chat=is_chat, client=client)
-        return functools.partial(self._take_in, read)
+        read = functools.partial(
+            self.protocol.read, body, is_chat=is_chat, client=client, salt=salt
+        )
+        return functools.partial(self._take_in, client, read)
 
-    async def _take_in(self, read: Callable[[], Call], *ends: Any) -> None:
+    async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
         """Counts a request from before its prompt is tokenized to the end of its answer."""
-        self.num_open += 1
+        self.clients.append(client)
         try:
             await self._answer(await run_in_threadpool(read), *ends)
         finally:
-            self.num_open -= 1
+            self.clients.remove(client)
 
     async def _body(self, request: Request) -> bytes:
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
@@ -105,7 +123,8 @@ class Service:
         """Answers a call while its row runs, until it ends or the client leaves."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        job = Job(call.request)
+        row, asked = call
+        job = Job(row)
 
         async def watch() -> None:
             leaving = asyncio.ensure_future(receive())
@@ -113,8 +132,8 @@ class Service:
                 job.tell(Idle())
             job.tell(None)
 
-        writer = Writer(call, self.protocol.names[0], self.protocol.engine)
-        kind = b"text/event-stream" if call.stream else b"application/json"
+        writer = Writer(row, asked, self.protocol.names[0], self.protocol.engine)
+        kind = b"text/event-stream" if asked.stream else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
         last = {"type": "http.response.body"}
@@ -124,8 +143,11 @@ class Service:
         try:
             self.worker.submit(job)
             async for event in job.events():
-                body = writer.take(event)
-                if not has_begun and (body or call.stream):
+                if isinstance(event, End) and not asked.stream:  # which can take a second
+                    body = await run_in_threadpool(writer.take, event)
+                else:
+                    body = writer.take(event)
+                if not has_begun and (body or asked.stream):
                     has_begun = True
                     await send(start)
                 if isinstance(event, End):
@@ -137,16 +159,16 @@ class Service:
             refused = as_api_error(error)
             outcome = str(refused)
             if has_begun:
-                await send(last | {"body": in_stream(refused.content)})
+                await send(last | {"body": in_stream(to_json(refused.content))})
             else:
-                await answer(refused.content, refused.status)(scope, receive, send)
+                await (await refuse(None, refused))(scope, receive, send)
         finally:
             watcher.cancel()
             job.is_cancelled = True
             log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
 
     async def models(self, request: Request) -> Response:
-        self.access.admit(request.headers)
+        self.access.admit(request.headers, request.client)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
         about |= {"max_model_len": self.protocol.context}
         data = [about | {"id": name} for name in self.protocol.names]
@@ -192,16 +214,15 @@ class Server(uvicorn.Server):
         await super().shutdown(*sockets, **by_name)
 
 
-def answer(content: Json, status: int = 200) -> Response:
+def answer(content: Json, status: int = 200, **headers: str) -> Response:
     """A response of JSON."""
-    headers = {} if status in (200, 408, 429, 503) else {"x-should-retry": "false"}
     return Response(to_json(content), status, headers, media_type="application/json")
 
 
-async def refuse(_: Request, error: Exception) -> Response:
+async def refuse(_: Request | None, error: Exception) -> Response:
     """OpenAI's JSON for what went wrong."""
     refused = as_api_error(error)
-    return answer(refused.content, refused.status)
+    return answer(refused.content, refused.status, **refused.headers)
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -209,11 +230,15 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case FaultError():
-            return ApiError(503, "unavailable", str(error))
         case InputError():
-            return ApiError(400, "invalid_request", str(error))
+            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
+            message = str(InputError(error.message, *ways))
+            if isinstance(error, FaultError):
+                return ApiError(503, "unavailable", message)
+            return ApiError(400, "invalid_request", message)
         case HTTPException():
-            return ApiError(error.status_code, "invalid_request", error.detail)
+            refused = ApiError(error.status_code, "invalid_request", error.detail)
+            refused.headers |= error.headers or {}  # which methods are allowed
+            return refused
     message = f"a bug: {shorten(repr(error))}; see the server's log"
     return ApiError(500, "internal_error", message)

@@ -1,6 +1,7 @@
 """What people look at: the page at `/`, one file without outside resources, and `/docs`."""
 
 import base64
+import dataclasses
 import hashlib
 import html
 import json
@@ -10,9 +11,9 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from minitri import GenerationConfig, SamplingParams
 from minitri.cli.arguments import field_texts
-from minitri.serve import protocol
+from minitri.fields import wanted
+from minitri.serve.protocol import IGNORED, ChatFields, Protocol, TextFields
 
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
@@ -39,22 +40,20 @@ async def page(_: Request) -> HTMLResponse:
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
-async def docs(_: Request) -> HTMLResponse:
+def docs(protocol: Protocol) -> HTMLResponse:
     """The endpoints and their fields, from what checks them."""
-    about = field_texts(SamplingParams) | field_texts(GenerationConfig)
     lines = ["<!doctype html><title>minitri: endpoints</title><h1>Endpoints</h1>"]
-    lines += ["<p>GET /v1/models, GET /health, and, as OpenAI documents them:"]
-    for path, known in (("completions", protocol.TEXT), ("chat/completions", protocol.CHAT)):
-        lines.append(f"<h2>POST /v1/{path}</h2><dl>")
-        for name in sorted(known | {*protocol.SUPPORTED}):
-            text = about.get(name, "")
-            if name not in known:
-                values = ", ".join(map(json.dumps, protocol.SUPPORTED[name]))
-                text = f"{text} Accepted: {values}, or nothing.".strip()
-            if name in protocol.IGNORED:
-                text = "Ignored."
-            if name in protocol.OWNERS:
-                text = "With keys, cached prompts are shared only by requests that say the same."
-            lines.append(f"<dt><code>{html.escape(name)}</code><dd>{html.escape(text)}")
-        lines.append("</dl>")
+    lines.append("<p>GET /v1/models, GET /health, and, as OpenAI documents them:")
+    for path, kind in (("completions", TextFields), ("chat/completions", ChatFields)):
+        texts = {name: it for base in kind.__mro__[:-1] for name, it in field_texts(base).items()}
+        defaults = kind(**vars(protocol.sampling))
+        lines.append(f"<h2>POST /v1/{path}</h2><p>Prompt and answer: {protocol.context} tokens.")
+        lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are refused.")
+        lines.append("<table><tr><th>field<th>what it does<th>what it may be<th>default")
+        for field in sorted(dataclasses.fields(kind), key=lambda it: it.name):
+            default = getattr(defaults, field.name)
+            shown = "" if default in (None, "", ()) else json.dumps(default)
+            cells = "<td>".join(map(html.escape, (texts[field.name], wanted(field), shown)))
+            lines.append(f"<tr><td><code>{field.name}</code><td>{cells}")
+        lines.append("</table>")
     return HTMLResponse("\n".join(lines), headers=HEADERS)

@@ -1,67 +1,103 @@
-"""What a client asks: from the JSON of a request to a `Call`.
+"""What a client asks: from the JSON of a body to the `Request` of a row.
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
-`continue_final_message` are additions. A field that this server has no use for is accepted only
-where its value asks for nothing.
+`continue_final_message` are additions. What is said of fields here, `/docs` says, too.
 """
 
 import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.errors import explain, shorten
-from minitri.fields import changed
-from minitri.loading.prompt_ids import draw_seed
+from minitri.fields import between, changed, one_of, refuse
+from minitri.loading.prompt_ids import MAX_SEED, draw_seed
+from minitri.log import log
+from minitri.serve.access import ApiError
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-OWNERS = ("safety_identifier", "user", "prompt_cache_key")
-IGNORED = ("metadata", "service_tier", *OWNERS)
-COMMON = {"model", "stop", "ignore_eos", "max_tokens", "seed", *vars(SamplingParams()), *IGNORED}
-TEXT = COMMON | {"prompt", "logprobs"}
-CHAT = COMMON | {"messages", "max_completion_tokens", "top_logprobs", "parallel_tool_calls"}
-"""Fields of the endpoints whose values are not limited here, and, below, others with those of their
-values that are supported; so is whatever is false or empty."""
-SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprobs": (True,),
-    "speculation": (True,),
-    "stream": (True,),
-    "details": (True,),
-    "continue_final_message": (True,),
-    "stream_options": ({"include_usage": True}, {"include_usage": False}),
-    "n": (1,),
-    "best_of": (1,),
-    "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "repetition_penalty": (1,),
-}
-
-
-class ApiError(Exception):
-    """A request that is refused: an HTTP status, OpenAI's code for it, and one line."""
-
-    def __init__(self, status: int, code: str, message: str) -> None:
-        super().__init__(message)
-        self.status = status
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        error = {"message": message, "type": kind, "param": None, "code": code}
-        self.content: dict[str, Any] = {"error": error}
+IGNORED = ("metadata", "service_tier", "parallel_tool_calls")
+USAGE = ({"include_usage": True}, {"include_usage": False})
+NEUTRAL = {"repetition_penalty": 1}
+"""Values of unknown fields that ask for nothing, as does whatever is false or empty."""
+CUT_TOKENS = 512
+"""Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
+MAX_WARNINGS = 100
 
 
 @dataclass(frozen=True)
-class Call:
-    """What to generate, and in which form to answer."""
+class Fields(SamplingParams):
+    """What may be asked for at both endpoints."""
 
-    request: Request
-    """Its prompt is token ids."""
-    is_chat: bool
-    stream: bool
-    include_usage: bool
-    """Whether a stream ends with a chunk of usage."""
+    is_chat = False
+    model: str | None = None
+    """One of the names at /v1/models. Default: the first."""
+    max_tokens: int | None = between(None, 1)
+    """Most tokens of the answer. Default: 16, of a chat as many as the context has room for."""
+    stop: Any = ()
+    """A text, or a list of texts, before which the answer ends."""
+    ignore_eos: bool = False
+    """Go on after a token that ends the text."""
+    seed: int | None = between(None, 0, MAX_SEED)
+    """The same request with the same seed has the same answer. Default: drawn, and told."""
+    n: int | None = one_of(None, 1)
+    """How many answers."""
+    stream: bool = False
+    """Send the answer in pieces, as they are made."""
+    stream_options: Mapping[str, bool] | None = one_of(None, *USAGE)
+    """Whether a stream ends with counts of tokens."""
     details: bool = False
-    """Whether a stream tells who guessed each token, and how much of the prompt was read."""
+    """In a stream, tell how much of the prompt is read, and who guessed each token."""
+    speculation: bool = True
+    """Let tokens be guessed; the answer's distribution stays the same."""
+    safety_identifier: str = ""
+    """For whom this is. With keys, cached prompts are shared only where this is the same."""
+    user: str = ""
+    """The same, if there is no safety_identifier."""
+    prompt_cache_key: str = ""
+    """The same, if there is no user."""
+
+
+@dataclass(frozen=True)
+class TextFields(Fields):
+    """Those of /v1/completions."""
+
+    prompt: Any = ""
+    """A text, a list of token ids, or a list with one of these."""
+    logprobs: int | None = between(None, 0, 20)
+    """Tell log-probabilities: of each token, and of so many that are likeliest."""
+    best_of: int | None = one_of(None, 1)
+    """How many answers the best is chosen from."""
+
+
+@dataclass(frozen=True)
+class ChatFields(Fields):
+    """Those of /v1/chat/completions."""
+
+    is_chat = True
+    messages: Any = ()
+    """A list of objects with a role and a content: a text, or a list of parts of type text."""
+    max_completion_tokens: int | None = between(None, 1)
+    """OpenAI's newer name of max_tokens, before which it counts."""
+    logprobs: bool = False
+    """Tell log-probabilities."""
+    top_logprobs: int | None = between(None, 0, 20)
+    """With logprobs: also of so many tokens that are likeliest."""
+    continue_final_message: bool = False
+    """Go on with the text of the last message."""
+    tool_choice: str | None = one_of(None, "none", "auto")
+    """Whether tools are called, of which there are none."""
+    response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
+    """Form of the answer."""
+    modalities: Sequence[str] | None = one_of(None, ["text"])
+    """Kinds of answers."""
+
+
+Asked = TextFields | ChatFields
+Call = tuple[Request, Asked]
+"""A prompt of token ids and how to go on, and how to answer."""
 
 
 @dataclass(frozen=True)
@@ -75,69 +111,86 @@ class Protocol:
     """Where a client says nothing."""
     context: int
     """Tokens of a prompt and its answer."""
+    ignored: set[str] | None = None
+    """Unknown fields that there were; None: they are refused."""
 
-    def read(self, body: bytes, *, is_chat: bool, client: str = "") -> Call:
-        """The call that a body stands for; the cache is shared where no client is named. Raises
-        `InputError`, or `ApiError` where OpenAI does."""
-        fields = _fields(body, CHAT if is_chat else TEXT)
-        model = fields.get("model", self.names[0])
-        if model not in self.names:
-            message = f"model {shorten(repr(model), 60)} is not served; use {self.names[0]}"
+    def read(self, body: bytes, *, is_chat: bool, client: str = "", salt: str = "") -> Call:
+        """What a body asks for. Prompts share the cache where the salt is the same; all do without.
+        Raises `InputError`, or `ApiError` where OpenAI does."""
+        asked = self._fields(body, ChatFields if is_chat else TextFields)
+        if asked.model not in (None, *self.names):
+            message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
             raise ApiError(404, "model_not_found", message)
-        logprobs = fields.get("logprobs")
-        if is_chat:
-            if not (messages := fields.get("messages")):
-                raise InputError("there are no messages; send one at least")
-            turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
-            is_begun = bool(turns) and fields.get("continue_final_message", False)
-            begun = turns.pop()["content"] if is_begun else ""
-            ids = self.engine.tokenizer.encode_chat(turns)
-            ids += self.engine.tokenizer.encode_marked(begun)
-            if "top_logprobs" in fields and not logprobs:
-                raise InputError("top_logprobs is given without logprobs; set that to true, too")
-            logprobs = fields.get("top_logprobs", 0) if logprobs else None
-        else:
-            ids = self._ids(fields.get("prompt", ""))
-        room = max(1, self.context - len(ids))
-        num_new = fields.get("max_tokens", room if is_chat else min(room, TEXT_TOKENS))
-        num_new = fields.get("max_completion_tokens", num_new)
+        ids = self._ids(asked)
+        room = self.context - len(ids)
+        num_new = asked.max_tokens or max(1, room if is_chat else min(room, TEXT_TOKENS))
+        logprobs: int | None = asked.logprobs
+        if isinstance(asked, ChatFields):
+            num_new = asked.max_completion_tokens or num_new
+            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+            if asked.top_logprobs is not None and not asked.logprobs:
+                refuse(asked, "top_logprobs", "set logprobs to true, too")
+        if num_new > room:
+            got = f"prompt and answer have at least {len(ids)} + {num_new} tokens of {self.context}"
+            advice = "shorten the prompt, or lower max_tokens"
+            raise ApiError(400, "context_length_exceeded", f"{got}; {advice}")
+        user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         own = {"max_new_tokens": num_new, "logprobs": logprobs}
-        speculation = fields.get("speculation", True)
-        if not isinstance(speculation, bool):
-            raise InputError(f"'speculation' is {shorten(speculation, 60)}; give true or false")
-        user = next((fields[name] for name in OWNERS if name in fields), "")  # for whom it asks
         request = Request(
             ids,
-            fields.get("seed", draw_seed()),
-            changed(self.sampling, fields),
-            changed(GenerationConfig(), fields | own),
-            speculation,
-            f"{client}/{user}" if client else "",
+            draw_seed() if asked.seed is None else asked.seed,
+            changed(self.sampling, vars(asked)),
+            changed(GenerationConfig(), vars(asked) | own),
+            asked.speculation,
+            f"{salt}/{user}" if salt else "",
+            client,
         )
-        include_usage = (fields.get("stream_options") or {}).get("include_usage", False)
-        stream, details = (bool(fields.get(name)) for name in ("stream", "details"))
-        return Call(request, is_chat, stream, include_usage, details)
+        return request, asked
 
-    def _ids(self, prompt: Any) -> list[int]:
-        """Token ids of a text, of ids, or of a list with one of those."""
-        match prompt:
+    def _fields(self, body: bytes, kind: type[Asked]) -> Asked:
+        """What is asked for; null is the default."""
+        with explain("the body is no object of JSON", "send an object"):
+            content = {**json.loads(body)}
+        known = vars(kind(**vars(self.sampling)))
+        for name, value in content.items():
+            if name in (*known, *IGNORED) or not value or value == NEUTRAL.get(name):
+                continue
+            shown = shorten(repr(name), 60)
+            if self.ignored is None:
+                got = f"{shown} is {shorten(repr(value), 60)}"
+                raise InputError(f"{got}, which this server does not know; leave it out")
+            if name not in self.ignored and len(self.ignored) < MAX_WARNINGS:
+                self.ignored.add(name)
+                log.warning("the field %s is ignored: this server does not know it", shown)
+        given = {name: it for name, it in content.items() if name in known and it is not None}
+        return kind(**known | given)
+
+    def _ids(self, asked: Asked) -> list[int]:
+        """Token ids of the prompt, or of the messages and the answer that is to go on."""
+        tokenizer = self.engine.tokenizer
+        if isinstance(asked, ChatFields):
+            if not (messages := asked.messages):
+                raise InputError("there are no messages; send one at least")
+            turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
+            begun = turns.pop()["content"] if asked.continue_final_message else ""
+            ids = self._encoded(tokenizer.render_chat(turns), tokenizer.encode_marked)
+            return ids + self._encoded(begun, tokenizer.encode_marked)
+        match asked.prompt:
             case str(text) | [str(text)]:
-                return self.engine.tokenizer.encode(text) if text else []
+                return self._encoded(text, tokenizer.encode) if text else []
             case [[*ids]] | [*ids] if all(type(token) is int for token in ids):
                 return ids
-        got = shorten(repr(prompt), 60)
+        got = shorten(repr(asked.prompt), 60)
         raise InputError(f"'prompt' is {got}; give one text, or one list of token ids")
 
-
-def _fields(body: bytes, known: set[str]) -> dict[str, Any]:
-    """The fields that are not null."""
-    with explain("the body is no object of JSON", "send an object"):
-        content = {**json.loads(body)}
-    for name, value in content.items():
-        if value and name not in known and value not in SUPPORTED.get(name, ()):
-            got = f"{shorten(repr(name), 60)} is {shorten(repr(value), 60)}"
-            raise InputError(f"{got}, which this server does not know; leave it out")
-    return {name: value for name, value in content.items() if value is not None}
+    def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
+        """Token ids of a text; if it is too long, of a beginning that is too long."""
+        size = 4 * self.context
+        while size < len(text):
+            if len(ids := encode(text[:size])) > self.context + CUT_TOKENS:
+                return ids
+            size *= 2
+        return encode(text)
 
 
 def _turn(message: Any) -> dict[str, str]:

@@ -40,6 +40,14 @@ def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
         assert run(*words)[:2] == (0, wanted)
 
 
+@pytest.mark.parametrize("words", ["chta chat", "servr serve", "Lsit list", "genrate generate"])
+def test_the_name_of_a_program_misspelled_is_answered_by_the_nearest(run, words):
+    word, name = words.split()
+    done = run(word, "--model", "x", model=None)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"there is no program {word}; did you mean {name}?" in done.err
+
+
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
     assert run("help", model=None) == run("-h", model=None) == (0, command.HELP, "")
     monkeypatch.setattr(generate, "is_piped", lambda: False)

@@ -33,6 +33,12 @@ class Server:
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
+        self.clients = contextlib.ExitStack()
+
+    def client(self, address: str) -> openai.OpenAI:
+        """One of another address of this machine, with connections of its own."""
+        http = httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60)
+        return self.clients.enter_context(self.openai.copy(http_client=http))
 
     def post(self, path="/v1/completions", **fields) -> httpx.Response:
         return self.http.post(path, json=fields)
@@ -85,10 +91,11 @@ def serving(
     num_rows=NUM_ROWS,
     max_queue=64,
     speculation=COUPLED,
+    ignored=None,
     **access,
 ):
     """A server in a thread, whose worker calls `before` before each event."""
-    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT)
+    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT, ignored)
     listener = socket.create_server(("127.0.0.1", 0))
     start = functools.partial(opened, engine, before, num_rows, speculation)
     worker = Worker(lambda _: start(), start())
@@ -99,7 +106,7 @@ def serving(
         thread.start()
         own = Server(service, listener.getsockname()[1])
         try:
-            with own.http, own.openai:
+            with own.http, own.openai, own.clients:
                 yield own
         finally:
             server.should_exit = True

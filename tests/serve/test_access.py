@@ -89,6 +89,7 @@ def test_keys_are_asked_for_everywhere_but_at_health(engine, two_keys):
         for given in (*right, "", "clé", "Bearer", "Bearer clef", "Basic bob", "Bearer #carol"):
             status = server.http.get("/v1/models", headers={"authorization": given.encode()})
             assert status.status_code == (200 if given in right else 401), given
+            assert status.headers.get("www-authenticate") == (None if given in right else "Bearer")
 
 
 def test_an_empty_key_is_refused_before_anything_is_loaded(call, tmp_path, monkeypatch):
@@ -132,12 +133,14 @@ def test_pages_of_other_sites_may_not_ask(engine, host, origin, is_allowed):
     names = {"allowed_host": ["llm.example"], "allow_origin": ["https://a.example"]}
     with serving(engine, **names) as server:
         sent = {"host": host} | ({"origin": origin} if origin else {})
-        answers = [server.http.get("/v1/models", headers=sent)]
+        paths = ("/v1/models", "/", "/docs", "/health", "/v1/completions", "/v2")
+        answers = [server.http.get(path, headers=sent) for path in paths]
         fields = {"prompt": "She had", "max_tokens": 1}
         answers.append(server.http.post("/v1/completions", json=fields, headers=sent))
-    assert {it.status_code for it in answers} == {200 if is_allowed else 403}
+    codes = [200, 200, 200, 200, 405, 404, 200] if is_allowed else [403] * 7
+    assert [it.status_code for it in answers] == codes
     if not is_allowed:
-        assert "see --allowed-host and --allow-origin" in answers[1].json()["error"]["message"]
+        assert "see --allowed-host and --allow-origin" in answers[-1].json()["error"]["message"]
     allowed = answers[0].headers.get("access-control-allow-origin")
     assert allowed == (origin if origin == "https://a.example" else None)
 

@@ -6,7 +6,9 @@ import threading
 import openai
 import pytest
 
-from minitri.errors import InputError, shorten
+from minitri.errors import FaultError, InputError, shorten
+from minitri.serve.app import as_api_error
+from minitri.serve.protocol import MAX_WARNINGS
 from tests.serve.conftest import CONTEXT, serving
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -28,8 +30,11 @@ USER = {"role": "user", "content": "a"}
         ("max_tokns", {"max_tokns": 3}),
         ("repetition_penalty", {"repetition_penalty": 1.1}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"x": 1}}),
-        ("max_new_tokens", {"max_tokens": "3"}),
-        ("max_new_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
+        ("max_tokens is '3'; it must be a whole number", {"max_tokens": "3"}),
+        ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
+        ("max_completion_tokens", {"messages": [USER], "max_completion_tokens": 0}),
+        ("stop is [1]; it must be strings", {"stop": [1]}),
+        ("temperature is -1; it must be a number from 0", {"temperature": -1}),
         ("seed", {"seed": -1}),
         ("logprobs", {"logprobs": 21}),
         ("stream", {"stream": "yes"}),
@@ -50,8 +55,6 @@ USER = {"role": "user", "content": "a"}
     ],
 )
 def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, setting, fields):
-    if fields.get("messages") == []:  # no template makes nothing of nothing
-        monkeypatch.setattr(server.service.protocol.engine.tokenizer, "encode_chat", list, False)
     is_chat = "messages" in fields
     body = json.dumps(fields if is_chat else {"prompt": "She had", **fields}).encode()
     headers = {"content-type": "application/json; charset=utf-8"}
@@ -76,9 +79,33 @@ def test_other_types_models_paths_and_methods_are_refused(server):
     assert plain.status_code == 415
     with pytest.raises(openai.NotFoundError, match="'gpt-9'"):
         server.openai.completions.create(model="gpt-9", prompt="She had")
-    for response in (server.http.get(TEXT), server.http.get("/v2"), server.post("/health")):
-        assert response.status_code in (404, 405)
+    get, other, post = server.http.get(TEXT), server.http.get("/v2"), server.post("/health")
+    assert [it.status_code for it in (get, other, post)] == [405, 404, 405]
+    assert (get.headers["allow"], {*post.headers["allow"].split(", ")}) == ("POST", {"GET", "HEAD"})
+    for response in (get, other, post):
         assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engine, caplog):
+    """Not unsupported values of fields that it knows; and a client cannot fill the log."""
+    with serving(engine, ignored=set()) as server:
+        fields = {"model": "tiny", "prompt": "She had", "max_tokens": 2, "seed": 3}
+        plain = server.openai.completions.create(**fields)
+        extra = {"repetition_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
+        for _ in range(2):
+            answer = server.openai.completions.create(**fields, extra_body=extra)
+            assert answer.choices[0].text == plain.choices[0].text
+        with pytest.raises(openai.BadRequestError, match="n is 2; it must be one of 1"):
+            server.openai.completions.create(**fields, n=2)
+        for name in (*extra, "n"):
+            assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)
+        server.post(prompt="She had", max_tokens=1, **{f"x{i}": 1 for i in range(300)})
+        assert caplog.text.count("is ignored") == MAX_WARNINGS
+
+
+def test_ways_out_of_the_command_line_and_the_library_are_left_out():
+    error = FaultError("no memory", "shorten the prompt", "lower max_new_tokens=", "use a=False")
+    assert str(as_api_error(error)) == "no memory; shorten the prompt"
 
 
 def test_a_body_that_is_too_long_or_does_not_end_is_refused_or_forgotten(server, monkeypatch):

@@ -1,14 +1,23 @@
 """No client can take what others need: places, connections, rows, time."""
 
 import contextlib
+import operator
+import random
 import socket
+import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from tokenizers import pre_tokenizers, trainers
 
+from minitri.loading.tokenizer import TokenizersBackend
 from minitri.serve import answers, app, connections
+from minitri.serve import protocol as protocols
+from minitri.serve.answers import Writer
 from minitri.serve.protocol import Protocol
+from tests.conftest import SENTENCES, byte_level_tokenizer
 from tests.serve.conftest import serving
 from tests.serve.test_answers import PROMPT
 
@@ -44,6 +53,127 @@ def test_a_request_counts_while_its_prompt_is_tokenized(engine, monkeypatch):
             gate.set()
             server.wait_until_free()
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
+
+
+KEYS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key_file": "keys"}]
+
+
+@pytest.mark.parametrize("access", KEYS, ids=lambda it: min(it))
+def test_no_client_has_more_requests_than_its_share(engine, tmp_path, monkeypatch, access):
+    """By default half of all. Clients are keys, or else addresses. What is refused is not read."""
+    gate, read, texts = threading.Event(), Protocol.read, []
+    monkeypatch.setattr(Protocol, "read", lambda *a, **b: texts.append(a[1]) or read(*a, **b))
+    (tmp_path / "keys").write_text("alice\nbob\n")
+    monkeypatch.chdir(tmp_path)
+    fields = {"model": "tiny", "prompt": "She had", "max_tokens": 1}
+    own = {"before": lambda: gate.wait(20), "num_rows": 1, "max_queue": 3, **access}
+    with serving(engine, **own) as server, ThreadPoolExecutor(3) as pool:
+        first, other = server.client("127.0.0.2"), server.client("127.0.0.3")
+        if "api_key_file" in access:
+            first, other = first.copy(api_key="alice"), first.copy(api_key="bob")
+        asked = [pool.submit(first.completions.create, **fields) for _ in range(2)]
+        server.wait(lambda: server.service.num_open == 2)
+        with pytest.raises(openai.RateLimitError, match="2 requests of yours run") as refused:
+            first.completions.create(**fields | {"prompt": "One more"})
+        assert refused.value.code == "rate_limit_exceeded"
+        asked.append(pool.submit(other.completions.create, **fields))
+        server.wait(lambda: server.service.num_open == 3)
+        gate.set()
+        assert all(it.result().usage for it in asked)
+        server.wait_until_free()
+        assert first.completions.create(**fields).usage
+    assert not any(b"One more" in text for text in texts)
+
+
+def test_many_requests_of_an_address_do_not_delay_that_of_another_one(engine):
+    """All wait for one row: it is served after two of them at most."""
+    gate, left = threading.Event(), []
+
+    def before() -> None:
+        gate.wait(20)
+        left.append([job.request.client for job in server.service.worker._jobs.values()])
+
+    fields = {"model": "tiny", "max_tokens": 2, "extra_body": {"ignore_eos": True}}
+    with serving(engine, before=before, num_rows=1) as server, ThreadPoolExecutor(21) as pool:
+        many, one = server.client("127.0.0.2"), server.client("127.0.0.3")
+        asked = [pool.submit(many.completions.create, prompt=[5], **fields) for _ in range(20)]
+        server.wait(lambda: server.service.num_open == 20)
+        asked.append(pool.submit(one.completions.create, prompt=[7] * 30, **fields))
+        server.wait(lambda: len(server.service.worker._waiting) == 20)
+        gate.set()
+        assert all(it.result().usage for it in asked)
+    seen = left[next(i for i, clients in enumerate(left) if "127.0.0.3" in clients) :]
+    served = next(clients for clients in seen if "127.0.0.3" not in clients)
+    assert served.count("127.0.0.2") >= 18
+
+
+def test_of_a_prompt_that_cannot_fit_a_part_is_tokenized(server, engine, template, monkeypatch):
+    sizes, backend = [], engine.tokenizer._backend
+    encode = backend.encode
+    monkeypatch.setattr(backend, "encode_marked", lambda it: sizes.append(len(it)) or encode(it))
+    monkeypatch.setattr(backend, "encode", backend.encode_marked)
+    text = "12 " * 20_000
+    message = {"role": "user", "content": text}
+    for client, prompt in (("", {"prompt": text}), ("chat.", {"messages": [message]})):
+        create = operator.attrgetter(f"{client}completions.create")(server.openai)
+        with pytest.raises(openai.BadRequestError, match="shorten the prompt") as refused:
+            create(model="tiny", **prompt)
+        assert refused.value.code == "context_length_exceeded"
+    assert sum(sizes) == 2 * 1600  # four characters for each of 400 tokens
+
+
+def test_a_text_of_long_tokens_that_fits_has_all_of_them(server):
+    def encode(text: str) -> list[int]:
+        return [len(text), *range(len(text) // 50)]
+
+    text = "x" * 19_000
+    assert server.service.protocol._encoded(text, encode) == encode(text)
+
+
+@pytest.mark.parametrize("has_words", [True, False])
+def test_a_cut_adds_no_more_tokens_than_the_longest_has_characters(has_words):
+    """In tokenizers whose tokens end with words, and in others."""
+    pipeline = byte_level_tokenizer()
+    pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=has_words)
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, special_tokens=["<unk>"])
+    pipeline.train_from_iterator(SENTENCES * 2, trainer)
+    backend = TokenizersBackend(pipeline)
+    longest = max(len(backend.token(number)) for number in range(backend.num_tokens))
+    text = " ".join(SENTENCES[i] for i in random.Random(5).choices(range(4), k=30))
+    texts = [text[start : start + size] for start in range(0, 900, 7) for size in (20, 60)]
+    counts = {it: len(backend.encode(it)) for it in texts}
+    added = {len(backend.encode(it[:end])) - counts[it] for it in texts for end in range(60)}
+    assert 0 < max(added) <= longest < protocols.CUT_TOKENS
+
+
+def test_tokenizing_lets_other_threads_run(engine):
+    """Also of a library that computes without Python: no thread is asked to let others run."""
+    woken, ran = threading.Event(), []
+    other = threading.Thread(target=lambda: woken.wait() and ran.append(True))
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(100)
+    try:
+        other.start()
+        woken.set()
+        engine.tokenizer.encode("She had " * 50_000)
+        assert ran
+    finally:
+        sys.setswitchinterval(before)
+        other.join()
+
+
+def test_a_whole_answer_with_log_probabilities_is_worded_outside_of_the_loop(server, monkeypatch):
+    threads, take = {}, Writer.take
+
+    def watched(writer, event):
+        threads.setdefault(type(event).__name__, set()).add(threading.get_ident())
+        return take(writer, event)
+
+    monkeypatch.setattr(Writer, "take", watched)
+    fields = {"model": "tiny", "prompt": "She had", "max_tokens": 9}
+    server.openai.completions.create(**fields, logprobs=20)
+    [loop], [other] = threads["Token"], threads.pop("End")
+    assert other != loop
 
 
 def test_a_place_is_free_again_when_a_request_cannot_start(engine):

@@ -5,10 +5,12 @@ import hashlib
 import html.parser
 import re
 import threading
+from dataclasses import fields
 
 import pytest
 
 from minitri.serve.page import PAGE
+from minitri.serve.protocol import ChatFields, TextFields
 from tests.serve.chromium import browsing
 from tests.serve.conftest import serving
 
@@ -254,6 +256,14 @@ def test_a_policy_lets_only_its_own_script_and_style_in(server):
 
 
 def test_the_endpoints_are_listed_with_all_fields(server):
-    text = server.http.get("/docs").text
-    for name in ("top_k", "speculation", "details", "messages", "prompt", "stream_options"):
-        assert f"<code>{name}</code>" in text
+    """With what they do, what they may be, and their defaults on this server."""
+    _, *parts = server.http.get("/docs").text.split("<h2>POST ")
+    for text, kind in zip(parts, (TextFields, ChatFields), strict=True):
+        rows = re.findall("<tr><td><code>(\\w+)</code><td>(.+?)<td>(.*?)<td>(.*)", text)
+        assert [name for name, *_ in rows] == sorted(field.name for field in fields(kind))
+        assert len({text for _, text, *_ in rows}) == len(rows)
+    about = {name: others for name, *others in rows}
+    assert about["temperature"][1:] == ["a number from 0 to 100", "1.0"]
+    assert about["top_logprobs"][1:] == ["a whole number from 0 to 20", ""]
+    assert about["n"][:2] == ["How many answers.", "one of 1"]
+    assert "Most tokens of the answer." in about["max_tokens"][0]
