@@ -131,8 +131,9 @@ def warm_up(run: "Generation") -> None:
     """Extends a short text, so that the first request does not wait for what is made once."""
     from minitri import End, Request  # with PyTorch
 
-    generation = GenerationConfig(WARM_UP_TOKENS, ignore_eos=True)
-    run.submit(Request([1] * WARM_UP_TOKENS, seed=0, generation=generation))
+    num = min(WARM_UP_TOKENS, run.shape.generation.reserve // 2)
+    generation = GenerationConfig(num, ignore_eos=True)
+    run.submit(Request([1] * num, seed=0, generation=generation))
     while not isinstance(next(run), End):
         pass
 

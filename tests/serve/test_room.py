@@ -9,6 +9,7 @@ import pytest
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.gpu.placement import GIB, MemoryShape
+from minitri.serve.__main__ import warm_up
 from minitri.serve.room import SHARE, choose_size
 from tests.conftest import resident_bytes, write_hf_folder
 
@@ -68,3 +69,9 @@ def test_slots_that_no_text_has_reached_take_no_memory(tmp_path):
         resident = resident_bytes(program.pid)
         program.terminate()
     assert resident < 1.0 * GIB < 2.2 * GIB < float(gib) * GIB <= 2.6 * GIB
+
+
+def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
+    shortest = GenerationConfig(reserve=2)
+    with engine.open(batch_size=1, generation=shortest) as run:
+        warm_up(run)
