@@ -139,7 +139,8 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
             "all tokens are the argmax": GREEDY,
         }
         for cause, other in causes.items():
-            is_new = other != power or (power == 1 and "filter" in cause)
+            is_filter = "filter" in cause and found.worst is not found.repeated
+            is_new = other != power or (power == 1 and is_filter)
             if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
                 fault = cause
                 break
