@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minitri.audit.client import Burst, Client, Text
+from minitri.audit.client import Bursts, Client, Text
 from minitri.audit.scores import Departures
 from minitri.log import log
 from minitri.selftest.martingale import Martingale
@@ -31,7 +31,6 @@ MOST_COPIED = 0.1
 GREEDY = 50.0
 """The power of probabilities that leaves the likeliest tokens only."""
 Row = dict[str, Any]
-Bursts = Sequence[Burst]
 
 
 def audit(client: Client, num_tokens: int) -> Iterator[Row]:
@@ -139,9 +138,8 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
             "all tokens are the argmax": GREEDY,
         }
         for cause, other in causes.items():
-            is_filter = "filter" in cause and found.worst is not found.repeated
-            is_new = other != power or (power == 1 and is_filter)
-            if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
+            is_new = other != power or (power == 1 and "filter" in cause)
+            if is_new and Departures(bursts, other).worst.p_value > math.sqrt(LEAST_P):
                 fault = cause
                 break
     told = tested(f"texts, T={temperature:g}", fault, found.worst)

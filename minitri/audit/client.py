@@ -35,8 +35,7 @@ class Place(NamedTuple):
 
 
 Text = Sequence[Place]
-Burst = tuple[str, Sequence[Text]]
-"""A prompt, and the answers to equal requests at one time."""
+Bursts = Sequence[tuple[str, Sequence[Text]]]  # a prompt, and the answers to it at one time
 
 
 @dataclass
@@ -70,11 +69,10 @@ class Client:
                 raise ValueError("logarithms of probabilities are not above 0")
             return [Place(*pair, dict(top)) for pair, top in zip(own, best, strict=True)]
 
-    def burst(self, size: int, prompt: str, *asked: Any, **fields: Any) -> Burst:
+    def burst(self, size: int, prompt: str, *asked: Any, **fields: Any) -> tuple[str, list[Text]]:
         """A prompt that is sent as often."""
         with ThreadPoolExecutor(size) as threads:
-            asks = threads.map(lambda _: self.ask(prompt, *asked, **fields), range(size))
-            return prompt, [*asks]
+            return prompt, [*threads.map(lambda _: self.ask(prompt, *asked, **fields), range(size))]
 
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""

@@ -4,31 +4,29 @@ Only the likeliest tokens of a place are told, so scores are of the token *given
 those*: what it must follow is known at every temperature. `likelihood` is its share of the largest
 probability, against too sharp or too flat a distribution. `learned` is how much too often it came
 so far after the same token, against what departs in the same way again and again, as traces of a
-drafter do. `repeated` is whether it goes on as the text did after its longest earlier match: what
-a lookup guesses, which a recovered token from p instead of the residual repeats. `copied` is the
-share of concurrent answers, the same so far, that went on with it.
+drafter do. `repeated` is whether a lookup guesses it, which a recovered token is not. `copied` is
+the share of concurrent answers, the same so far, that went on with it.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from minitri.audit.client import Burst, Place
+from minitri.audit.client import Bursts, Place
 from minitri.selftest.martingale import Martingale
 
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
 BEYOND = ""
 """Stands for all tokens that are not told."""
-MATCH_SIZES = range(4, 200)
-"""Characters of a match; most drafters want two tokens."""
+MATCH_SIZES = range(4, 200)  # in characters
 
 
 class Departures:
     """The scores of texts against the told probabilities raised to a power."""
 
-    def __init__(self, bursts: Sequence[Burst], power: float, beyond: bool = False) -> None:
+    def __init__(self, bursts: Bursts, power: float, beyond: bool = False) -> None:
         """`beyond`: tokens that are not told count."""
         self.likelihood = Martingale()
         self.learned = Martingale()
@@ -51,8 +49,7 @@ class Departures:
                             self.copied.add(token, probs, shared)
                         self._take(names[-1], token, probs)
                         if guess := looked_up(said, probs):
-                            is_guess = {it: float(it == guess) for it in probs}
-                            self.repeated.add(token, probs, is_guess)
+                            self.repeated.add(token, probs, Counter([guess]))
                     names += (place.token,)
                     said += place.token
                 others.update(names[: n + 1] for n in range(1, len(names)))
