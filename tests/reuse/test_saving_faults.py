@@ -1,9 +1,8 @@
 """Whatever ends a writer of KV snapshots, a file is the old one or a new one, and others go on."""
 
 import contextlib
-import functools
 import itertools
-import os
+import multiprocessing
 import random
 import resource
 import signal
@@ -28,19 +27,14 @@ def path(saved, engine, tmp_path) -> Path:
 
 @contextlib.contextmanager
 def forked(work):
-    """A process that does some work, and is killed at the end; gives a call that waits for it."""
-    if not (pid := os.fork()):
-        try:
-            work()
-        finally:
-            os._exit(0)
-    ended = functools.cache(lambda: os.waitpid(pid, 0)[1])
+    """A process that does some work, and is killed at the end unless it has ended."""
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
     try:
-        yield ended
+        yield process
     finally:
-        if not ended.cache_info().currsize:
-            os.kill(pid, signal.SIGKILL)
-            assert ended() == signal.SIGKILL
+        process.kill()
+        process.join()
 
 
 @pytest.mark.parametrize("num_pieces", range(5))
@@ -68,10 +62,10 @@ def test_where_a_file_may_not_grow_the_old_one_stays(path, engine):
         resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
         with pytest.raises(InputError, match="cannot write .*too large.*room"):
             engine._pool.save(str(path), "")
-        os.kill(os.getpid(), signal.SIGUSR1)
 
-    with forked(save) as ended:
-        assert ended() == signal.SIGUSR1
+    with forked(save) as process:
+        process.join()
+    assert process.exitcode == 0
     assert path.read_text() == "old"
     assert list(path.parent.iterdir()) == [path]
 
@@ -88,9 +82,8 @@ def test_on_a_full_disk_the_old_file_stays_until_there_is_room(path, engine, sav
         with pytest.raises(InputError, match=r"cannot write .*No space left.*; name a file in"):
             engine.save_kv(path, "new")
         assert list(path.parent.iterdir()) == [path]
-        assert say(engine, prompt)[0] == saved[1]
         engine.load_kv(path)
-        assert engine.snapshot_note == "old"
+        assert (engine.snapshot_note, say(engine, prompt)[0]) == ("old", saved[1])
         path.unlink()
         engine.save_kv(path, "new")
         engine.load_kv(path)
@@ -109,19 +102,18 @@ def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt
             engine._pool.save(str(path), str(number))
 
     for _ in range(30):
-        with forked(save_again_and_again):
+        with forked(save_again_and_again) as process:
             time.sleep(0.1 * moments.random())
+        assert process.exitcode == -signal.SIGKILL
         assert engine.load_kv(path)
         notes.add(engine.snapshot_note)
     assert len(notes) > 5
+    assert say(engine, prompt)[0] == saved[1]
     left = [it for it in path.parent.iterdir() if it != path]
     assert left, "no process was killed while it wrote"
     for unfinished in left:
         with contextlib.suppress(InputError):  # unless it was killed just before the end
             assert engine.load_kv(unfinished) == engine.load_kv(path)
-    engine.save_kv(path, "new")
-    engine.load_kv(path)
-    assert (engine.snapshot_note, say(engine, prompt)[0]) == ("new", saved[1])
 
 
 def test_of_two_who_save_at_once_one_file_stays_whole(path, engine):
@@ -132,14 +124,15 @@ def test_of_two_who_save_at_once_one_file_stays_whole(path, engine):
     def save(note):
         for _ in range(100):
             engine._pool.save(str(path), note)
-        os.kill(os.getpid(), signal.SIGUSR1)  # nothing was raised
 
     with forked(lambda: save(notes[0])) as first, forked(lambda: save(notes[1])) as second:
         for _ in range(50):
             with contextlib.suppress(InputError):
                 engine.load_kv(path)
                 seen.add(engine.snapshot_note)
-        assert first() == second() == signal.SIGUSR1
+        first.join()
+        second.join()
+    assert first.exitcode == second.exitcode == 0
     engine.load_kv(path)
     assert engine.snapshot_note in notes
     assert seen - {"0"}
