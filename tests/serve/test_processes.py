@@ -16,7 +16,6 @@ import pytest
 from tests.loading.test_checkpoint import as_gguf
 
 FIELDS = {"prompt": "She had", "max_tokens": 300, "ignore_eos": True, "seed": 7}
-WELL = {"status": "ok", "requests": 0}
 
 
 @contextlib.contextmanager
@@ -42,8 +41,7 @@ def ask(http, **fields) -> str:
 def test_a_server_that_stands_still_for_a_while_goes_on(folder, seconds):
     """SIGSTOP, for longer than a worker may be silent, and SIGCONT: a stream has the rest of its
     text, and requests that came meanwhile theirs; so nothing counts as stuck."""
-    server, threads = started(folder, "--stall-seconds", "1"), ThreadPoolExecutor(2)
-    with server as (process, _, http), threads as others:
+    with started(folder, "--stall-seconds=1") as (process, _, http), ThreadPoolExecutor() as others:
         with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True}) as stream:
             parts = (it[6:] for it in stream.iter_lines() if it.startswith("data"))
             text = [next(parts)]
@@ -58,30 +56,24 @@ def test_a_server_that_stands_still_for_a_while_goes_on(folder, seconds):
         assert "".join(json.loads(it)["choices"][0]["text"] for it in text) == ask(http)
         assert [it.result() for it in late] == [ask(http, prompt=it) for it in ("She", "had")]
         assert http.get("/v1/models").json()["data"][0]["id"] == folder.name  # not where it is
-        assert http.get("/health").json() == WELL
+        assert http.get("/health").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "gguf"])
 def test_weights_that_are_overwritten_and_cut_while_in_use_change_nothing(folder, tmp_path, kind):
-    """In place, as by `cp`: no page of the file is read any more, also by texts that are new."""
+    """In place, as by `cp`: no page of the file is read any more."""
     if kind == "gguf":
         model = file = as_gguf(folder, tmp_path / "tiny.gguf")
     else:
         model = shutil.copytree(folder, tmp_path / "tiny")
         file = model / "model.safetensors"
-    prompts = ["She had", "The harbour wind", "x"]
-    with started(folder, "--dtype", "float32") as (_, _, http):
-        alone = [ask(http, prompt=it) for it in prompts]
-    with started(model, "--dtype", "float32") as (process, _, http):
-        found = [ask(http, prompt=prompts[0])]
-        with file.open("r+b") as mapped:
-            mapped.write(b"\xff" * file.stat().st_size)
-            mapped.flush()
-            found.append(ask(http, prompt=prompts[1]))
-            mapped.truncate(9)
-        found.append(ask(http, prompt=prompts[2]))
-        assert (found, process.poll()) == (alone, None)
-        assert http.get("/health").json() == WELL
+    with started(model, "--dtype", "float32") as (_, _, http), file.open("r+b", 0) as mapped:
+        text = ask(http)
+        mapped.write(b"\xff" * file.stat().st_size)
+        assert ask(http) == text
+        mapped.truncate(9)
+        assert ask(http) == text
+        assert http.get("/health").json()["status"] == "ok"
 
 
 @pytest.mark.parametrize(
