@@ -4,10 +4,10 @@
     python -m tools.serve_load --requests 300 --peer llama_cpp.server --server-flags=--coupled
 
 Starts `python -m minitri.serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
-of `--long-share` of the requests 1,000 to `--longest`. One client in ten leaves its answers in the
-middle, one in ten reads slowly through a small window; each has a loopback address of its own.
-Every request must end with a whole answer, a refusal (429 or 503) or its client's leaving; else it
-is lost. At the end some texts are asked for again, alone.
+of `--long-share` of the requests 1,000 to `--longest`; the first have `--longest`. One client in
+ten leaves its answers in the middle, one in ten reads slowly through a small window; each has a
+loopback address of its own. Every request must end with a whole answer, a refusal (429 or 503) or
+its client's leaving; else it is lost. At the end some texts are asked for again, alone.
 Times are those of clients that neither leave nor are slow; a gap is between two pieces of text, a
 short prompt has less than 100 tokens. `--peer`: with SmolLM2-135M, and again for the other server.
 Exits with 1 if the first server lost an answer, changed a text, kept a row or did not end well.
@@ -48,6 +48,8 @@ from tools.weight_pieces import described
 
 LONG = 1000
 """Tokens from which on a prompt is long."""
+NUM_LONGEST = 16
+"""First requests with the longest prompt: rows keep the memory that they once took."""
 PATIENCE = 1800  # seconds of silence after which a request is lost
 
 
@@ -79,7 +81,9 @@ class Load:
         draw = random.Random(number)
         longest = self.args.longest
         sizes = (10, min(LONG, longest))
-        if draw.random() < self.args.long_share:
+        if number < NUM_LONGEST:
+            sizes = (longest, longest)
+        elif draw.random() < self.args.long_share:
             sizes = (sizes[1], longest)
         num_tokens = round(sizes[0] * (sizes[1] / sizes[0]) ** draw.random())
         length = num_tokens * (1 if self.is_tiny else 4)  # SmolLM2: about 4 characters a token
