@@ -143,6 +143,6 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
                 fault = cause
                 break
     told = tested(f"texts, T={temperature:g}", fault, found.worst)
-    if told["num_tokens"] < LEAST_TOKENS:
+    if found.likelihood.num_tokens < LEAST_TOKENS:  # of all texts
         told |= {"verdict": "skipped", "says": f"{told['num_tokens']} tokens are too few to tell"}
     return told
