@@ -3,10 +3,11 @@
     python -m tools.serve_load --requests 20000    # with a tiny random model, made here
     python -m tools.serve_load --requests 300 --peer llama_cpp.server --server-flags=--coupled
 
-Starts `python -m minitri.serve` and sends prompts of 10 to `--longest` tokens, log-uniformly mixed.
-One client in ten leaves its answers in the middle, one in ten reads slowly through a small window;
-each has a loopback address of its own. Every request must end with a whole answer, a refusal (429
-or 503) or its client's leaving; else it is lost. At the end some texts are asked for again, alone.
+Starts `python -m minitri.serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
+of `--long-share` of the requests 1,000 to `--longest`; the first have `--longest`. One client in
+ten leaves its answers in the middle, one in ten reads slowly through a small window; each has a
+loopback address of its own. Every request must end with a whole answer, a refusal (429 or 503) or
+its client's leaving; else it is lost. At the end some texts are asked for again, alone.
 Times are those of clients that neither leave nor are slow; a gap is between two pieces of text, a
 short prompt has less than 100 tokens. `--peer`: with SmolLM2-135M, and again for the other server.
 Exits with 1 if the first server lost an answer, changed a text, kept a row or did not end well.
@@ -45,6 +46,10 @@ from minitri.log import log
 from minitri.model.llama import Llama
 from tools.weight_pieces import described
 
+LONG = 1000
+"""Tokens from which on a prompt is long."""
+NUM_LONGEST = 16
+"""First requests with the longest prompt: rows keep the memory that they once took."""
 PATIENCE = 1800  # seconds of silence after which a request is lost
 
 
@@ -74,7 +79,13 @@ class Load:
     def prompt(self, number: int) -> tuple[str, int]:
         """Text and tokens (about); one in four begins like the others of these."""
         draw = random.Random(number)
-        num_tokens = round(10 * (self.args.longest / 10) ** draw.random())
+        longest = self.args.longest
+        sizes = (10, min(LONG, longest))
+        if number < NUM_LONGEST:
+            sizes = (longest, longest)
+        elif draw.random() < self.args.long_share:
+            sizes = (sizes[1], longest)
+        num_tokens = round(sizes[0] * (sizes[1] / sizes[0]) ** draw.random())
         length = num_tokens * (1 if self.is_tiny else 4)  # SmolLM2: about 4 characters a token
         start = draw.randrange(len(self.text) - length) if number % 4 else 0
         return self.text[start : start + length], num_tokens
@@ -148,7 +159,9 @@ class Load:
         timed = [it for it in outcomes if it.end == "answered" and not it.kind]
         result |= {"seconds": seconds} | times("", timed)
         result |= times("short_", [it for it in timed if it.num_tokens < 100])
-        return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": self.resident_mib()}
+        mib.append(self.resident_mib())
+        most = {"mib_at_most": max(mib)}
+        return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": mib[-1]} | most
 
     async def check(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """Whether rows are still busy, if the server says so, and some texts other when alone."""
@@ -232,6 +245,8 @@ def build_parser() -> OneLineParser:
     for name, default in {"clients": 50, "requests": 1000, "new-tokens": 32, "check": 50}.items():
         add(f"--{name}", type=positive, metavar="N", default=default, help="(default: %(default)s)")
     add("--longest", type=positive, metavar="N", help="prompt (default: 100000 if tiny, or 2000)")
+    share: dict[str, Any] = {"type": float, "metavar": "P", "default": 0.01}
+    add("--long-share", **share, help="of prompts over 1000 tokens (default: %(default)s)")
     add("--server-flags", default="--coupled --dtype float32", help="(default: %(default)s)")
     add("--peer", metavar="MODULE", help="another server: llama_cpp.server")
     add("--peer-python", default=sys.executable, help="a Python that has it")

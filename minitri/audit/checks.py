@@ -1,27 +1,27 @@
 """The checks of an audit, one row each: a verdict, what was found, and what would be noticed."""
 
 import math
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minitri.audit.client import Client, Text
+from minitri.audit.client import Bursts, Client, Text
 from minitri.audit.scores import Departures
 from minitri.log import log
 from minitri.selftest.martingale import Martingale
 
 PROMPTS = ["The cat sat on the mat. The dog sat on the rug. The cat sat on the"]
 PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
-PROMPTS += ["Monday: rain, wind, sun. Tuesday: wind, rain, rain. Wednesday: rain,"]
-PROMPTS += ["The king asked the queen. The queen asked the cook. The cook asked the king. The"]
-"""Which repeat themselves, so that drafters guess."""
+PROMPTS += [" ".join(random.Random(0).choices(it, k=64)) for it in (("yes", "no"), ("red", "blue"))]
+"""Which repeat themselves, so that drafters guess, and go on in several ways, so that they fail."""
 NUM_NEW = 32
 BURST = 8
 """Equal requests at one time."""
 TEMPERATURES = (1.0, 0.5, 1.5)
 FALSE_ALARM = 1e-6
 """Odds that an audit finds fault with a lossless server."""
-LEAST_P = FALSE_ALARM / 7
-"""Of one test: two scores at each temperature, and `copied`."""
+LEAST_P = FALSE_ALARM / 10
+"""Of one test: three scores at each temperature, and `copied`."""
 LEAST_TOKENS = 200
 """Of which a test tells anything."""
 TOLERANCE = 0.5
@@ -31,7 +31,6 @@ MOST_COPIED = 0.1
 GREEDY = 50.0
 """The power of probabilities that leaves the likeliest tokens only."""
 Row = dict[str, Any]
-Bursts = Sequence[Sequence[Text]]
 
 
 def audit(client: Client, num_tokens: int) -> Iterator[Row]:
@@ -44,7 +43,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         return [client.burst(BURST, it, NUM_NEW, **fields) for it in PROMPTS * num_rounds]
 
     texts = {it: sample(temperature=it) for it in TEMPERATURES}
-    places = [place for burst in texts[1.0] for text in burst for place in text]
+    places = [place for _, burst in texts[1.0] for text in burst for place in text]
     most = max(sum(map(math.exp, it.top.values())) for it in places)
     fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
     if not any(it.logprob for it in places):
@@ -59,7 +58,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
     yield row("greedy", fault, worst, sum(map(len, greedy)), f"{TOLERANCE} nats below the argmax")
     seeded = [client.ask(PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)]
-    seeded += client.burst(BURST, PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)
+    seeded += client.burst(BURST, PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)[1]
     num_texts = len({tuple(place.token for place in text) for text in seeded})
     fault = f"one seed gives {num_texts} texts, alone and next to others" if num_texts > 1 else ""
     yield row("seed", fault, num_texts, sum(map(len, seeded)), "a second text")
@@ -93,7 +92,7 @@ def tested(check: str, fault: str, test: Martingale) -> Row:
 
 def spread(bursts: Bursts) -> float:
     """How far apart log-probabilities are where the answers to the prompts begin."""
-    texts = [burst[0] for burst in bursts[: len(PROMPTS)] if burst[0]]
+    texts = [burst[0] for _, burst in bursts[: len(PROMPTS)] if burst[0]]
     tops = [text[0].top.values() for text in texts]
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
@@ -123,7 +122,7 @@ def check_independence(bursts: Bursts) -> Row:
 
 def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
     """Do texts follow the log-probabilities that are told, raised to a power?"""
-    is_whole = all(len(text) == NUM_NEW for burst in bursts for text in burst)
+    is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
     found = Departures(bursts, power, beyond=is_whole and power == 1)
     fault = ""
     if found.worst.p_value < LEAST_P:
@@ -140,10 +139,10 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
         }
         for cause, other in causes.items():
             is_new = other != power or (power == 1 and "filter" in cause)
-            if is_new and Departures(bursts, other).worst.p_value > LEAST_P:
+            if is_new and Departures(bursts, other).worst.p_value > math.sqrt(LEAST_P):
                 fault = cause
                 break
     told = tested(f"texts, T={temperature:g}", fault, found.worst)
-    if told["num_tokens"] < LEAST_TOKENS:
+    if found.likelihood.num_tokens < LEAST_TOKENS:  # of all texts
         told |= {"verdict": "skipped", "says": f"{told['num_tokens']} tokens are too few to tell"}
     return told

@@ -35,6 +35,7 @@ class Place(NamedTuple):
 
 
 Text = Sequence[Place]
+Bursts = Sequence[tuple[str, Sequence[Text]]]  # a prompt, and the answers to it at one time
 
 
 @dataclass
@@ -68,10 +69,10 @@ class Client:
                 raise ValueError("logarithms of probabilities are not above 0")
             return [Place(*pair, dict(top)) for pair, top in zip(own, best, strict=True)]
 
-    def burst(self, size: int, *asked: Any, **fields: Any) -> list[Text]:
-        """The answers to as many equal requests at one time."""
+    def burst(self, size: int, prompt: str, *asked: Any, **fields: Any) -> tuple[str, list[Text]]:
+        """A prompt that is sent as often."""
         with ThreadPoolExecutor(size) as threads:
-            return [*threads.map(lambda _: self.ask(*asked, **fields), range(size))]
+            return prompt, [*threads.map(lambda _: self.ask(prompt, *asked, **fields), range(size))]
 
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""

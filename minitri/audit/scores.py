@@ -1,42 +1,44 @@
-"""How far texts depart from the log-probabilities that are told of them: three scores.
+"""How far texts depart from the log-probabilities that are told of them: four scores.
 
 Only the likeliest tokens of a place are told, so scores are of the token *given that it is one of
 those*: what it must follow is known at every temperature. `likelihood` is its share of the largest
 probability, against too sharp or too flat a distribution. `learned` is how much too often it came
 so far after the same token, against what departs in the same way again and again, as traces of a
-drafter do. `copied` is the share of concurrent answers, the same so far, that went on with it.
+drafter do. `repeated` is whether a lookup guesses it, which a recovered token is not. `copied` is
+the share of concurrent answers, the same so far, that went on with it.
 """
 
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable
 
-from minitri.audit.client import Place, Text
+from minitri.audit.client import Bursts, Place
 from minitri.selftest.martingale import Martingale
 
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
 BEYOND = ""
 """Stands for all tokens that are not told."""
+MATCH_SIZES = range(4, 200)  # in characters
 
 
 class Departures:
     """The scores of texts against the told probabilities raised to a power."""
 
-    def __init__(
-        self, bursts: Sequence[Sequence[Text]], power: float, beyond: bool = False
-    ) -> None:
-        """Texts of a burst were asked for at one time. `beyond`: tokens that are not told count."""
+    def __init__(self, bursts: Bursts, power: float, beyond: bool = False) -> None:
+        """`beyond`: tokens that are not told count."""
         self.likelihood = Martingale()
         self.learned = Martingale()
+        self.repeated = Martingale()
         self.copied = Martingale()
         self._seen: Counter[tuple[str, str]] = Counter()  # by the token before and the token itself
         self._expected: dict[tuple[str, str], float] = {}
-        for burst in bursts:
+        for prompt, burst in bursts:
             others: Counter[tuple[str, ...]] = Counter()
             for text in burst:
                 names: tuple[str, ...] = ("",)
+                said = prompt
                 for place in text:
                     probs = known(place, power, beyond)
                     token = place.token if place.token in probs else BEYOND
@@ -46,7 +48,10 @@ class Departures:
                             shared = {it: count / total for it, count in shares.items()}
                             self.copied.add(token, probs, shared)
                         self._take(names[-1], token, probs)
+                        if guess := looked_up(said, probs):
+                            self.repeated.add(token, probs, Counter([guess]))
                     names += (place.token,)
+                    said += place.token
                 others.update(names[: n + 1] for n in range(1, len(names)))
 
     def _take(self, before: str, token: str, probs: dict[str, float]) -> None:
@@ -66,7 +71,7 @@ class Departures:
     @property
     def worst(self) -> Martingale:
         """Of the scores of texts alone."""
-        return min(self.likelihood, self.learned, key=lambda it: it.p_value)
+        return min(self.likelihood, self.learned, self.repeated, key=lambda it: it.p_value)
 
     @property
     def factor(self) -> float:
@@ -74,6 +79,16 @@ class Departures:
         pairs = [it for it in self._expected if self._excess(it) > 3]
         expected = sum(self._expected[it] for it in pairs)
         return sum(self._seen[it] for it in pairs) / (expected or 1.0)
+
+
+def looked_up(said: str, tokens: Iterable[str]) -> str:
+    """The token after the latest of the longest earlier matches of the end; "" if there is none."""
+    follows = ""
+    for size in MATCH_SIZES:
+        if (place := said.rfind(said[-size:], 0, -1)) < 0:
+            break
+        follows = said[place + size :]
+    return max((it for it in tokens if follows.startswith(it)), key=len, default="")
 
 
 def known(place: Place, power: float, beyond: bool) -> dict[str, float]:

@@ -3,6 +3,8 @@
 Sound servers fail with odds of 1e-6; a fault is far beyond what is noticed.
 """
 
+import math
+import random
 import re
 from dataclasses import replace
 
@@ -10,6 +12,9 @@ import pytest
 
 from minitri import SpeculationConfig
 from minitri.audit import __main__ as audit
+from minitri.audit.checks import LEAST_P, PROMPTS
+from minitri.audit.client import Place
+from minitri.audit.scores import Departures, looked_up
 from minitri.selftest.distribution_test import last_logits
 from minitri.selftest.martingale import Martingale
 from tests.audit.toy_server import toy_server
@@ -135,6 +140,21 @@ def test_what_cannot_be_audited_is_one_line(call, url, message, engine):
         assert done.code == 2
         [line] = done.err.splitlines()
         assert re.search(message, line)
+
+
+@pytest.mark.parametrize("is_faulty", [True, False])
+def test_what_a_lookup_guesses_comes_too_often_if_recovered_tokens_are_from_p(is_faulty):
+    """Of 1,000 tosses of a coin; what no other score sees."""
+    source, top, text = random.Random(0), {" yes": math.log(0.5), " no": math.log(0.5)}, []
+    for _ in range(1000):
+        guess = looked_up(PROMPTS[2] + "".join(place.token for place in text), top)
+        token = source.choice([*top])
+        if is_faulty and token != guess:
+            token = source.choice([*top])
+        text.append(Place(token, top[token], top))
+    found = Departures([(PROMPTS[2], [text])], 1.0)
+    assert (found.repeated.p_value < LEAST_P) == is_faulty
+    assert min(found.likelihood.p_value, found.learned.p_value) > 1e-3
 
 
 def test_what_is_noticed_is_an_alarm():

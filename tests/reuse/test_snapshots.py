@@ -2,43 +2,17 @@
 
 import json
 import os
-import resource
 import shutil
-import signal
 import stat
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri import InputError
-from minitri.caches import snapshots
-from tests.cascades import WARM, random_prompt, settings_of, tiny_engine
+from tests.cascades import tiny_engine
 from tests.conftest import edit_json, write_hf_folder
-
-SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "prefill_chunk": 32}
-
-
-def say(engine, prompt):
-    """The text after a prompt, and how many of its tokens were not read."""
-    end = engine.complete(prompt, **settings_of("triforce", 20, WARM, **SIZES))
-    return end.token_ids, end.row_stats.num_cached_tokens
-
-
-@pytest.fixture(scope="module")
-def prompt(engine):
-    return random_prompt(engine.config, 120, seed=1)
-
-
-@pytest.fixture
-def saved(engine, prompt, tmp_path):
-    engine.release()
-    text, _ = say(engine, prompt)
-    path = tmp_path / "text.kv"
-    assert engine.save_kv(path, "a note") == len(engine.held_tokens)
-    engine.release()
-    return path, text
+from tests.reuse.conftest import say
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -155,27 +129,6 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
             engine.load_kv(missing)
 
 
-@pytest.mark.parametrize("num_pieces", range(5))
-def test_a_write_that_is_interrupted_leaves_the_old_file(saved, engine, num_pieces, monkeypatch):
-    """Before tokens, or K and V of two layers."""
-    engine.load_kv(saved[0])
-    path = saved[0].parent / "folder" / "x"
-    path.parent.mkdir()
-    path.write_text("old")
-    pieces, whole = iter(range(num_pieces)), snapshots.as_bytes
-
-    def as_bytes(values):
-        if next(pieces, None) is None:
-            raise KeyboardInterrupt
-        return whole(values)
-
-    monkeypatch.setattr(snapshots, "as_bytes", as_bytes)
-    with pytest.raises(KeyboardInterrupt):
-        engine.save_kv(path, "a note")
-    assert path.read_bytes() == b"old"
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_a_file_is_its_owners_and_a_link_is_followed(saved, engine, tmp_path):
     engine.load_kv(saved[0])
     old = os.umask(0)
@@ -199,65 +152,6 @@ def test_what_is_no_regular_file_is_not_replaced(saved, engine, tmp_path):
     with pytest.raises(InputError, match="cannot write .*no regular file"):
         engine.save_kv(tmp_path / "pipe")
     assert (tmp_path / "pipe").is_fifo()
-
-
-def test_of_two_who_save_at_once_one_file_stays_whole(saved, engine, tmp_path):
-    engine.load_kv(saved[0])
-    notes = [str(number) * (1 + 999 * number) for number in range(4)]
-    path = tmp_path / "folder" / "x"
-    path.parent.mkdir()
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(lambda note: engine.save_kv(path, note), notes * 5))
-    engine.load_kv(path)
-    assert engine.snapshot_note in notes
-    assert list(path.parent.iterdir()) == [path]
-
-
-def in_a_fork(work) -> int:
-    """How a process ends that does some work."""
-    if not (pid := os.fork()):
-        try:
-            work()
-        finally:
-            os._exit(0)
-    return os.waitpid(pid, 0)[1]
-
-
-def test_a_full_disk_and_kill_leave_the_old_file(saved, engine, tmp_path, monkeypatch):
-    engine.load_kv(saved[0])
-    path = tmp_path / "folder" / "x"
-    path.parent.mkdir()
-    path.write_text("old")
-
-    def on_a_full_disk():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (9999, 9999))
-        with pytest.raises(InputError, match="cannot write .*too large.*room"):
-            engine._pool.save(str(path), "")
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    assert in_a_fork(on_a_full_disk) == signal.SIGUSR1
-    assert list(path.parent.iterdir()) == [path]
-    whole = snapshots.as_bytes
-
-    def as_bytes(values):
-        if values.dim() > 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return whole(values)
-
-    monkeypatch.setattr(snapshots, "as_bytes", as_bytes)
-    assert in_a_fork(lambda: engine._pool.save(str(path), "")) == signal.SIGKILL
-    assert path.read_text() == "old"
-
-
-def test_a_file_that_is_cut_or_overwritten_while_it_is_in_use_changes_nothing(
-    saved, engine, prompt
-):
-    path, text = saved
-    engine.load_kv(path)
-    with path.open("r+b") as file:
-        file.write(b"\xff" * path.stat().st_size)
-        file.truncate(9)
-    assert say(engine, prompt) == (text, 120 - 1 - 16)
 
 
 def test_one_other_number_in_the_weights_or_the_config_is_another_model(saved, folder, tmp_path):

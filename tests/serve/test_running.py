@@ -1,14 +1,8 @@
 """The program from its start to its end, and many clients at a time: no row, no text is lost."""
 
-import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-
-import httpx
 
 from minitri.serve.__main__ import build_parser, main
 from tests.serve.conftest import serving
@@ -65,20 +59,3 @@ def test_a_port_that_is_taken_is_one_line_before_the_model_is_read(call):
 def test_requests_are_sampled_unless_they_say_otherwise():
     assert build_parser().parse_args([]).temperature == 1.0
     assert "(default: 1.0)" in build_parser().format_help()
-
-
-def test_ctrl_c_lets_a_running_request_end(folder):
-    command = [sys.executable, "-m", "minitri.serve", "--model", str(folder), "--port", "0"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as program:
-        lines = iter(program.stderr)
-        url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
-        names = [it["id"] for it in httpx.get(f"{url}/models").json()["data"]]
-        assert names == [folder.name]  # without where it is
-        fields = {"prompt": "She had", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/completions", json=fields, timeout=60) as response:
-            parts = response.iter_lines()
-            next(parts)
-            program.send_signal(signal.SIGINT)
-            assert [line for line in parts if line][-1] == "data: [DONE]"
-        assert program.wait(30) == 0
-        assert "stopped" in list(lines)[-1]
