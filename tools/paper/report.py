@@ -5,7 +5,7 @@ import io
 import json
 from collections import Counter
 
-from tools.paper.item import Item, Shown
+from tools.paper.item import Item, Json, Shown
 from tools.paper.items import ITEMS
 from tools.paper.study import Study, write
 
@@ -31,7 +31,7 @@ def write_item(study: Study, item: Item) -> None:
         write(study.out / f"{item.name}.png", picture)
     write(study.out / f"{item.name}.md", markdown(study, item, shown))
     cells = [{"settings": it.settings, "values": it.values} for it in done]
-    content = {"item": item.name, "scale": study.lab.identity, "verdict": shown.verdict}
+    content: Json = {"item": item.name, "scale": study.lab.identity, "verdict": shown.verdict}
     content |= {"cells": cells, "measured": study.origins(item)}
     write(study.out / f"{item.name}.json", json.dumps(content, indent=1) + "\n")
 
