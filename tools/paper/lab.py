@@ -120,12 +120,15 @@ class Lab:
         self, text: int, num_tokens: int, temperature: float = 0.6, **options: Any
     ) -> Continuation:
         """What the target says after a text, and everything that guesses may be held against."""
-        key = {"text": text, "num_tokens": num_tokens, "temperature": temperature, **options}
+        key = {"text": text, "num_tokens": num_tokens, **options}
         engine = self.engine(num_tokens, **options)
+        sampling = self.sampling(temperature)
         if self._continuation is None or self._continuation[0] != key:
             self._continuation = None
             prompt = self.prompt(text, num_tokens, engine)
-            sampling = self.sampling(temperature)
             made = Continuation(engine, prompt, sampling, self.scale.new_tokens, seed=text)
             self._continuation = key, made
-        return self._continuation[1]
+        made = self._continuation[1]
+        if made.sampling != sampling:
+            made.say(sampling, self.scale.new_tokens, seed=text)
+        return made

@@ -1,6 +1,22 @@
 """Tables and figures of the paper, in its order, each a module with an `ITEM`."""
 
 from tools.paper.item import Item
-from tools.paper.items import budgets, temperatures
+from tools.paper.items import (
+    bottlenecks,
+    budgets,
+    divergence,
+    locality,
+    selection,
+    sparsity,
+    temperatures,
+)
 
-ITEMS: tuple[Item, ...] = (temperatures.ITEM, budgets.ITEM)
+ITEMS: tuple[Item, ...] = (
+    divergence.ITEM,
+    bottlenecks.ITEM,
+    sparsity.ITEM,
+    selection.ITEM,
+    locality.ITEM,
+    temperatures.ITEM,
+    budgets.ITEM,
+)
