@@ -8,6 +8,7 @@ from tools.paper.items import (
     locality,
     selection,
     sparsity,
+    tasks,
     temperatures,
 )
 
@@ -17,6 +18,7 @@ ITEMS: tuple[Item, ...] = (
     sparsity.ITEM,
     selection.ITEM,
     locality.ITEM,
+    tasks.ITEM,
     temperatures.ITEM,
     budgets.ITEM,
 )
