@@ -107,11 +107,11 @@ def has_ruler() -> bool:
 def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Question]:
     """Some questions of a task of RULER; prompt and answer take at most `length` tokens. They are
     the same each time. Raises `InputError`."""
-    import yaml  # type: ignore[import-untyped, unused-ignore]
-
     if length < LEAST_CONTEXT:
         raise InputError(f"RULER's texts have at least {LEAST_CONTEXT} tokens, not {length}")
     try:
+        import yaml  # type: ignore[import-untyped, unused-ignore]
+
         package = importlib.util.find_spec(PACKAGE)
         assert package is not None
         home = Path(next(iter(package.submodule_search_locations or ())))
@@ -122,10 +122,7 @@ def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Ques
         settings |= {"num_samples": count, "tokens_to_generate": usual["tokens_to_generate"]}
         settings |= {"template": usual["template"] + usual["answer_prefix"], **own["args"]}
         with TemporaryDirectory() as folder, _in_place_of_theirs(tokenizer):
-            flags = [
-                f"--{name}={value}" for name, value in (settings | {"save_dir": folder}).items()
-            ]
-            _run(scripts / f"{own['task']}.py", flags)
+            _run(scripts / f"{own['task']}.py", settings | {"save_dir": folder})
             lines = (Path(folder) / task / "validation.jsonl").read_text().splitlines()
     except (Exception, SystemExit) as error:  # whatever another version does
         reason = shorten(f"{type(error).__name__}: {error}", 90)
