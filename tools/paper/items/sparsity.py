@@ -46,8 +46,9 @@ def show(done: list[Done], scale: Scale) -> Shown:
         [statistics.mean(text[number][layer] for text in texts) for layer in range(num_layers)]
         for number in range(len(SHARES))
     ]
+    counted = range(len(SHARES))
     rows = [
-        [str(layer), *(spread([text[number][layer] for text in texts]) for number in range(4))]
+        [str(layer), *(spread(text[number][layer] for text in texts) for number in counted)]
         for layer in range(num_layers)
     ]
     columns = ["layer", *(f"{share:.1%} of the tokens" for share in SHARES)]
@@ -57,17 +58,17 @@ def show(done: list[Done], scale: Scale) -> Shown:
     dense = statistics.mean(published[:NUM_DENSE])
     rest = sorted(published[NUM_DENSE:]) or published
     num_holding = sum(it >= PUBLISHED for it in rest)
+    most = sorted(means[2][NUM_DENSE:]) or means[2]
     verdict = f"The best {SHARES[1]:.1%} of the tokens recover {dense:.0%} in the first two layers "
     verdict += f"and {statistics.median(rest):.0%} in the median one of the others "
     verdict += f"({rest[0]:.0%} to {rest[-1]:.0%}; {num_holding} of {len(rest)} reach "
-    verdict += f"{PUBLISHED:.0%}). The share is the paper's, but here that is "
-    verdict += f"{round(SHARES[1] * scale.context):,} tokens, not 4,096: "
-    most = sorted(means[2][NUM_DENSE:]) or means[2]
-    verdict += f"{SHARES[2]:.0%} recover {statistics.median(most):.0%}."
+    verdict += f"{PUBLISHED:.0%}); {SHARES[2]:.0%} recover {statistics.median(most):.0%}. "
+    verdict += "The share is the paper's, but not the number: that is "
+    verdict += f"{round(SHARES[1] * scale.context):,} tokens here."
 
     def draw(axes: Any) -> None:
         colors = ("#999999", "#D55E00", "#56B4E9", "#009E73")
-        for share, layers, color in zip(SHARES, means, colors, strict=True):
+        for share, layers, color in zip(SHARES, means, colors, strict=False):
             percents = [100 * it for it in layers]
             axes.plot(percents, "o-", markersize=3, color=color, label=f"{share:.1%} of the tokens")
         axes.axhline(100 * PUBLISHED, color="#D55E00", linestyle=":", label="paper, 3.3%")
