@@ -29,13 +29,11 @@ QUERIES_AT_ONCE = 64
 
 def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.SpeculationConfig:
     """These settings with another policy; all but the paper's choose single tokens, and H2O evicts
-    all beyond the budget: also the first tokens, if little attention goes there."""
+    all beyond the budget."""
     if name == "retrieval":
         return dataclasses.replace(settings, policy=name)
-    if name == "h2o":
-        policy = HeavyHitters(settings.budget)
-        return dataclasses.replace(settings, policy=policy, chunk_size=1, num_sink_tokens=0)
-    return dataclasses.replace(settings, policy=policy_of(name), chunk_size=1)
+    policy = HeavyHitters(settings.budget) if name == "h2o" else policy_of(name)
+    return dataclasses.replace(settings, policy=policy, chunk_size=1)
 
 
 def policy_of(name: Any) -> Any:
