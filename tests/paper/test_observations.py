@@ -71,12 +71,12 @@ def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_n
         ]
 
     shown = tasks.show(cells(tasks.PUBLISHED), TINY)
-    assert "fall on the needle, as in the paper" in shown.verdict
+    assert "as in the paper, only those that evict fall" in shown.verdict
     assert "the target's own in 1 of 1 questions" in shown.verdict
     [row] = [row for row in shown.tables[0].rows if row[0] == "needle"]
     assert row[1:] == ["0.999", "0.052", "0.074", "0.988"]
     level = dict.fromkeys(tasks.PUBLISHED, (0.99, 0.95, 0.95, 0.97))
-    assert "do not both fall" in tasks.show(cells(level), TINY).verdict
+    assert "unlike in the paper" in tasks.show(cells(level), TINY).verdict
 
 
 @pytest.mark.parametrize(

@@ -59,18 +59,22 @@ def show(done: list[Done], scale: Scale) -> Shown:
     note += "layers attend to the whole text."
     columns = ["budget, tokens", "% of the text", *TITLES.values()]
     means = {
-        policy: [statistics.mean(found(policy, it) or [0.0]) for it in budgets] for policy in TITLES
+        policy: {it: statistics.mean(found(policy, it)) for it in budgets if found(policy, it)}
+        for policy in distinct(done, "policy")
     }
-    at_least = {policy: f"{min(row):.3f} to {max(row):.3f}" for policy, row in means.items()}
-    parts = [f"{TITLES[policy]} {row}" for policy, row in at_least.items()]
-    holds = all(row[-1] > 0.9 for row in means.values())
+    parts = [
+        f"{TITLES[policy]} {min(row.values()):.3f} to {max(row.values()):.3f}"
+        for policy, row in means.items()
+    ]
     verdict = f"From {budgets[0]:,} to {budgets[-1]:,} tokens: {', '.join(parts)}. "
-    verdict += "A small part of the cache is enough for a high acceptance, by all policies." * holds
-    verdict += "Not all policies come above 0.9 with these budgets." * (not holds)
+    if all(max(row.values()) > 0.9 for row in means.values()):
+        verdict += "A small part of the cache is enough for a high acceptance, by all policies."
+    else:
+        verdict += "Not all policies come above 0.9 with these budgets."
 
     def draw(axes: Any) -> None:
         for policy, row in means.items():
-            axes.plot(budgets, row, "o-", color=COLORS[policy], label=TITLES[policy])
+            axes.plot([*row], [*row.values()], "o-", color=COLORS[policy], label=TITLES[policy])
         axes.set(xscale="log", xlabel="budget, tokens", ylabel="accepted / tested", ylim=(None, 1))
 
     return Shown([Table(columns, [*rows, paper], note)], verdict, draw)
