@@ -9,8 +9,8 @@ from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_of_rows
 from minitri.model.block import read_block
 from tests.conftest import new_cache
+from tools.paper.baselines.bounds import TopAttention, first_layers_whole
 from tools.paper.baselines.policies import NAMES, speculation_with
-from tools.paper.baselines.whole_layers import first_layers_whole
 from tools.paper.continuation import Continuation, expected_rate
 
 WARM = SamplingParams(0.6, top_p=0.9)
@@ -65,6 +65,42 @@ def test_first_layers_that_are_whole_see_everything_and_no_others_do(said):
     torch.testing.assert_close(none, plain, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(all_layers, said.probs_NV[: len(plain)], atol=1e-5, rtol=1e-4)
     assert said.rate(none, GAMMA).mean < said.rate(one, GAMMA).mean < 1
+
+
+def test_queries_that_choose_for_themselves_are_the_bound(said):
+    """With all tokens to choose from nothing is missing, and the full cache is as it was; with few
+    they do better than tokens that were chosen once."""
+    keys = said.full.keys[..., : LENGTH + NEW - 1, :].clone()
+    everything = said.by_top_tokens(1000, GAMMA)
+    torch.testing.assert_close(everything, said.probs_NV[: len(everything)], atol=1e-5, rtol=1e-4)
+    few, fewer, one_layer = (
+        said.rate(said.by_top_tokens(budget, GAMMA, num_whole), GAMMA).mean
+        for budget, num_whole in ((32, 0), (4, 0), (4, 1))
+    )
+    once = said.rate(said.by_cache(speculation_with("topk", settings(32)), GAMMA), GAMMA).mean
+    assert once < few < 1
+    assert fewer < min(few, one_layer)
+    assert torch.equal(keys, said.full.keys[..., : LENGTH + NEW - 1, :])
+
+
+def test_attention_to_the_best_tokens_is_that_of_the_books():
+    """By plain loops; two of the block's three tokens may not see what comes after them."""
+    T, H, K, D, prefix, budget = 3, 4, 2, 8, 20, 5
+    generator = torch.Generator().manual_seed(0)
+    q_BTHD, keys_BKSD, values_BKSD = (
+        torch.randn(shape, generator=generator)
+        for shape in ((1, T, H, D), (1, K, 40, D), (1, K, 40, D))
+    )
+    found_BTHD = TopAttention(budget)(q_BTHD, keys_BKSD, values_BKSD, [prefix])
+    for t in range(T):
+        for h in range(H):
+            keys_SD, values_SD = (
+                it[0, h // 2, : prefix + t + 1] for it in (keys_BKSD, values_BKSD)
+            )
+            scores_S = keys_SD @ q_BTHD[0, t, h] / math.sqrt(D)
+            best = scores_S.argsort(descending=True)[:budget]
+            wanted_D = scores_S[best].softmax(0) @ values_SD[best]
+            torch.testing.assert_close(found_BTHD[0, t, h], wanted_D)
 
 
 def test_a_rate_does_not_depend_on_what_was_measured_before(said):

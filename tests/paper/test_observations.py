@@ -59,7 +59,7 @@ def done(rows: dict, **settings) -> Done:
 
 def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_not():
     def cells(numbers) -> list[Done]:
-        answer = {"grade": 1.0, "cascade_grade": 1.0, "is_same": True}
+        answer = {"grade": 1.0, "triforce_grade": 1.0, "is_same": True}
         return [
             done(
                 {it: {"first": x, "none": x} for it, x in zip(tasks.POLICIES, row, strict=True)}
@@ -73,8 +73,7 @@ def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_n
     shown = tasks.show(cells(tasks.PUBLISHED), TINY)
     assert "as in the paper, only those that evict fall" in shown.verdict
     assert "the target's own in 1 of 1 questions" in shown.verdict
-    [row] = [row for row in shown.tables[0].rows if row[0] == "needle"]
-    assert row[1:] == ["0.999", "0.052", "0.074", "0.988"]
+    assert shown.tables[0].rows[1] == ["needle", "0.999", "0.052", "0.074", "0.988"]
     level = dict.fromkeys(tasks.PUBLISHED, (0.99, 0.95, 0.95, 0.97))
     assert "unlike in the paper" in tasks.show(cells(level), TINY).verdict
 

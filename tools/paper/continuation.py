@@ -29,6 +29,7 @@ from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, prefill
 from minitri.settings import LONGEST_BLOCK
+from tools.paper.baselines.bounds import top_tokens
 
 CHUNK = 1024
 """Tokens of the prompt that are read at a time."""
@@ -135,6 +136,26 @@ class Continuation:
             cache.commit(0, queries_LTHD)
 
         return self._probs(runners, commit, gamma)
+
+    @torch.inference_mode()
+    def by_top_tokens(self, budget: int, gamma: int, num_whole: int = 0) -> Tensor:
+        """Distributions (N, V) of guesses where every query chooses its own best tokens of the
+        whole text, but in the first layers: what no policy can know."""
+        first = self.num_prompt - 1
+        slots = (self.full.keys, self.full.values)
+        exact = [slots_LBKSD[..., first:, :].clone() for slots_LBKSD in slots]
+
+        def commit(num_tokens: int) -> None:
+            for slots_LBKSD, kept in zip(slots, exact, strict=True):
+                slots_LBKSD[..., first:, :] = kept  # over those of the latest block of guesses
+            self.full.hold(0, num_tokens - 1, num_tokens - 1)
+
+        model = top_tokens(self.model, budget, num_whole)
+        vocab_size = self.probs_NV.shape[1]
+        runner = ModelRunner(model, self.full, self.sampling, vocab_size=vocab_size)
+        [probs_NV] = self._probs([runner], commit, gamma)
+        commit(self.num_prompt)
+        return probs_NV
 
     @torch.inference_mode()
     def by_drafter(self, drafter: Llama, gamma: int, num_recent_tokens: int = 252) -> Tensor:

