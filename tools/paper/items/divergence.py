@@ -14,7 +14,7 @@ COLORS = dict(zip(WAYS, ("#0072B2", "#56B4E9", "#D55E00"), strict=True))
 
 def cells(scale: Scale) -> list[Json]:
     """Every length of a few texts."""
-    texts = range(min(scale.num_texts, 2 if scale.name == "cpu" else 10))
+    texts = range(min(scale.num_texts, 2 if scale.name == "cpu" else 5))
     return [{"text": text, "context": context} for text in texts for context in scale.contexts]
 
 
@@ -96,5 +96,5 @@ ITEM = Item(
     measure,
     show,
     minutes_here=8,
-    minutes_gpu=60,
+    minutes_gpu=25,
 )

@@ -19,7 +19,7 @@ PUBLISHED = {"topk": "0.976", "streaming": "over 0.905", "h2o": "over 0.905"}
 
 def cells(scale: Scale) -> list[Json]:
     """Every policy with every budget."""
-    texts = range(min(scale.num_texts, 2 if scale.name == "cpu" else 10))
+    texts = range(min(scale.num_texts, 2 if scale.name == "cpu" else 5))
     return [
         {"text": text, "policy": policy, "budget": budget}
         for text in texts
@@ -92,5 +92,5 @@ ITEM = Item(
     measure,
     show,
     minutes_here=8,
-    minutes_gpu=60,
+    minutes_gpu=50,
 )

@@ -38,7 +38,7 @@ def cells(scale: Scale) -> list[Json]:
     """Texts; needles at every depth; RULER's tasks, where they are and the text is long enough."""
     counts = {"book": min(scale.num_texts, 10), "needle": min(scale.num_texts, 9)}
     if has_ruler() and scale.context >= LEAST_CONTEXT:
-        counts |= dict.fromkeys(RULER, max(1, min(scale.num_texts // 3, 5)))
+        counts |= dict.fromkeys(RULER, max(1, scale.num_texts // 50))
     return [{"task": task, "number": n} for task, count in counts.items() for n in range(count)]
 
 
@@ -184,5 +184,5 @@ ITEM = Item(
     measure,
     show,
     minutes_here=9,
-    minutes_gpu=60,
+    minutes_gpu=100,
 )
