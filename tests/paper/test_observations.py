@@ -21,6 +21,15 @@ def lab(long_text, tmp_path_factory) -> Lab:
     return Lab(TINY, [Text("help", long_text)], str(folder))
 
 
+def test_a_text_is_read_once_for_all_temperatures(lab):
+    warm = lab.continuation(0, 256, 0.6)
+    tokens = list(warm.tokens)
+    cold = lab.continuation(0, 256, 0.0)
+    assert cold is warm
+    assert cold.probs_NV.max(1).values.eq(1).all()
+    assert lab.continuation(0, 256, 0.6).tokens == tokens
+
+
 def test_all_tokens_recover_all_attention_and_fewer_less(lab, monkeypatch):
     monkeypatch.setattr(sparsity, "SHARES", (1 / 256, 0.1, 1.0))
     one, some, everything = sparsity.measure(lab, TEXT)["recovered"]
