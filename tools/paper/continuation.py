@@ -27,7 +27,7 @@ from minitri.decoding.verification import Proposal
 from minitri.loading.prompt_ids import check_prompt
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, prefill
+from minitri.runner import DraftRunner, ModelRunner, empty_queries, prefill
 from minitri.settings import LONGEST_BLOCK
 from tools.paper.baselines.bounds import top_tokens
 
@@ -67,11 +67,13 @@ class Continuation:
         self._options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         capacity = len(prompt) + new_tokens + LONGEST_BLOCK
         self.full = FullCache.allocate(engine.config, 1, capacity, **self._options)
+        self.prompt_queries_LTHD = empty_queries(model, 1, 0)[:, 0]
         self._read(self._keep_latest)
         self.say(sampling, new_tokens, seed)
 
     def _keep_latest(self, queries_LTHD: Tensor) -> None:
-        self.prompt_queries_LTHD = queries_LTHD[:, -MOST_OBSERVED:].clone()
+        latest_LTHD = torch.cat((self.prompt_queries_LTHD, queries_LTHD), 1)
+        self.prompt_queries_LTHD = latest_LTHD[:, -MOST_OBSERVED:].clone()
 
     def _read(self, watch: Callable[[Tensor], None]) -> None:
         self.full.crop([0])
