@@ -97,7 +97,8 @@ class HeavyHitters(minitri.Policy):
         if old is not None:
             places_KP = torch.cat((old.places_KP, places_KP), 1)
         P = places_KP.shape[1]
-        keys_KPD = keys_KSD.gather(1, places_KP.unsqueeze(2).expand(K, P, D))
+        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
+        keys_KPD = keys_KSD[heads_K1, places_KP]  # faster than `gather`
         q_KGTD = queries_THD.unflatten(1, (K, -1)).permute(1, 2, 0, 3) / math.sqrt(D)
         scores_KRP = (q_KGTD.flatten(1, 2) @ keys_KPD.transpose(1, 2)).float()
         scores_KGTP = scores_KRP.view(*q_KGTD.shape[:3], P)
