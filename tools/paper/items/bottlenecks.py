@@ -102,6 +102,6 @@ ITEM = Item(
     cells,
     measure,
     show,
-    minutes_here=3,
+    minutes_here=2,
     minutes_gpu=4,
 )

@@ -91,6 +91,6 @@ ITEM = Item(
     cells,
     measure,
     show,
-    minutes_here=8,
+    minutes_here=6,
     minutes_gpu=50,
 )

@@ -183,6 +183,6 @@ ITEM = Item(
     cells,
     measure,
     show,
-    minutes_here=9,
+    minutes_here=8,
     minutes_gpu=100,
 )
