@@ -6,6 +6,8 @@ import random
 import pytest
 
 from minitri.errors import InputError
+from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
+from tests.conftest import byte_level_tokenizer
 from tools.paper import questions
 from tools.paper.questions import BEGINNING, NEEDLE, Question, hide, ruler
 
@@ -65,6 +67,19 @@ def test_rulers_questions_are_as_long_as_asked_for_by_the_models_own_tokens(pack
         assert text.startswith("Read: the sea was calm.")
         assert text.endswith("Say what you know. Answer:")
     assert capfd.readouterr().out == ""
+
+
+def test_a_model_that_converses_is_asked_in_its_own_format(package):
+    """The answer is begun where its turn begins; marks are the tokens that they spell."""
+    source = "<s>{% for it in messages %}[{{ it.role }}] {{ it.content }}{% endfor %} [me]"
+    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), 1, template=source)
+    [question] = ruler("ours", tokenizer, 2400, 1)
+    assert question.prompt[0] == 1
+    assert 1 not in question.prompt[1:]
+    text = tokenizer.decode(question.prompt)
+    assert text.startswith("[user] Read: the sea was calm.")
+    assert text.endswith("Say what you know. [me] Answer:")
+    assert len(question.prompt) <= 2400 - 40
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,12 @@ def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Ques
         usual = runpy.run_path(str(scripts / "constants.py"))["TASKS"][own["task"]]
         settings = {"save_name": task, "tokenizer_path": "-", "max_seq_length": length}
         settings |= {"num_samples": count, "tokens_to_generate": usual["tokens_to_generate"]}
-        settings |= {"template": usual["template"] + usual["answer_prefix"], **own["args"]}
+        template, encode = usual["template"], tokenizer.encode
+        # The example that variable tracking begins with is cut out of a plain template.
+        if tokenizer.chat_template is not None and own["task"] != "variable_tracking":
+            template = tokenizer.chat_template.render([{"role": "user", "content": template}])
+            encode = tokenizer.encode_marked
+        settings |= {"template": template + usual["answer_prefix"], **own["args"]}
         with TemporaryDirectory() as folder, _in_place_of_theirs(tokenizer):
             _run(scripts / f"{own['task']}.py", settings | {"save_dir": folder})
             lines = (Path(folder) / task / "validation.jsonl").read_text().splitlines()
@@ -130,7 +135,7 @@ def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Ques
     rows = [json.loads(line) for line in lines]
     is_any = own["task"] == "qa"
     num_new = usual["tokens_to_generate"]
-    return [Question(tokenizer.encode(it["input"]), it["outputs"], num_new, is_any) for it in rows]
+    return [Question(encode(it["input"]), it["outputs"], num_new, is_any) for it in rows]
 
 
 def _run(script: Path, settings: dict[str, Any]) -> None:
