@@ -1,6 +1,8 @@
 """Figures 2 and 3 and Table 1: their cells where the answer is known, and that the paper's own
 numbers would be called the paper's claim, and others not."""
 
+import dataclasses
+
 import pytest
 
 from tools.paper.item import Done
@@ -60,6 +62,19 @@ def test_the_papers_model_reads_more_kv_than_weights_from_26_thousand_tokens_on(
         assert (values["ms"]["attention"] > values["ms"]["rest"]) is is_more
     measured = bottlenecks.measure(lab, {"what": "measured", "context": 256})
     assert measured["kv"] == 256 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("task", ["book", "needle"])
+def test_with_a_budget_for_the_whole_text_every_policy_is_always_accepted(lab, task):
+    """And TriForce's answer is the target's own."""
+    whole = Lab(dataclasses.replace(TINY, budget=1024), lab.texts, lab.model)
+    values = tasks.measure(whole, {"task": task, "number": 1})
+    for policy in tasks.POLICIES:
+        assert values[policy] == pytest.approx({"none": 1, "first": 1}, abs=1e-4)
+    if task == "needle":
+        assert values["is_same"] is True
+        assert values["answer"] == values["triforce_answer"]
+        assert 0 <= values["grade"] == values["triforce_grade"]
 
 
 def done(rows: dict, **settings) -> Done:
