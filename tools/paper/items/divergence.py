@@ -95,6 +95,6 @@ ITEM = Item(
     cells,
     measure,
     show,
-    minutes_here=7,
+    minutes_here=9,
     minutes_gpu=17,
 )
