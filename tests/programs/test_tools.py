@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from minitri.decoding.verification import Proposal
-from minitri.errors import InputError
 from minitri.roofline import weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, SENTENCES, tiny_config, write_hf_folder
@@ -18,8 +17,6 @@ from tools import serve_load, tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
 from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model, sweep_contexts
-from tools.paper import acceptance, needle
-from tools.paper.baselines.policies import NAMES
 
 
 @pytest.fixture(scope="session")
@@ -44,64 +41,6 @@ def measure(folder, texts, call):
 
 
 SHORT = "--prompt-tokens 200 --new-tokens 24"
-
-
-def test_acceptance_of_every_policy_over_several_texts(measure, texts):
-    flags = f"{SHORT} --prompt-file {texts[1]} --budget 64 --gamma2 4"
-    table, result = measure(acceptance, flags)
-    assert [line.split()[0] for line in table[2:]] == list(NAMES)
-    for name in NAMES:
-        rates = result["acceptance"][name]
-        assert all(0 < rate < 1 for rate in rates)
-        assert all(0 < error < 0.2 for error in result["standard_error"][name])
-        assert result["mean"][name] == pytest.approx(sum(rates) / 2)
-
-
-def test_what_knows_everything_is_always_accepted(measure, folder):
-    """A budget for the whole text; and a drafter that is the target with such a window."""
-    mean = measure(acceptance, f"{SHORT} --budget 256 --policy retrieval")[1]["mean"]
-    assert mean["retrieval"] == pytest.approx(1, abs=1e-4)
-    sizes = f"--draft {folder} --budget 64 --num-recent-tokens 230 --policy streaming"
-    mean = measure(acceptance, f"{SHORT} {sizes}")[1]["mean"]
-    assert mean["draft"] == pytest.approx(1, abs=1e-4)
-    assert mean["draft streaming"] == pytest.approx(mean["streaming"], abs=0.1)
-
-
-def test_a_rate_does_not_depend_on_what_is_measured_next_to_it(measure):
-    """Policies share the prompt's full cache; a finer copy of the weights overlaps more."""
-    flags = f"{SHORT} --budget 32 --policy"
-    both = measure(acceptance, f"{flags} h2o --policy topk --copy int4 --copy int8")[1]["mean"]
-    for name in ("h2o", "topk"):
-        rate = measure(acceptance, f"{flags} {name}")[1]["mean"][name]
-        assert both[name] == rate != both[f"{name} int8"]
-        assert 0.5 < both[f"{name} int4 overlap"] < both[f"{name} int8 overlap"] < 1
-    assert both["h2o"] != both["topk"]
-
-
-def test_needle_tables_every_length_depth_and_policy(measure):
-    flags = "--budget 64 --prompt-tokens 700 --prompt-tokens 800 --depth 0 --depth 0.7"
-    table, result = measure(needle, f"{flags} --new-tokens 12 --rope-scaling linear:2")
-    wanted = [[n, name] for n in ("700", "800") for name in NAMES]
-    assert [line.split()[:2] for line in table[2:-1]] == wanted
-    assert len(result["runs"]) == 2 * 2 * len(NAMES)
-    assert all(0 <= run["agreement"] <= 1 for run in result["runs"])
-    answers = {(run["prompt_tokens"], run["depth"], run["answer"]) for run in result["runs"]}
-    assert len(answers) == 4  # lossless: one answer for all policies
-
-
-@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
-def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, long_text, depth):
-    text_ids = engine.tokenizer.encode(long_text[:9000])
-    prompt = needle.hide(engine.tokenizer, text_ids, 1000, depth, 1234567)
-    before, sentence, after = engine.tokenizer.decode(prompt).partition(
-        needle.NEEDLE.format(number=1234567)
-    )
-    assert len(prompt) == 1000
-    assert sentence not in after
-    assert len(before) / len(before + sentence + after) == pytest.approx(depth, abs=0.35)
-    assert after.endswith("assistant\n" + needle.BEGINNING)
-    with pytest.raises(InputError, match="a prompt of 1000 tokens"):
-        needle.hide(engine.tokenizer, [5] * 100, 1000, depth, 1234567)
 
 
 def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(measure, monkeypatch):

@@ -1,23 +1,20 @@
 """The policies that the paper compares its own with, as objects of `minitri.Policy`.
 
 - `TopTokens`: the exact scores of every token, as costly as attention itself.
-- `HeavyHitters` (H2O): attention that a token has received so far, from every query.
-- `LatestTokens` (StreamingLLM): the later, the better.
+- `HeavyHitters` (H2O): attention that a token has received so far, from every query. As published
+  it has a budget, and evicts for good, while the prompt is read already.
+- `LatestTokens` (StreamingLLM): the later, the better; so what has left the window is gone, too.
 
 The importance of a chunk is that of all its tokens; with `chunk_size=1`, as `speculation_with`
-sets it, each token stands for itself. All choose from the full cache at every
-rebuild. For `LatestTokens` that changes nothing: a token that has left the window never comes back.
-`HeavyHitters` is not the published method, which evicts for good, while the prompt is read already,
-and then adds up the attention of what is left only. So its figures must not be compared with those
-of TriForce's table 1.
+sets it, each token stands for itself.
 
-Legend: see `minitri/caches/policies.py`.
+Legend: see `minitri/caches/policies.py`; P tokens that are kept of a text, by KV head.
 """
 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,13 +24,16 @@ from minitri.caches.full import FullCache
 from minitri.caches.policies import attention_received
 
 QUERIES_AT_ONCE = 64
-"""`HeavyHitters` scores this many queries of a prompt at a time, which bounds its memory."""
+"""`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""
 
 
 def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.SpeculationConfig:
-    """These settings with another policy; all but the paper's choose single tokens."""
-    own = settings.chunk_size if name == "retrieval" else 1
-    return dataclasses.replace(settings, policy=policy_of(name), chunk_size=own)
+    """These settings with another policy; all but the paper's choose single tokens, and H2O evicts
+    all beyond the budget."""
+    if name == "retrieval":
+        return dataclasses.replace(settings, policy=name)
+    policy = HeavyHitters(settings.budget) if name == "h2o" else policy_of(name)
+    return dataclasses.replace(settings, policy=policy, chunk_size=1)
 
 
 def policy_of(name: Any) -> Any:
@@ -57,38 +57,73 @@ class LatestTokens(minitri.Policy):
         return torch.arange(N, device=q_KRD.device).float().expand(K, N)
 
 
+class Hitters(NamedTuple):
+    """Tokens (K, P) that a layer keeps of a text, in their order, and the attention they got."""
+
+    places_KP: Tensor
+    received_KP: Tensor
+
+
 class HeavyHitters(minitri.Policy):
-    """Accumulated attention. It costs a second attention pass over the prompt."""
+    """Accumulated attention. It costs a second attention pass over the prompt.
+
+    With a budget it is H2O: half of it are the latest tokens, half those that received most from
+    all queries so far; the others are evicted for good, and later queries attend to the rest alone.
+    That happens not after every token but after every `QUERIES_AT_ONCE`.
+    """
 
     wants_prompt = True
 
-    def __init__(self) -> None:
-        self._received: dict[int, Tensor] = {}  # by row, (L, K, S)
+    def __init__(self, budget: int | None = None) -> None:
+        self._budget = budget
+        self._rows: dict[int, dict[int, Hitters]] = {}
+        """By row and layer."""
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        L, _, K, S, D = full.shape
-        _, T, H, _ = queries_LTHD.shape
-        if b not in self._received:
-            self._received[b] = torch.zeros(L, K, S, dtype=torch.float32, device=full.device)
+        row = self._rows.setdefault(b, {})
+        T = queries_LTHD.shape[1]
         for layer, (keys_KSD, _) in enumerate(full.layers(b)):
             for first in range(0, T, QUERIES_AT_ONCE):
-                last = min(first + QUERIES_AT_ONCE, T)
-                seen = end - T + last  # keys up to the last of these queries
-                q_TKGD = queries_LTHD[layer, first:last].unflatten(1, (K, H // K))
-                q_KRD = (q_TKGD.permute(1, 2, 0, 3) / math.sqrt(D)).reshape(K, -1, D)
-                scores_KRS = q_KRD @ keys_KSD[:, :seen].transpose(1, 2)
-                scores_KGTS = scores_KRS.float().view(K, H // K, last - first, seen)
-                square = (last - first, last - first)
-                future = torch.ones(square, dtype=torch.bool, device=full.device).triu_(1)
-                scores_KGTS[..., first - last :].masked_fill_(future, -math.inf)
-                self._received[b][layer, :, :seen] += scores_KGTS.softmax(-1).sum((1, 2))
+                block_THD = queries_LTHD[layer, first : first + QUERIES_AT_ONCE]
+                row[layer] = self._read(row.get(layer), block_THD, end - T + first, keys_KSD)
 
-    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
-        _, N, M, _ = chunks_KNMD.shape
-        return self._received[b][layer, :, : N * M].unflatten(1, (N, M)).sum(2)
+    def _read(
+        self, old: Hitters | None, queries_THD: Tensor, start: int, keys_KSD: Tensor
+    ) -> Hitters:
+        """What is kept after the tokens from `start` on, which have these queries."""
+        T, _, D = queries_THD.shape
+        K = keys_KSD.shape[0]
+        places_KP = torch.arange(start, start + T, device=keys_KSD.device).expand(K, T)
+        if old is not None:
+            places_KP = torch.cat((old.places_KP, places_KP), 1)
+        P = places_KP.shape[1]
+        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
+        keys_KPD = keys_KSD[heads_K1, places_KP]  # faster than `gather`
+        q_KGTD = queries_THD.unflatten(1, (K, -1)).permute(1, 2, 0, 3) / math.sqrt(D)
+        scores_KRP = (q_KGTD.flatten(1, 2) @ keys_KPD.transpose(1, 2)).float()
+        scores_KGTP = scores_KRP.view(*q_KGTD.shape[:3], P)
+        future_TT = torch.ones(T, T, dtype=torch.bool, device=keys_KSD.device).triu_(1)
+        scores_KGTP[..., -T:].masked_fill_(future_TT, -math.inf)
+        received_KP = scores_KGTP.softmax(-1).sum((1, 2))
+        if old is not None:
+            received_KP[:, :-T] += old.received_KP
+        if self._budget is None or self._budget >= P:
+            return Hitters(places_KP, received_KP)
+        worth_KP = received_KP.clone()
+        worth_KP[:, P - self._budget // 2 :] = math.inf
+        kept_KP = worth_KP.topk(self._budget).indices.sort().values
+        return Hitters(places_KP.gather(1, kept_KP), received_KP.gather(1, kept_KP))
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        K, N, M, _ = chunks_KNMD.shape
+        places_KP, received_KP = self._rows[b][layer]
+        longest = max(N * M, int(places_KP.max()) + 1)
+        scores_KS = torch.full((K, longest), -math.inf, device=q_KRD.device)
+        scores_KS.scatter_(1, places_KP, received_KP)
+        return scores_KS[:, : N * M].unflatten(1, (N, M)).sum(2)
 
     def reset(self, b: int) -> None:
-        self._received.pop(b, None)
+        self._rows.pop(b, None)
 
 
 POLICIES: dict[str, Callable[[], minitri.Policy]] = {

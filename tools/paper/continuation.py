@@ -1,0 +1,232 @@
+"""A text as the target goes on with it, against which any guesses can be held without more draws.
+
+The target continues a prompt once with its full cache, and the distribution of every token is kept.
+Then the same continuation is put through a retrieval cache, `gamma` tokens between two commits as
+the method `retrieval` would, or through a drafter. A rate is the expected one: a guess sampled from
+q is accepted by p with probability sum(min(p, q)), and tested if all before it in its block were
+accepted. So no sampling adds noise, and all policies, budgets and drafters meet the same tokens:
+differences are much better known than the rates themselves, of which the standard error is given.
+
+Legend: N new tokens, V vocabulary, L layers, T tokens, H query heads, K KV heads, D head dim,
+S prompt tokens, Q queries, B windows.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from minitri import Engine, SamplingParams, SpeculationConfig
+from minitri.caches.full import FullCache
+from minitri.caches.retrieval import RetrievalCache
+from minitri.caches.streaming import StreamingCache
+from minitri.decoding.sampling import pad_vocabulary, probs_of_rows, sample
+from minitri.decoding.verification import Proposal
+from minitri.loading.prompt_ids import check_prompt
+from minitri.model.block import read_block
+from minitri.model.llama import Llama
+from minitri.runner import DraftRunner, ModelRunner, empty_queries, prefill
+from minitri.settings import LONGEST_BLOCK
+from tools.paper.baselines.bounds import top_tokens
+
+CHUNK = 1024
+"""Tokens of the prompt that are read at a time."""
+MOST_OBSERVED = 1024
+"""The longest observation window whose queries are kept of the prompt."""
+WINDOWS_AT_ONCE = 16
+"""What bounds the memory of sliding windows that are read anew."""
+
+
+class Rate(NamedTuple):
+    """Expected accepted / tested, and its standard error."""
+
+    mean: float
+    error: float
+
+
+class Continuation:
+    """A prompt and what the target said after it, with the full cache, distributions, queries."""
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        engine: Engine,
+        prompt: list[int],
+        sampling: SamplingParams,
+        new_tokens: int,
+        seed: int = 0,
+    ) -> None:
+        """Reads and continues the prompt. Raises `InputError` if it is too long."""
+        model = engine.model
+        check_prompt(prompt, engine.config, new_tokens)
+        self.model = model
+        self.num_prompt = len(prompt)
+        self.tokens = list(prompt)
+        self._options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
+        capacity = len(prompt) + new_tokens + LONGEST_BLOCK
+        self.full = FullCache.allocate(engine.config, 1, capacity, **self._options)
+        self.prompt_queries_LTHD = empty_queries(model, 1, 0)[:, 0]
+        self._read(self._keep_latest)
+        self.say(sampling, new_tokens, seed)
+
+    def _keep_latest(self, queries_LTHD: Tensor) -> None:
+        latest_LTHD = torch.cat((self.prompt_queries_LTHD, queries_LTHD), 1)
+        self.prompt_queries_LTHD = latest_LTHD[:, -MOST_OBSERVED:].clone()
+
+    def _read(self, watch: Callable[[Tensor], None]) -> None:
+        self.full.crop([0])
+        prompt = self.tokens[: self.num_prompt]
+        for _ in prefill(self.model, prompt, self.full, 0, chunk=CHUNK, watch=watch):
+            pass
+
+    @torch.inference_mode()
+    def say(self, sampling: SamplingParams, num_new: int, seed: int) -> None:
+        """Continues the prompt, in place of what was said before."""
+        self.sampling = sampling
+        generator = torch.Generator().manual_seed(seed)
+        del self.tokens[self.num_prompt :]
+        self.full.crop([self.num_prompt - 1])
+        config = self.model.config
+        shape = (config.num_layers, 1, 1, config.num_heads, config.head_dim)
+        query = torch.empty(shape, **self._options)
+        runner = ModelRunner(
+            self.model, self.full, self.sampling, vocab_size=config.vocab_size, queries_LBTHD=query
+        )
+        probs, queries = [], []
+        for _ in range(num_new):
+            probs.append(runner.next_probs([self.tokens], [True]).probs_BNV[0, -1])
+            queries.append(query[:, 0].clone())
+            uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(self.model.device)
+            self.tokens.append(int(sample(probs[-1][None], uniform)))
+        self.probs_NV = torch.stack(probs)
+        """Row i: the distribution of the i-th new token."""
+        self.queries_LNHD = torch.cat(queries, 1)
+        """Those of the last prompt token and of every new token but the last."""
+
+    def by_cache(
+        self, speculation: SpeculationConfig, gamma: int, model: Llama | None = None
+    ) -> Tensor:
+        """Distributions (N, V) of guesses with a retrieval cache of these settings, by the target's
+        weights or those of another `model`."""
+        return self.by_models(speculation, gamma, [model or self.model])[0]
+
+    @torch.inference_mode()
+    def by_models(
+        self, speculation: SpeculationConfig, gamma: int, models: Sequence[Llama]
+    ) -> list[Tensor]:
+        """`by_cache` of several models, for which the cache is filled once."""
+        cache = RetrievalCache(
+            self.full,
+            speculation,
+            budgets=[speculation.budget_for(self.num_prompt)],
+            num_heads=self.model.config.num_heads,
+        )
+        if cache.max_prompt_queries is None:
+            self._read(lambda queries_LTHD: cache.observe(0, queries_LTHD))
+        else:
+            self.full.crop([self.num_prompt - 1])
+            cache.observe(0, self.prompt_queries_LTHD)
+        vocab_size = self.probs_NV.shape[1]
+        runners = [ModelRunner(it, cache, self.sampling, vocab_size=vocab_size) for it in models]
+
+        def commit(num_tokens: int) -> None:
+            first = self.full.lengths[0] - (self.num_prompt - 1)
+            queries_LTHD = self.queries_LNHD[:, first : num_tokens - self.num_prompt]
+            self.full.advance([queries_LTHD.shape[1]])
+            cache.commit(0, queries_LTHD)
+
+        return self._probs(runners, commit, gamma)
+
+    @torch.inference_mode()
+    def by_top_tokens(self, budget: int, gamma: int, num_whole: int = 0) -> Tensor:
+        """Distributions (N, V) of guesses where every query chooses its own best tokens of the
+        whole text, but in the first layers: what no policy can know."""
+        first = self.num_prompt - 1
+        slots = (self.full.keys, self.full.values)
+        exact = [slots_LBKSD[..., first:, :].clone() for slots_LBKSD in slots]
+
+        def commit(num_tokens: int) -> None:
+            for slots_LBKSD, kept in zip(slots, exact, strict=True):
+                slots_LBKSD[..., first:, :] = kept  # over those of the latest block of guesses
+            self.full.hold(0, num_tokens - 1, num_tokens - 1)
+
+        model = top_tokens(self.model, budget, num_whole)
+        vocab_size = self.probs_NV.shape[1]
+        runner = ModelRunner(model, self.full, self.sampling, vocab_size=vocab_size)
+        [probs_NV] = self._probs([runner], commit, gamma)
+        commit(self.num_prompt)
+        return probs_NV
+
+    @torch.inference_mode()
+    def by_drafter(self, drafter: Llama, gamma: int, num_recent_tokens: int = 252) -> Tensor:
+        """The distributions (N, V) of a drafter with a streaming cache."""
+        settings = SpeculationConfig("naive", gamma1=gamma, num_recent_tokens=num_recent_tokens)
+        vocab_size = self.probs_NV.shape[1]
+        cache = StreamingCache(drafter.config, drafter.rope, 1, settings, **self._options)
+        runner = DraftRunner(drafter, cache, self.sampling, vocab_size=vocab_size)
+        return self._probs([runner], lambda n: runner.prepare([self.tokens[:n]], [True]), gamma)[0]
+
+    @torch.inference_mode()
+    def by_window(self, drafter: Llama, num_tokens: int) -> Tensor:
+        """The distributions (N, V) of a drafter that reads the latest tokens anew for every guess,
+        from position 0 on: sliding window with re-computation."""
+        width = min(num_tokens, self.num_prompt)
+        vocab_size = self.probs_NV.shape[1]
+        probs = [self.probs_NV[:1]]
+        ends = range(self.num_prompt + 1, len(self.tokens))
+        for first in range(0, len(ends), WINDOWS_AT_ONCE):
+            windows = [self.tokens[end - width : end] for end in ends[first:][:WINDOWS_AT_ONCE]]
+            cache = FullCache.allocate(drafter.config, len(windows), width, **self._options)
+            with drafter.execution.reading():
+                hidden_BTE = read_block(drafter, windows, cache, is_prompt=True)
+            logits_B1V = drafter.logits(hidden_BTE[:, -1:])[..., :vocab_size]
+            probs_B1V = probs_of_rows(logits_B1V, [self.sampling] * len(windows))
+            probs.append(pad_vocabulary(probs_B1V, vocab_size)[:, 0])
+        return torch.cat(probs)
+
+    def attention(self, layer: int, first: int, num_queries: int) -> Tensor:
+        """The attention (H, Q, S) of the last prompt token, or of the new ones after it from
+        `first` on, to the prompt; that to other new tokens is left out, and the rest sums to 1."""
+        keys_KSD = self.full.keys[layer, 0, :, : self.num_prompt]
+        queries_QHD = self.queries_LNHD[layer, first : first + num_queries]
+        q_KRD = queries_QHD.transpose(0, 1).unflatten(0, (len(keys_KSD), -1)).flatten(1, 2)
+        scores_KRS = (q_KRD / math.sqrt(q_KRD.shape[2])) @ keys_KSD.transpose(1, 2)
+        return scores_KRS.float().softmax(2).unflatten(1, (-1, len(queries_QHD))).flatten(0, 1)
+
+    def rate(self, probs_NV: Tensor, gamma: int, verifier_NV: Tensor | None = None) -> Rate:
+        """How many of these guesses the target, or another verifier, accepts."""
+        return expected_rate(probs_NV, self.probs_NV if verifier_NV is None else verifier_NV, gamma)
+
+    def _probs(
+        self, runners: Sequence[ModelRunner], commit: Callable[[int], None], gamma: int
+    ) -> list[Tensor]:
+        """The new tokens' distributions of stages that share a cache, as far as whole blocks go. It
+        learns of gamma + 1 tokens at once."""
+        probs = [[self.probs_NV[:1]] for _ in runners]
+        for num_done in range(1, len(self.probs_NV) - gamma, gamma + 1):
+            end = self.num_prompt + num_done
+            commit(end)
+            nothing = torch.empty(1, gamma, 0, device=self.model.device)
+            guesses = Proposal.of([self.tokens[end : end + gamma]], nothing, [["draft"] * gamma])
+            for runner, found in zip(runners, probs, strict=True):
+                runner.crop([end - 1])
+                found.append(runner.next_probs([self.tokens[:end]], [True], guesses).probs_BNV[0])
+        return [torch.cat(found) for found in probs]
+
+
+def expected_rate(probs_NV: Tensor, verifier_NV: Tensor, gamma: int) -> Rate:
+    """Expected accepted over expected tested guesses, and the standard error of that; guesses come
+    gamma at a time, to which the verifier adds one. The first row is the verifier's own."""
+    accepted, tested = [], []
+    end = min(len(probs_NV), len(verifier_NV))
+    for i in range(1, end, gamma + 1):
+        block = slice(i, min(i + gamma, end))
+        overlap_N = torch.minimum(probs_NV[block], verifier_NV[block]).sum(1)
+        survival = overlap_N.clamp(max=1).cumprod(0).tolist()
+        accepted.append(sum(survival))
+        tested.append(1 + sum(survival[:-1]))
+    rate = sum(accepted) / sum(tested)
+    misses = [a - rate * t for a, t in zip(accepted, tested, strict=True)]
+    return Rate(rate, math.sqrt(sum(miss * miss for miss in misses)) / sum(tested))

@@ -1,0 +1,95 @@
+"""What a table or figure of the paper is here: cells, measured one by one, and what all say.
+
+An item is a value, `Item`, of one module in `items/`. Its cells are plain JSON, so that a study can
+name, keep and resume them; `measure` makes numbers of one cell, `show` makes tables, a picture and
+a verdict of all. `show` sees only what was kept, so a report is the same after any interruption.
+"""
+
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tools.paper.lab import Lab
+    from tools.paper.scale import Scale
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A cell that was measured."""
+
+    settings: Json
+    values: Json
+
+
+@dataclass(frozen=True)
+class Table:
+    """Cells as they are printed; the first column names the row."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+    """What the numbers are: units, medians, what the brackets hold."""
+
+    def markdown(self) -> str:
+        """The table, and its note below it."""
+        lines = [self.columns, ["---"] * len(self.columns), *self.rows]
+        text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"{text}\n\n{self.note}\n" if self.note else f"{text}\n"
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What all cells of an item say."""
+
+    tables: Sequence[Table]
+    verdict: str
+    """Does the paper's claim hold here, and if not, why? One or two sentences, from the numbers."""
+    draw: Callable[[Any], None] | None = None
+    """Draws on the axes of matplotlib; None where the tables say it all."""
+    is_predicted: bool = False
+    """Whether numbers are arithmetic, not measurements."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """A table or figure of the paper."""
+
+    name: str
+    """On the command line."""
+    title: str
+    claim: str
+    """What the paper says, in one sentence with its numbers."""
+    cells: "Callable[[Scale], list[Json]]"
+    """Settings of all measurements, those that share a text or a model next to each other."""
+    measure: "Callable[[Lab, Json], Json]"
+    """Raises `InputError` where a text is too short."""
+    show: "Callable[[list[Done], Scale], Shown]"
+    minutes_here: float
+    """Of all cells on 2 cores of an EPYC at the scale `cpu`, as measured."""
+    minutes_gpu: float
+    """Of all cells at the scale `gpu` on an H200, as reckoned."""
+
+
+def select(done: Iterable[Done], **settings: Any) -> list[Json]:
+    """The values of cells with these settings."""
+    return [one.values for one in done if settings.items() <= one.settings.items()]
+
+
+def distinct(done: Iterable[Done], name: str) -> list[Any]:
+    """What a setting is in the cells that have it, in their order."""
+    return list(dict.fromkeys(it.settings[name] for it in done if name in it.settings))
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Median and range; one number alone; a dash where there is none."""
+    numbers = sorted(values)
+    if not numbers:
+        return "-"
+    middle = f"{statistics.median(numbers):.{digits}f}"
+    if len(numbers) == 1:
+        return middle
+    return f"{middle} ({numbers[0]:.{digits}f} to {numbers[-1]:.{digits}f})"

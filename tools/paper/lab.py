@@ -1,0 +1,134 @@
+"""What cells are measured with: texts, engines and continuations, each made once while it is used.
+
+A model is loaded when a cell asks for it, and is kept until a cell asks for another one; so items
+list cells of one model, and of one text, next to each other.
+"""
+
+import dataclasses
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from minitri import (
+    Engine,
+    GenerationConfig,
+    InputError,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    load,
+)
+from minitri.bench import compare, summarise
+from minitri.log import log
+from tools.paper.continuation import Continuation
+from tools.paper.item import Json
+from tools.paper.scale import Scale
+from tools.paper.texts import Text
+from tools.serve_load import write_tiny
+
+
+@dataclass
+class Lab:
+    """Gives cells what they need."""
+
+    scale: Scale
+    texts: list[Text]
+    model: str | None = None
+    """Instead of the scale's own."""
+    _engine: tuple[Json, Engine] | None = None
+    _continuation: tuple[Json, Continuation] | None = None
+    _prompts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+
+    @property
+    def identity(self) -> Json:
+        """What every cell depends on: the scale, and which texts there are."""
+        return dataclasses.asdict(self.scale) | {
+            "model": self.model or self.scale.model,
+            "texts": [text.name for text in self.texts],
+        }
+
+    @cached_property
+    def _tiny(self) -> Any:
+        folder = tempfile.TemporaryDirectory()
+        write_tiny(Path(folder.name), self.scale.trained_context * 2)
+        return folder
+
+    def engine(self, num_tokens: int = 0, **options: Any) -> Engine:
+        """The model of the scale, with its own drafter, stretched if the text needs that; options
+        are those of `minitri.load`."""
+        scale = self.scale
+        options = {
+            "model": self.model or scale.model or self._tiny.name,
+            "dtype": scale.dtype,
+        } | options
+        if num_tokens + 2 * scale.new_tokens > scale.trained_context and scale.rope_scaling:
+            options["rope_scaling"] = scale.rope_scaling
+        if self._engine is None or self._engine[0] != options:
+            self._engine = self._continuation = None  # one at a time
+            log.info("loading %s", options)
+            self._engine = options, load(**options)
+        return self._engine[1]
+
+    def prompt(self, number: int, num_tokens: int, engine: Engine) -> list[int]:
+        """Tokens of a text; numbers beyond the texts are later parts of them. Raises
+        `InputError` where it is too short."""
+        text = self.texts[number % len(self.texts)]
+        start = number // len(self.texts) * num_tokens
+        if (number, num_tokens) not in self._prompts:
+            ids = engine.tokenizer.encode(text.content)[start:][:num_tokens]
+            self._prompts[number, num_tokens] = ids
+        ids = self._prompts[number, num_tokens]
+        if len(ids) < num_tokens:
+            raise InputError(
+                f"{text.name} has {start + len(ids)} tokens, but {start + num_tokens} are needed; "
+                "give longer texts, more of them, or a smaller --scale"
+            )
+        return ids
+
+    def speeds(
+        self,
+        prompt: list[int],
+        speculations: Mapping[str, SpeculationConfig],
+        *,
+        temperature: float = 0.6,
+        new_tokens: int | None = None,
+        seeds: tuple[int, ...] = (0,),
+        **options: Any,
+    ) -> Json:
+        """Decoding after a prompt by every way in turns, the first for comparison: its
+        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`."""
+        engine = self.engine(len(prompt), **options)
+        generation = GenerationConfig(new_tokens or self.scale.new_tokens, ignore_eos=True)
+        request = Request(prompt, 0, self.sampling(temperature), generation)
+        timed = {name: dataclasses.replace(it, timed=True) for name, it in speculations.items()}
+        return summarise(compare(engine, [request], seeds, timed, {}))
+
+    def sampling(self, temperature: float) -> SamplingParams:
+        """The paper's filters at a temperature."""
+        return SamplingParams(temperature, top_p=self.scale.top_p if temperature else 1.0)
+
+    def speculation(self, method: str, **settings: Any) -> SpeculationConfig:
+        """A method with the gammas and the budget of the scale, unless others are given."""
+        scale = self.scale
+        usual = {"gamma1": scale.gamma1, "gamma2": scale.gamma2, "budget": scale.budget}
+        return SpeculationConfig(method, **usual | settings)
+
+    def continuation(
+        self, text: int, num_tokens: int, temperature: float = 0.6, **options: Any
+    ) -> Continuation:
+        """What the target says after a text, and everything that guesses may be held against."""
+        key = {"text": text, "num_tokens": num_tokens, **options}
+        engine = self.engine(num_tokens, **options)
+        sampling = self.sampling(temperature)
+        if self._continuation is None or self._continuation[0] != key:
+            self._continuation = None
+            prompt = self.prompt(text, num_tokens, engine)
+            made = Continuation(engine, prompt, sampling, self.scale.new_tokens, seed=text)
+            self._continuation = key, made
+        made = self._continuation[1]
+        if made.sampling != sampling:
+            made.say(sampling, self.scale.new_tokens, seed=text)
+        return made
