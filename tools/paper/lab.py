@@ -96,12 +96,15 @@ class Lab:
         temperature: float = 0.6,
         new_tokens: int | None = None,
         seeds: tuple[int, ...] = (0,),
-        **options: Any,
+        engine: Engine | None = None,
+        **settings: Any,
     ) -> Json:
         """Decoding after a prompt by every way in turns, the first for comparison: its
-        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`."""
-        engine = self.engine(len(prompt), **options)
-        generation = GenerationConfig(new_tokens or self.scale.new_tokens, ignore_eos=True)
+        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`. By
+        another `engine` if one is given; `settings` are those of a `GenerationConfig`."""
+        engine = engine or self.engine(len(prompt))
+        num_new = new_tokens or self.scale.new_tokens
+        generation = GenerationConfig(num_new, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
         timed = {name: dataclasses.replace(it, timed=True) for name, it in speculations.items()}
         return summarise(compare(engine, [request], seeds, timed, {}))
