@@ -4,7 +4,7 @@ from typing import Any
 
 from minitri import GenerationConfig, Request, SpeculationConfig
 from tools.paper.costs import PAPER, on_chip, speedup
-from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
+from tools.paper.item import Done, Item, Json, Shown, Table, distinct, spread
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
 
@@ -17,6 +17,8 @@ PUBLISHED = {
 TOTAL = 122_880
 """Tokens of a full batch in the paper, about."""
 METHODS = ("triforce", "naive")
+LENGTHS = [1 << n for n in range(8, 18)]
+"""Of the predicted curves."""
 
 
 def cells(scale: Scale) -> list[Json]:
@@ -76,16 +78,29 @@ def show(done: list[Done], scale: Scale) -> Shown:
         lines.append([f"{num_rows} x {thousands}K", f"{gain:.2f}", printed, f"{start:,}"])
     columns = ["rows x tokens", "T", "TriForce", "paper", "naive", "paper"]
     note = "Tokens per second of the whole batch over those of autoregressive decoding of the same "
-    note += "batch; median and range of two rounds."
+    note += f"batch, {scale.new_tokens} tokens in each row; median and range of two rounds."
     more = "7B on an A100, predicted by bytes and FLOPs with the paper's acceptance at T = 0."
     heads = ["rows x tokens", "TriForce, predicted", "paper, T = 0", "pays from, tokens per row"]
     tables = [Table(columns, rows, note), Table(heads, lines, more)]
-    holds = min(gains, default=0) > 1
-    verdict = f"That batches gain {'holds' if holds else 'does not hold'} here: TriForce makes "
-    verdict += f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} times the tokens of the"
-    verdict += " batch alone; on two cores a pass over more rows is bound by arithmetic, so guesses"
-    verdict += " cost as much as tokens. " * (not holds) if not holds else " batch alone."
-    return Shown(tables, verdict, None)
+    least, most = min(gains, default=0), max(gains, default=0)
+    verdict = f"TriForce makes {least:.2f} to {most:.2f} times the tokens of the batch alone here. "
+    verdict += "By bytes and FLOPs the paper's batches gain on an A100, where memory bounds a pass;"
+    verdict += " on a CPU a pass over more rows is soon bound by arithmetic, so that a guess costs "
+    verdict += "as much as a token."
+
+    def draw(axes: Any) -> None:
+        for rows, _, budget in PUBLISHED:
+            ys = [speedup(on_chip(n, min(budget, n), rows), [PAPER]) for n in LENGTHS]
+            axes.plot(LENGTHS, ys, ":", label=f"{rows} rows, A100, predicted")
+        papers = [published[0.0][0] for published in PUBLISHED.values()]
+        xs = [1024 * thousands for _, thousands, _ in PUBLISHED]
+        axes.plot(xs, papers, "s", color="#999999", label="paper, T = 0")
+        xs = [it.settings["length"] for it in done]
+        axes.plot(xs, [_gains(it.values, "triforce")[0] for it in done], "o", label="here")
+        axes.set_xscale("log", base=2)
+        axes.set(xlabel="tokens per row", ylabel="speedup of the batch", ylim=(0, None))
+
+    return Shown(tables, verdict, draw)
 
 
 def _key(settings: Json) -> tuple[int, float]:
