@@ -1,16 +1,10 @@
 """Rebuttal: TriForce next to a datastore (REST) and to skipped layers as drafters."""
 
-import random
 import statistics
-import tempfile
-from argparse import Namespace
-from pathlib import Path
 from typing import Any
 
-import torch
-
 from minitri import Drafter, Engine, SpeculationConfig
-from tools.paper.baselines.datastore import open_datastore, write_datastore
+from tools.paper.baselines.datastore import Datastore
 from tools.paper.baselines.skipped_layers import SkippedLayers
 from tools.paper.find_layers import Scorer, draw_windows, search
 from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
@@ -61,19 +55,13 @@ def other_texts(lab: Lab, text: int, engine: Engine) -> list[list[int]]:
 
 def rest(engine: Engine, texts: list[list[int]]) -> Drafter:
     """A datastore of these texts."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "store"
-        write_datastore(file, texts, engine.tokenizer)
-        return open_datastore(file, engine.tokenizer)  # whose mapping outlives the file's name
+    return Datastore.of(texts, engine.tokenizer.num_tokens)
 
 
-@torch.inference_mode()
 def skipped_layers(engine: Engine, texts: list[list[int]]) -> Drafter:
     """The model without the layers that are missed least in a text."""
-    windows = draw_windows(texts[0], NUM_WINDOWS, random.Random(0))
-    num_layers = engine.config.num_layers
-    args = Namespace(keep=max(1, round(KEPT * num_layers)), swaps=0, seed=0)
-    layers = search(Scorer(engine.model, windows, 0.6), num_layers, args)
+    scorer = Scorer(engine.model, draw_windows(texts[0], NUM_WINDOWS), 0.6)
+    layers = search(scorer, max(1, round(KEPT * scorer.num_layers)))
     return SkippedLayers(engine.model, layers)
 
 
