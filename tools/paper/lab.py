@@ -72,6 +72,12 @@ class Lab:
             self._engine = options, load(**options)
         return self._engine[1]
 
+    def release(self) -> None:
+        """Frees the KV caches of what was measured before."""
+        self._continuation = None
+        if self._engine is not None:
+            self._engine[1].release()
+
     def prompt(self, number: int, num_tokens: int, engine: Engine) -> list[int]:
         """Tokens of a text; numbers beyond the texts are later parts of them. Raises
         `InputError` where it is too short."""
@@ -103,6 +109,7 @@ class Lab:
         `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`. By
         another `engine` if one is given; `settings` are those of a `GenerationConfig`."""
         engine = engine or self.engine(len(prompt))
+        self.release()
         num_new = new_tokens or self.scale.new_tokens
         generation = GenerationConfig(num_new, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
@@ -126,7 +133,7 @@ class Lab:
         key = {"text": text, "num_tokens": num_tokens, "temperature": temperature, **options}
         engine = self.engine(num_tokens, **options)
         if self._continuation is None or self._continuation[0] != key:
-            self._continuation = None
+            self.release()
             prompt = self.prompt(text, num_tokens, engine)
             sampling = self.sampling(temperature)
             made = Continuation(engine, prompt, sampling, self.scale.new_tokens, seed=text)

@@ -46,6 +46,7 @@ def cells(scale: Scale) -> list[Json]:
 def measure(lab: Lab, settings: Json) -> Json:
     """Tokens per second of a whole batch by every method in turns, twice."""
     engine = lab.engine(lab.scale.context)
+    lab.release()
     prompts = [lab.prompt(row, settings["length"], engine) for row in range(settings["rows"])]
     sampling = lab.sampling(settings["temperature"])
     generation = GenerationConfig(lab.scale.new_tokens, ignore_eos=True)
@@ -102,8 +103,10 @@ def show(done: list[Done], scale: Scale) -> Shown:
     columns = ["rows x tokens", "T", "TriForce", "paper", "naive", "paper"]
     gains = [gain for _, gain in found]
     verdict = f"TriForce makes {min(gains):.2f} to {max(gains):.2f} times the tokens of the batch "
-    verdict += "alone here. On an A100 memory bounds a pass over the paper's batches, so guesses "
-    verdict += "gain; a CPU is soon bound by arithmetic, where a guess costs as much as a token."
+    verdict += "alone here."
+    if min(gains) < 1:
+        verdict += " On an A100 memory bounds a pass over the paper's batches, so guesses gain; a "
+        verdict += "CPU is soon bound by arithmetic, where a guess costs as much as a token."
 
     def draw(axes: Any) -> None:
         for rows, _, budget in PUBLISHED:

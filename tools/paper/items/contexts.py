@@ -61,6 +61,8 @@ def show(done: list[Done], scale: Scale) -> Shown:
     more = "7B on an A100 with the paper's acceptance at T = 0, by bytes over bandwidth, as if the "
     more += "KV cache fitted. Bounds, for guesses that cost nothing and blocks without limit: "
     more += f"1 / (1 - {rate}) = {bound(rate):.2f}, naive 1 / (1 - {naive}) = {bound(naive):.2f}."
+    paper = speedup(on_chip(122_880), [PAPER])
+    more += f" After 122,880 tokens {paper:.2f} is predicted, and 2.31 was published."
     tables = [Table(columns, rows, note), Table(["predicted, tokens", *CURVES], lines, more)]
     first, last = speeds["triforce"][0], speeds["triforce"][-1]
     verdict = f"The speedup {'grows' if last > first else 'does not grow'} here, from {first:.2f} "

@@ -39,7 +39,6 @@ def measure(lab: Lab, settings: Json) -> Json:
         return lab.speeds(prompt, ways | {name: lab.speculation("triforce")})
     make = rest if name == "REST" else skipped_layers
     drafter = make(engine, other_texts(lab, text, engine))
-    engine.release()  # memory for the KV cache of another engine with the same weights
     with Engine(engine.model, engine.tokenizer, drafter=drafter) as own:
         return lab.speeds(prompt, ways | {name: SpeculationConfig("naive")}, engine=own)
 

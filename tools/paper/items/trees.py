@@ -81,10 +81,16 @@ def show(done: list[Done], scale: Scale) -> Shown:
         columns += [f"tokens per step, T = {T:g}", "A100, predicted"]
     note = f"After {scale.context:,} tokens, median and range over texts; next to it the speedup "
     note += "of 7B after 122,880 tokens with so many, by bytes over bandwidth."
-    gains = [mean - means[method, "chain", T] for (method, name, T), mean in means.items()]
-    trees = [gain for (_, name, _), gain in zip(means, gains, strict=True) if name != "chain"]
-    verdict = f"Trees make {min(trees):.2f} to {max(trees):.2f} tokens a step more than chains of "
-    verdict += "the same depth, most with the weak drafter, whose first guess is often wrong."
+    parts = []
+    for kind, who in (("naive", "the drafter's"), ("retrieval", "the retrieval cache's")):
+        gains = [
+            mean - means[method, "chain", T]
+            for (method, name, T), mean in means.items()
+            if method == kind and name != "chain"
+        ]
+        parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who} guesses")
+    verdict = f"Trees make {' and '.join(parts)} tokens a step more than chains "
+    verdict += "of the same depth."
 
     def draw(axes: Any) -> None:
         widths = (1, *WIDTHS["naive"])
