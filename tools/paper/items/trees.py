@@ -88,9 +88,9 @@ def show(done: list[Done], scale: Scale) -> Shown:
             for (method, name, T), mean in means.items()
             if method == kind and name != "chain"
         ]
-        parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who} guesses")
-    verdict = f"Trees make {' and '.join(parts)} tokens a step more than chains "
-    verdict += "of the same depth."
+        parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who}")
+    verdict = "Trees make more tokens a step than chains of the same depth: "
+    verdict += f"{' guesses, '.join(parts)} more."
 
     def draw(axes: Any) -> None:
         widths = (1, *WIDTHS["naive"])
