@@ -89,8 +89,8 @@ def show(done: list[Done], scale: Scale) -> Shown:
             if method == kind and name != "chain"
         ]
         parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who}")
-    verdict = "Trees make more tokens a step than chains of the same depth: "
-    verdict += f"{' guesses, '.join(parts)} more."
+    verdict = "Over chains of the same depth trees gain, in tokens a step, "
+    verdict += f"{' guesses and '.join(parts)}."
 
     def draw(axes: Any) -> None:
         widths = (1, *WIDTHS["naive"])
