@@ -49,7 +49,7 @@ def measure(lab: Lab, settings: Json) -> Json:
     lab.release()
     prompts = [lab.prompt(row, settings["length"], engine) for row in range(settings["rows"])]
     sampling = lab.sampling(settings["temperature"])
-    generation = GenerationConfig(lab.scale.new_tokens, ignore_eos=True)
+    generation = GenerationConfig(lab.scale.new_tokens // 2, ignore_eos=True)
     requests = [Request(prompt, b, sampling, generation) for b, prompt in enumerate(prompts)]
     ways = {"autoregressive": SpeculationConfig("autoregressive")}
     ways |= {name: lab.speculation(name, budget=settings["budget"]) for name in METHODS}
@@ -83,7 +83,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
             rows[-1] += [spread(gains), f"{paper:.2f}"]
             found += [(where["length"], gain) for gain in gains if name == "triforce"]
     note = "Tokens per second over those of autoregressive decoding of the same batch, "
-    note += f"{scale.new_tokens} tokens in each row; median and range of two rounds."
+    note += f"{scale.new_tokens // 2} tokens in each row; median and range of two rounds."
     lines = [
         [
             f"{rows} x {thousands}K",
