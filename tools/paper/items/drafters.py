@@ -96,4 +96,4 @@ def show(done: list[Done], scale: Scale) -> Shown:
     return Shown([Table(columns, rows, note)], verdict, draw)
 
 
-ITEM = Item("drafters", TITLE, CLAIM, cells, measure, show, minutes_here=3, minutes_gpu=60)
+ITEM = Item("drafters", TITLE, CLAIM, cells, measure, show, minutes_here=4, minutes_gpu=60)
