@@ -102,7 +102,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
     verdict += f"tokens, {means[-1]:.2f} for {ends[-1]:,}; of the guesses {first:.2f} are accepted "
     verdict += f"in the first part and {last:.2f} in the last."
     if last > first + 0.05:
-        verdict += " What a small model writes at length repeats itself, and is easy to guess."
+        verdict += " It gets easier to guess with its length, as a text does that repeats itself."
 
     def draw(axes: Any) -> None:
         axes.plot(ends, means, "o-", color="#009E73", label="here")
