@@ -95,7 +95,7 @@ def measure(lab: Lab, settings: Json) -> Json:
 
 def show(done: list[Done], scale: Scale) -> Shown:
     """A row for every temperature."""
-    temperatures = distinct(done, "temperature")
+    temperatures = sorted(distinct(done, "temperature"))
     real = {T: found for T in temperatures if (found := _distances(done, "model", T))["ours"]}
     toys = {T: found for T in temperatures if (found := _distances(done, "toy", T))["ours"]}
     rows = [[f"{T:g}", *_columns(real.get(T)), *_columns(toys.get(T))] for T in temperatures]
