@@ -72,6 +72,12 @@ class Lab:
             self._engine = options, load(**options)
         return self._engine[1]
 
+    def release(self) -> None:
+        """Frees the KV caches of what was measured before."""
+        self._continuation = None
+        if self._engine is not None:
+            self._engine[1].release()
+
     def prompt(self, number: int, num_tokens: int, engine: Engine) -> list[int]:
         """Tokens of a text; numbers beyond the texts are later parts of them. Raises
         `InputError` where it is too short."""
@@ -96,12 +102,16 @@ class Lab:
         temperature: float = 0.6,
         new_tokens: int | None = None,
         seeds: tuple[int, ...] = (0,),
-        **options: Any,
+        engine: Engine | None = None,
+        **settings: Any,
     ) -> Json:
         """Decoding after a prompt by every way in turns, the first for comparison: its
-        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`."""
-        engine = self.engine(len(prompt), **options)
-        generation = GenerationConfig(new_tokens or self.scale.new_tokens, ignore_eos=True)
+        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`. By
+        another `engine` if one is given; `settings` are those of a `GenerationConfig`."""
+        engine = engine or self.engine(len(prompt))
+        self.release()
+        num_new = new_tokens or self.scale.new_tokens
+        generation = GenerationConfig(num_new, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
         timed = {name: dataclasses.replace(it, timed=True) for name, it in speculations.items()}
         return summarise(compare(engine, [request], seeds, timed, {}))
@@ -124,7 +134,7 @@ class Lab:
         engine = self.engine(num_tokens, **options)
         sampling = self.sampling(temperature)
         if self._continuation is None or self._continuation[0] != key:
-            self._continuation = None
+            self.release()
             prompt = self.prompt(text, num_tokens, engine)
             made = Continuation(engine, prompt, sampling, self.scale.new_tokens, seed=text)
             self._continuation = key, made

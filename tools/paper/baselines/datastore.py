@@ -1,32 +1,19 @@
-"""A drafter that looks the last words up in a datastore: the tokens of many texts on disk (REST).
+"""A drafter that looks the last words up in a datastore: the tokens of many texts (REST).
 
-    store = open_datastore(Path("novels.datastore"), tokenizer)
+    store = Datastore.of(texts, tokenizer.num_tokens)
     engine = minitri.load("smollm2-135m", drafter=store)
 
-One safetensors file, mapped into memory, not read. `tokens` are all texts, each with the number
-after the largest token at its end. `order` are the places of `tokens`, sorted by what stands there
-and before it, read backwards, up to `LONGEST` tokens. So all places whose last words agree with
-those of a text stand together, and bisection finds them. The manifest says whose vocabulary the
-tokens are of. REST: He et al. 2023, arXiv 2311.08252; a suffix array of the reversed text.
-`tools/paper/build_datastore.py` makes such a file.
+`tokens` are all texts, each with a token at its end that no text has. `order` are the places of
+`tokens`, sorted by what stands there and before it, read backwards, up to `LONGEST` tokens. So all
+places whose last words agree with those of a text stand together, and bisection finds them. REST:
+He et al. 2023, arXiv 2311.08252; a suffix array of the reversed text.
 """
 
-import hashlib
-import json
-import zlib
 from bisect import bisect_left, bisect_right
-from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
-from minitri.errors import InputError, shorten
-from minitri.loading.tokenizer import Tokenizer
-
-FORMAT = "minitri datastore 1"
 LONGEST = 32
 """Tokens of a match that are compared, a power of 2."""
 SHORTEST = 2
@@ -37,16 +24,18 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class Datastore:
-    """The texts of a file, to be looked up: a `minitri.Drafter`."""
+    """Texts to be looked up: a `minitri.Drafter`."""
 
     def __init__(self, tokens: Array, order: Array) -> None:
         self._tokens = tokens
         self._order = order
         self._end = int(tokens[-1])  # stands after every text
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._tokens)
+    @classmethod
+    def of(cls, texts: list[list[int]], end: int) -> Self:
+        """Of texts in tokens below `end`, 60 bytes of memory for each while it is made."""
+        tokens = np.concatenate([np.array([*text, end], np.uint32) for text in texts])
+        return cls(tokens, sorted_places(tokens).astype(np.uint32))
 
     def guess(self, tokens: list[int], row: int) -> int | None:  # noqa: ARG002
         """The token that follows the last words of a text most often here, if they stand here."""
@@ -95,67 +84,3 @@ def sorted_places(tokens: Array) -> Array:
         rank[order] = np.cumsum(is_new)  # from 1 on; 0 is the text's beginning
         shifted = np.concatenate((np.zeros(length, np.int64), rank))[: len(rank)]
         rank, length = rank * (len(rank) + 1) + shifted, 2 * length
-
-
-def write_datastore(path: Path, texts: list[list[int]], tokenizer: Tokenizer) -> int:
-    """Writes a file of texts in the tokens of this tokenizer; returns its bytes.
-
-    Raises `InputError`.
-    """
-    num_tokens = tokenizer.num_tokens
-    small = np.uint16 if num_tokens < 1 << 16 else np.uint32
-    tokens = np.concatenate([np.array([*text, num_tokens], small) for text in texts])
-    order = sorted_places(tokens).astype(np.uint32)
-    facts = {
-        "format": FORMAT,
-        "vocabulary": fingerprint(tokenizer),
-        "checksum": _checksum(tokens, order),
-    }
-    arrays = {"tokens": torch.from_numpy(tokens), "order": torch.from_numpy(order)}
-    unfinished = path.with_name(path.name + ".unfinished")
-    try:
-        save_file(arrays, unfinished, facts)
-        unfinished.replace(path)
-    except (SafetensorError, OSError) as error:
-        reason = shorten(error, 90)
-        raise InputError(
-            f"cannot write {path} ({reason}); name a file in a folder with room"
-        ) from None
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return path.stat().st_size
-
-
-def open_datastore(path: Path, tokenizer: Tokenizer) -> Datastore:
-    """Maps a datastore of this tokenizer's tokens into memory. Raises `InputError`."""
-    advice = "build it again with tools.paper.build_datastore"
-    if not path.is_file():
-        raise InputError(f"there is no datastore {path}; {advice}")
-    try:
-        with safe_open(path, "pt") as file:
-            facts = file.metadata() or {}
-            if facts.get("format") != FORMAT:
-                what = shorten(repr(facts.get("format")), 60)
-                raise InputError(f"{path} is no datastore: its format is {what}; {advice}")
-            if facts.get("vocabulary") != fingerprint(tokenizer):
-                raise InputError(f"the datastore {path} was built with another tokenizer; {advice}")
-            tokens, order = (file.get_tensor(name).numpy() for name in ("tokens", "order"))
-    except (SafetensorError, OSError) as error:
-        reason = shorten(error, 90)
-        raise InputError(f"the datastore {path} cannot be read ({reason}); {advice}") from None
-    if facts.get("checksum") != _checksum(tokens, order):
-        raise InputError(f"the datastore {path} is damaged: its checksum is wrong; {advice}")
-    return Datastore(tokens, order)
-
-
-def _checksum(*arrays: Array) -> str:
-    total = 0
-    for array in arrays:
-        total = zlib.crc32(array.data, total)
-    return f"{total:08x}"
-
-
-def fingerprint(tokenizer: Tokenizer) -> str:
-    """What two tokenizers have in common only if they spell every token alike."""
-    tokens = [tokenizer.token(number) for number in range(tokenizer.num_tokens)]
-    return hashlib.sha256(json.dumps(tokens).encode()).hexdigest()

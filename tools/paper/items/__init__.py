@@ -2,14 +2,23 @@
 
 from tools.paper.item import Item
 from tools.paper.items import (
+    batches,
     bottlenecks,
     budgets,
+    chunks,
+    contexts,
     divergence,
+    drafters,
+    exactness,
+    gammas,
     locality,
+    offloading,
+    outputs,
     selection,
     sparsity,
     tasks,
     temperatures,
+    trees,
 )
 
 ITEMS: tuple[Item, ...] = (
@@ -20,5 +29,14 @@ ITEMS: tuple[Item, ...] = (
     locality.ITEM,
     tasks.ITEM,
     temperatures.ITEM,
+    offloading.ITEM,
+    batches.ITEM,
+    contexts.ITEM,
     budgets.ITEM,
+    chunks.ITEM,
+    trees.ITEM,
+    outputs.ITEM,
+    gammas.ITEM,
+    drafters.ITEM,
+    exactness.ITEM,
 )

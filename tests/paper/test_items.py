@@ -1,0 +1,85 @@
+"""Items of the paper: which settings they measure, and what they make of what was measured."""
+
+import math
+
+import pytest
+
+from minitri import GenerationConfig, Request, SpeculationConfig
+from minitri.settings import num_nodes
+from tools.paper.items import chunks, gammas, trees
+from tools.paper.items.drafters import other_texts
+from tools.paper.items.outputs import advance, lengths, speedups, windows
+from tools.paper.lab import Lab
+from tools.paper.scale import SCALES
+from tools.paper.texts import Text
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_chunks_fill_the_budget_and_leave_a_choice_of_two(scale):
+    sizes = {it["chunk_size"] for it in chunks.cells(scale)}
+    assert min(sizes) == 1
+    assert max(sizes) == min(scale.budget // 2, 1024)
+    assert all(scale.budget % size == 0 for size in sizes)
+
+
+def test_all_chunks_of_the_whole_text_are_always_accepted(folder):
+    """Whatever their size: nothing is left out that could be missed."""
+    text = Text("it", "She had been forced into prudence. " * 40)
+    lab = Lab(SCALES["tiny"], [text], str(folder))
+    continuation = lab.continuation(0, 256)
+    for size in (1, 32):
+        speculation = SpeculationConfig("retrieval", budget=320, chunk_size=size)
+        assert continuation.rate(continuation.by_cache(speculation, 6), 6).mean > 0.9999
+
+
+def test_every_pair_of_gammas_is_measured_once():
+    pairs = [(it["gamma1"], it["gamma2"]) for it in gammas.ways().values()]
+    assert len(pairs) == len(set(pairs)) == 8 + 10 - 1
+    assert {gamma2 for _, gamma2 in pairs} == {*range(1, 11)}
+
+
+@pytest.mark.parametrize("method", trees.DEPTHS)
+def test_shapes_are_compared_at_equally_many_nodes(method):
+    sizes = [num_nodes(plan.tree) for plan in trees.plans(method).values()]
+    assert sizes[0] == 0
+    assert sizes[1::2] == sizes[2::2] == [trees.DEPTHS[method] * it for it in trees.WIDTHS[method]]
+
+
+def test_windows_are_what_came_between_two_lengths():
+    rows = [[10.0, 1.0, 5.0, 4.0], [30.0, 2.0, 15.0, 13.0]]
+    assert windows(rows) == [rows[0], [20.0, 1.0, 10.0, 9.0]]
+    cell = {"autoregressive": [[10, 2.0, 0, 0]], "triforce": [[20, 1.0, 0, 0]]}
+    assert speedups(cell) == [4.0]
+
+
+def test_a_length_is_reached_in_whole_steps(engine):
+    """Tokens of a step that was begun before it count with their seconds, in the same window."""
+    generation = GenerationConfig(60, ignore_eos=True)
+    request = Request(list(range(40, 120)), 0, generation=generation)
+    speculation = SpeculationConfig("retrieval", gamma2=4, budget=64)
+    run = engine.stream([request], generation=generation, speculation=speculation)
+    rows = [advance(run, num_tokens) for num_tokens in (20, 40, 60)]
+    stats = run.stats
+    assert all(a < b for a, b in zip(rows[0][:2], rows[1][:2], strict=True))
+    for num_tokens, row in zip((20, 40, 60), rows, strict=True):
+        assert num_tokens - 1 <= row[0] <= num_tokens + 4
+    assert rows[-1][1] == stats.decode_seconds
+    assert math.fsum(it[0] for it in windows(rows)) == rows[-1][0]
+
+
+def test_outputs_are_as_long_as_published():
+    assert lengths(SCALES["cpu"]) == [256, 512, 768, 1024, 1536, 2048]
+    assert lengths(SCALES["gpu"])[-1] == 4096
+    assert max(lengths(SCALES["tiny"])) <= 256
+
+
+def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
+    """Else it would guess what was memorised."""
+    scale = SCALES["tiny"]
+    texts = [Text("a", "abc " * 200), Text("b", "xyz " * 200)]
+    [others] = other_texts(Lab(scale, texts), 2, engine)  # the first, a later part
+    assert engine.tokenizer.decode(others).split() == ["xyz"] * 200
+    words = " ".join(map(str, range(1000)))
+    [rest] = other_texts(Lab(scale, [Text("a", words)]), 0, engine)
+    ids = engine.tokenizer.encode(words)
+    assert rest == ids[scale.context + 2 * scale.new_tokens :]

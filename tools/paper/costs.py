@@ -1,0 +1,41 @@
+"""What the paper's methods gain on its machines by arithmetic: bytes over bandwidth for a pass, and
+acceptance rates for how many of them a token takes (`minitri/roofline.py`, the autotuner).
+
+Rates are those that the paper prints, so that a curve is what its own numbers imply.
+"""
+
+import functools
+from collections.abc import Sequence
+
+from minitri.cli.hardware import SITES
+from minitri.decoding.autotuner import Autotuner
+from minitri.plan import config_of
+from minitri.roofline import Workload
+from minitri.settings import StepPlan
+
+RATES = {"draft": 0.4649, "retrieval": 0.9234}
+"""Acceptance of the naive policy's guesses and of TriForce's at T = 0 in table 2."""
+A100 = SITES["a100-80"].machine
+PAPER = StepPlan("triforce", 2, 6)
+"""Gammas of the paper on an A100."""
+
+
+def on_chip(num_tokens: int, budget: int = 4096, batch_size: int = 1) -> Workload:
+    """The paper's models, after so many tokens in each row."""
+    target, draft = config_of("llama2-7b-128k"), config_of("llama-68m")
+    slots = (batch_size * num_tokens, batch_size * budget)
+    return Workload(target, draft, *slots, batch_size=batch_size)
+
+
+def speedup(work: Workload, plans: Sequence[StepPlan]) -> float:
+    """Of the fastest of these plans over autoregressive decoding, on an A100."""
+    tuner = Autotuner([*plans], functools.partial(work.seconds, A100), use_clock=False)
+    for stage, rate in RATES.items():
+        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
+    return max(map(tuner.tokens_per_second, plans)) * work.seconds(A100, "target", 0)
+
+
+def bound(rate: float) -> float:
+    """The most that guesses of this acceptance can gain, if they cost nothing and a step makes ever
+    more of them, while the target's pass takes all the time: 1 / (1 - rate) tokens a pass."""
+    return 1 / (1 - rate)

@@ -1,0 +1,143 @@
+"""Ours: how far the published code's rule is from the target's distribution, by temperature.
+
+Where the retrieval level rejects a guess of the drafter, the published code samples the next token
+from p-hat in place of the residual norm(max(p-hat - q, 0)), and hands p-hat on as the distribution
+that it was sampled from (`Middle_Spec` there). So the middle's token follows
+
+    m = min(q, p-hat) + (1 - sum(min(q, p-hat))) * r,   r = p-hat there, the residual here,
+
+which is p-hat only with the residual. The target accepts it with probability min(1, p / p-hat), and
+corrects from norm(max(p - p-hat, 0)). So the next token follows
+
+    f = m * min(1, p / p-hat) + (1 - sum(m * min(1, p / p-hat))) * norm(max(p - p-hat, 0)),
+
+and f = p if m = p-hat. Both sums are exact: nothing is sampled. This is the distribution of every
+token at a place where the drafter guessed, given all before it. The code drafts one token a round
+(gamma1 = 1), and the bonus token after an accepted one is right.
+
+Legend: N positions, V vocabulary.
+"""
+
+import itertools
+import statistics
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select
+from tools.paper.lab import Lab
+from tools.paper.scale import Scale
+from tools.paper.toy import toy_distance
+
+TITLE = "Ours: total variation of the published code's rule, and of ours"
+CLAIM = (
+    "The original output distribution is preserved (section 4.2); the published code samples "
+    "recovered tokens of the middle level from p-hat."
+)
+RULES = ("published", "ours")
+MODEL_AT = (0.0, 0.6, 1.0, 1.2)
+"""Temperatures at which the real model is asked, as far as the scale has them."""
+TOYS = range(8)
+"""Seeds of toys, of which the mean is shown."""
+
+
+def middle_token(q_NV: Tensor, phat_NV: Tensor, rule: str) -> Tensor:
+    """The distributions (N, V) that tokens of the middle level follow by a rule of `RULES`."""
+    common_NV = torch.minimum(q_NV, phat_NV)
+    rejected_N1 = 1 - common_NV.sum(1, keepdim=True)
+    if rule == "published":
+        return common_NV + rejected_N1 * phat_NV
+    return common_NV + (phat_NV - q_NV).clamp_min(0)  # sums to rejected_N1: the residual
+
+
+def next_token(q_NV: Tensor, phat_NV: Tensor, p_NV: Tensor, rule: str) -> Tensor:
+    """The distributions (N, V) that the text's next tokens follow."""
+    passes_NV = torch.where(phat_NV > 0, p_NV / phat_NV, 0.0).clamp_max(1)
+    accepted_NV = middle_token(q_NV, phat_NV, rule) * passes_NV
+    left_NV = (p_NV - phat_NV).clamp_min(0)
+    left_NV = left_NV / left_NV.sum(1, keepdim=True).clamp_min(1e-300)
+    return accepted_NV + (1 - accepted_NV.sum(1, keepdim=True)) * left_NV
+
+
+def total_variation(a_NV: Tensor, b_NV: Tensor) -> Tensor:
+    """Half the sum of the differences, (N,)."""
+    return (a_NV - b_NV).abs().sum(1) / 2
+
+
+def cells(scale: Scale) -> list[Json]:
+    """The real model after every text, and the toys, by temperature."""
+    asked = [T for T in MODEL_AT if T in scale.temperatures]
+    real = itertools.product(range(scale.num_speed_texts), asked)
+    cells: list[Json] = [{"what": "model", "text": text, "temperature": T} for text, T in real]
+    return cells + [{"what": "toy", "temperature": T} for T in scale.temperatures]
+
+
+def measure(lab: Lab, settings: Json) -> Json:
+    """By every rule the distances from the target: of each new token, or of each toy's texts."""
+    T = settings["temperature"]
+    if settings["what"] == "toy":
+        return {rule: [toy_distance(seed, T, rule == "ours") for seed in TOYS] for rule in RULES}
+    scale = lab.scale
+    continuation = lab.continuation(settings["text"], scale.context, T)
+    drafter = lab.engine(scale.context).models.draft or continuation.model
+    window = min(252, scale.context // 8)
+    rows = [
+        continuation.by_drafter(drafter, 1, window),
+        continuation.by_cache(lab.speculation("retrieval"), scale.gamma2),
+        continuation.probs_NV,
+    ]
+    num = min(map(len, rows))
+    rows = [it[1:num].double() for it in rows]  # nothing is guessed about the first
+    q, phat, p = (it / it.sum(1, keepdim=True) for it in rows)
+    return {rule: total_variation(next_token(q, phat, p, rule), p).tolist() for rule in RULES}
+
+
+def show(done: list[Done], scale: Scale) -> Shown:
+    """A row for every temperature."""
+    temperatures = sorted(distinct(done, "temperature"))
+    real = {T: found for T in temperatures if (found := _distances(done, "model", T))["ours"]}
+    toys = {T: found for T in temperatures if (found := _distances(done, "toy", T))["ours"]}
+    rows = [[f"{T:g}", *_columns(real.get(T)), *_columns(toys.get(T))] for T in temperatures]
+    columns = ["T"]
+    for what in ("model", "toys"):
+        columns += [f"{what}: published rule, mean", "median", "worst", "ours, worst"]
+    note = "Total variation from the target's distribution: of the next token after each of "
+    note += f"{scale.new_tokens} prefixes per text, where the drafter guesses; of the first 3 "
+    note += f"tokens of {len(TOYS)} toys with 4 tokens, every outcome enumerated. The published "
+    note += "rule is applied to our model."
+    means = {T: statistics.mean(found["published"]) for T, found in real.items()}
+    worst = max((it for found in real.values() for it in found["published"]), default=0)
+    ours = max(it for found in (*real.values(), *toys.values()) for it in found["ours"])
+    verdict = "The published rule does not keep the target's distribution above T = 0: the total "
+    verdict += f"variation of a token is {max(means.values(), default=0):.3f} on average at the "
+    verdict += f"worst temperature, and up to {worst:.2f}; with the residual it is never more than "
+    verdict += f"{ours:.0e}."
+
+    def draw(axes: Any) -> None:
+        worsts = [max(found["published"]) for found in real.values()]
+        axes.plot([*real], worsts, "o-", color="#D55E00", label="published rule, worst token")
+        axes.plot([*means], [*means.values()], "o-", color="#E69F00", label="published rule, mean")
+        ys = [statistics.mean(found["published"]) for found in toys.values()]
+        axes.plot([*toys], ys, ":", color="#999999", label="published rule, toys")
+        ys = [max(found["ours"]) for found in real.values()]
+        axes.plot([*real], ys, "o-", color="#009E73", label="ours, worst token")
+        axes.set(xlabel="temperature", ylabel="total variation from the target")
+
+    return Shown([Table(columns, rows, note)], verdict, draw)
+
+
+def _columns(found: dict[str, list[float]] | None) -> list[str]:
+    if found is None:
+        return ["-"] * 4
+    published = found["published"]
+    three = (statistics.mean(published), statistics.median(published), max(published))
+    return [*(f"{it:.4f}" for it in three), f"{max(found['ours']):.0e}"]
+
+
+def _distances(done: list[Done], what: str, temperature: float) -> dict[str, list[float]]:
+    cells = select(done, what=what, temperature=temperature)
+    return {rule: [it for cell in cells for it in cell[rule]] for rule in RULES}
+
+
+ITEM = Item("exactness", TITLE, CLAIM, cells, measure, show, minutes_here=3, minutes_gpu=40)

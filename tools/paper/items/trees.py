@@ -1,0 +1,109 @@
+"""Figure 6c: tokens per step by shape of the tree of guesses."""
+
+import functools
+import itertools
+import statistics
+from typing import Any
+
+from minitri.settings import StepPlan
+from minitri.trees.shape import sequences, shape_of
+from tools.paper.costs import A100, on_chip
+from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
+from tools.paper.lab import Lab
+from tools.paper.scale import Scale
+
+TITLE = "Figure 6c: tokens per step by shape of the tree"
+CLAIM = (
+    "Sequoia trees and independent sequences make more tokens per step of the target than chains, "
+    "the more the more guesses there are."
+)
+TEMPERATURES = (0.0, 0.6)
+DEPTHS = {"naive": 4, "retrieval": 6}
+"""Guesses of a chain, and levels of a tree: of the drafter, and with the retrieval cache."""
+WIDTHS = {"naive": (2, 4, 8), "retrieval": (4,)}
+"""Nodes of a tree over those of a chain."""
+
+
+def plans(method: str) -> dict[str, StepPlan]:
+    """What is compared, by name: first the chain."""
+    depth = DEPTHS[method]
+    gammas = (depth, 0) if method == "naive" else (0, depth)
+    named = {"chain": StepPlan(method, *gammas)}
+    for width in WIDTHS[method]:
+        named[f"{width} sequences"] = StepPlan(method, *gammas, f"{width}x{depth}")
+        named[f"Sequoia, {width * depth} nodes"] = StepPlan(method, *gammas, str(width * depth))
+    return named
+
+
+def cells(scale: Scale) -> list[Json]:
+    """A cell holds all shapes of a method in turns; the slower method has one text."""
+    texts = range(scale.num_speed_texts)
+    names = ("text", "method", "temperature")
+    found = itertools.product(texts, DEPTHS, TEMPERATURES)
+    cells = [dict(zip(names, it, strict=True)) for it in found]
+    return [it for it in cells if it["method"] == "naive" or it["text"] == 0]
+
+
+def measure(lab: Lab, settings: Json) -> Json:
+    """Tokens per step of all shapes after a text."""
+    ways = {}
+    for name, plan in plans(settings["method"]).items():
+        gammas = {"gamma1": plan.gamma1 or None, "gamma2": plan.gamma2 or None}
+        ways[name] = lab.speculation(plan.method, **gammas, tree=plan.tree)
+    prompt = lab.prompt(settings["text"], lab.scale.context, lab.engine(lab.scale.context))
+    return lab.speeds(prompt, ways, temperature=settings["temperature"])
+
+
+def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
+    """Over autoregressive decoding of 7B after 122,880 tokens on an A100, by bytes over bandwidth;
+    a pass of the proposer reads all nodes that the tree has so far."""
+    costs = functools.partial(on_chip(122_880).seconds, A100)
+    proposer = "draft" if plan.uses_drafter else "retrieval"
+    shape = shape_of(plan) if plan.tree else sequences(1, plan.gamma1 or plan.gamma2)
+    known = itertools.accumulate(shape.sizes[:-1])
+    seconds = sum(costs(proposer, nodes - 1) for nodes in known) + costs("target", len(shape) - 1)
+    return tokens_per_step * costs("target", 0) / seconds
+
+
+def show(done: list[Done], scale: Scale) -> Shown:
+    """A row for every shape of every method."""
+    temperatures = distinct(done, "temperature")
+    rows, means = [], dict[tuple[str, str, float], float]()
+    for method in distinct(done, "method"):
+        for name, plan in plans(method).items():
+            rows.append([method, name])
+            for T in temperatures:
+                found = select(done, method=method, temperature=T)
+                own = [it[name]["tokens_per_step"] for it in found]
+                means[method, name, T] = mean = statistics.mean(own)
+                rows[-1] += [spread(own), f"{gpu_speedup(plan, mean):.2f}"]
+    columns = ["guesses by", "shape"]
+    for T in temperatures:
+        columns += [f"tokens per step, T = {T:g}", "A100, predicted"]
+    note = f"After {scale.context:,} tokens, median and range over texts; next to it the speedup "
+    note += "of 7B after 122,880 tokens with so many, by bytes over bandwidth."
+    parts = []
+    for kind, who in (("naive", "the drafter's"), ("retrieval", "the retrieval cache's")):
+        gains = [
+            mean - means[method, "chain", T]
+            for (method, name, T), mean in means.items()
+            if method == kind and name != "chain"
+        ]
+        parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who}")
+    verdict = "Over chains of the same depth trees gain, in tokens a step, "
+    verdict += f"{' guesses and '.join(parts)}."
+
+    def draw(axes: Any) -> None:
+        widths = (1, *WIDTHS["naive"])
+        for T, style in zip(temperatures, ("-", "--"), strict=False):
+            for kind, color in (("Sequoia", "#009E73"), ("sequences", "#D55E00")):
+                names = ["chain", *(name for name in plans("naive") if kind in name)]
+                ys = [means["naive", name, T] for name in names]
+                xs = [DEPTHS["naive"] * width for width in widths]
+                axes.plot(xs, ys, f"o{style}", color=color, label=f"{kind}, T = {T:g}")
+        axes.set(xlabel="guesses of the drafter in a step", ylabel="tokens per step")
+
+    return Shown([Table(columns, rows, note)], verdict, draw)
+
+
+ITEM = Item("fig6c", TITLE, CLAIM, cells, measure, show, minutes_here=5, minutes_gpu=30)
