@@ -64,7 +64,7 @@ class Lab:
             "model": self.model or scale.model or self._tiny.name,
             "dtype": scale.dtype,
         } | options
-        if num_tokens + 2 * scale.new_tokens > scale.trained_context and scale.rope_scaling:
+        if num_tokens + scale.new_tokens > scale.trained_context and scale.rope_scaling:
             options["rope_scaling"] = scale.rope_scaling
         if self._engine is None or self._engine[0] != options:
             self._engine = self._continuation = None  # one at a time
