@@ -56,7 +56,7 @@ class Generation(Iterator[Event]):
         self._num_left: dict[int, int] = {}  # tokens of these
         self._num_chunks = 0
         self._num_admitted = 0
-        self._turns: dict[str, int] = {}  # by clients, when the last of each was admitted
+        self._turns: dict[str, tuple[int, int]] = {}  # by clients: latest, and how many
         prompts = [row.prompt for row in rows]
         asked = (shape, prompts, [row.request for row in rows])
         self._model.execution.ranks.check_same("prompts, seeds or settings", asked)
@@ -109,6 +109,7 @@ class Generation(Iterator[Event]):
             )
         captured = replace(self.shape.sampling, temperature=1.0)  # it has a form, too
         filters_of([captured, request.sampling], self._model, run)
+        row.arrived = self._num_admitted
         self._num_requests += 1
         self._waiting.append(row)
         return row.number
@@ -162,7 +163,8 @@ class Generation(Iterator[Event]):
                 break
             self._waiting.remove(row)
             self._num_admitted += 1
-            self._turns[row.request.client] = self._num_admitted
+            _, count = self._turns.get(row.request.client, (0, 0))
+            self._turns[row.request.client] = self._num_admitted, count + 1
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
@@ -182,11 +184,11 @@ class Generation(Iterator[Event]):
         num_long = sum(self._num_left[b] > limit for b in self._reading)
         if self._is_open and num_long >= max(1, num_places // 2):
             waiting = [row for row in waiting if len(row.prompt) <= limit]
-        is_turn = not (self._is_open and self._num_admitted % TURN_OF_OLDEST)
 
         def rank(row: Row) -> tuple[int, ...]:
             client = row.request.client
-            turn = self._turns.get(client, 0)
+            turn, count = self._turns.get(client, (row.arrived, 0))
+            is_turn = not (self._is_open and count % TURN_OF_OLDEST)
             return num_rows[client], turn, 0 if is_turn else len(row.prompt)
 
         return min(waiting, key=rank, default=None)

@@ -140,6 +140,7 @@ class Row:
 
     def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
         self.number = number
+        self.arrived = 0  # when: after so many admissions
         self.request = request
         self.prompt = ids
         self.tokens: list[Token] = []

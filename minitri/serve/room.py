@@ -31,7 +31,7 @@ def choose_size(
 
     def best(fewest: int, shortest: int) -> tuple[int, int, bool]:
         context = shape.generation.reserve
-        step = round_up_to_stride(context // 128)
+        step = round_up_to_stride(max(1, context // 128))
         choices = [(n, context) for n in range(shape.num_rows, fewest - 1, -1)]
         choices += [(fewest, n) for n in range(context - step, shortest - 1, -step)]
         fitting = (it for it in choices if sized(*it).has_room(most - uncounted, on_host))
