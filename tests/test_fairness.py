@@ -93,6 +93,42 @@ def test_the_client_with_fewest_rows_is_next(run):
     assert {event.row for event in until(run, End, first[0])} == {*first[:3], other}
 
 
+def serve_in_a_loop(run, clients: dict[int, str], awaited: set[int]) -> list[int]:
+    """Each answered request of `clients` comes again, until all that are awaited have begun, or
+    100 were answered; the awaited ones, and after how many answers they began."""
+    num_answered, begun = 0, {}
+    while awaited - begun.keys() and num_answered < 100:
+        event = next(run)
+        if isinstance(event, PrefillProgress | Token) and event.row in awaited:
+            begun.setdefault(event.row, num_answered)
+        if isinstance(event, End) and event.row in clients:
+            num_answered += 1
+            client = clients.pop(event.row)
+            clients[ask(run, 4, 2, client=client)] = client
+    return [begun.get(row, 100) for row in sorted(awaited)]
+
+
+@pytest.fixture
+def narrow(engine):
+    with engine.open(batch_size=1, generation=GenerationConfig(reserve=400)) as run:
+        yield run
+
+
+def test_clients_that_come_again_do_not_overtake_one_that_waits(narrow):
+    """They have nothing open for a moment, and are forgotten."""
+    ask(narrow, 4, 2, client="a")
+    second = ask(narrow, 4, 2, client="a")
+    others = {ask(narrow, 4, 2, client=client): client for client in "bc"}
+    [after] = serve_in_a_loop(narrow, others, {second})
+    assert after <= 4
+
+
+def test_every_client_s_long_prompt_gets_its_turn_among_its_short_ones(narrow):
+    short = {ask(narrow, 4, 2, client=client): client for client in "abab"}
+    long = {ask(narrow, 100, 2, client=client) for client in "ab"}
+    assert max(serve_in_a_loop(narrow, short, long)) <= 20
+
+
 def test_a_client_that_has_gone_is_forgotten(run):
     until(run, End, ask(run, 3, 1, client="gone"))
     until(run, End, ask(run, 3, 1, client="other"))

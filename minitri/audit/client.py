@@ -86,7 +86,10 @@ class Client:
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         data = None if body is None else json.dumps(body).encode()
-        with explain(f"{self.url}{path} cannot be had", "check the URL, the key and the server"):
+        with explain(
+            f"{self.url}{path} cannot be had",
+            "check the URL, the key, and if the server takes 8 requests at a time",
+        ):
             try:
                 request = urllib.request.Request(self.url + path, data, headers)
                 return json.load(OPENER.open(request, timeout=600))

@@ -111,7 +111,8 @@ def build_parser(run: Callable[[argparse.Namespace], None], word: str) -> OneLin
     examples = [""] if word == "list" else ["smollm2-360m", "Qwen/Qwen3-0.6B"]
     parser = OneLineParser(word, *examples, description=f"{run.__doc__}\n{places()}")
     if word != "list":
-        parser.add_argument("model", help="a name of --list-models, or a hub's ORG/NAME[@REVISION]")
+        place = "ORG/NAME" + "[@REVISION]" * (word == "pull")
+        parser.add_argument("model", help=f"a name of --list-models, or a hub repository {place}")
     return parser
 
 

@@ -41,7 +41,7 @@ class ServeFlags:
     """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
     batch_size: int | None = between(None, 1, 1024)
     """Requests that run at a time. Default: 8, or as many as there is memory for."""
-    memory: float | None = None
+    memory: float | None = between(None, 0.01)
     """GiB to take at most, weights included. Default: 60 %% of what is free."""
     max_queue: int = between(64, 1)
     """Requests that wait for a row; more are answered with 503."""
@@ -101,6 +101,10 @@ def run_command(args: argparse.Namespace) -> None:
             raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
         names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
         generation = arguments.taken(GenerationConfig, args, reserve=context)
+        if args.memory is not None and args.offload and args.on_chip is None:
+            raise InputError(
+                "--memory with --offload needs --on-chip N, layers that stay on the GPU"
+            )
         shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
         least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
         num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)

@@ -144,7 +144,7 @@ class Service:
             self.worker.submit(job)
             async for event in job.events():
                 if isinstance(event, End) and not asked.stream:  # which can take a second
-                    body = await run_in_threadpool(writer.take, event)
+                    body = await asyncio.to_thread(writer.take, event)
                 else:
                     body = writer.take(event)
                 if not has_begun and (body or asked.stream):
@@ -184,7 +184,7 @@ class Server(uvicorn.Server):
     """From now on Ctrl-C and SIGTERM end it: then requests have `grace` seconds."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
-        quiet: dict[str, Any] = {"log_config": None, "access_log": False}
+        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "proxy_headers": False}
         super().__init__(uvicorn.Config(service.app, http=Connection, **quiet))
         self._service = service
         self._grace = grace

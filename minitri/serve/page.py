@@ -48,7 +48,8 @@ def docs(protocol: Protocol) -> HTMLResponse:
         texts = {name: it for base in kind.__mro__[:-1] for name, it in field_texts(base).items()}
         defaults = kind(**vars(protocol.sampling))
         lines.append(f"<h2>POST /v1/{path}</h2><p>Prompt and answer: {protocol.context} tokens.")
-        lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are refused.")
+        fate = "refused" if protocol.ignored is None else "ignored, too"
+        lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are {fate}.")
         lines.append("<table><tr><th>field<th>what it does<th>what it may be<th>default")
         for field in sorted(dataclasses.fields(kind), key=lambda it: it.name):
             default = getattr(defaults, field.name)

@@ -6,7 +6,7 @@ Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`,
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
@@ -121,26 +121,26 @@ class Protocol:
         if asked.model not in (None, *self.names):
             message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
             raise ApiError(404, "model_not_found", message)
-        ids = self._ids(asked)
-        room = self.context - len(ids)
-        num_new = asked.max_tokens or max(1, room if is_chat else min(room, TEXT_TOKENS))
-        logprobs: int | None = asked.logprobs
+        most, logprobs = asked.max_tokens, asked.logprobs
         if isinstance(asked, ChatFields):
-            num_new = asked.max_completion_tokens or num_new
+            most = asked.max_completion_tokens or most
             logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
             if asked.top_logprobs is not None and not asked.logprobs:
                 refuse(asked, "top_logprobs", "set logprobs to true, too")
+        generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
+        ids = self._ids(asked) if (most or 0) <= self.context else [0]
+        room = self.context - len(ids)
+        num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))
         if num_new > room:
             got = f"prompt and answer have at least {len(ids)} + {num_new} tokens of {self.context}"
             advice = "shorten the prompt, or lower max_tokens"
             raise ApiError(400, "context_length_exceeded", f"{got}; {advice}")
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
-        own = {"max_new_tokens": num_new, "logprobs": logprobs}
         request = Request(
             ids,
             draw_seed() if asked.seed is None else asked.seed,
             changed(self.sampling, vars(asked)),
-            changed(GenerationConfig(), vars(asked) | own),
+            replace(generation, max_new_tokens=num_new),
             asked.speculation,
             f"{salt}/{user}" if salt else "",
             client,

@@ -23,7 +23,8 @@ def choose_size(
     loaded = {models.target, models.retrieval, models.draft} - {None}
     # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
     uncounted = sum(it.num_bytes for it in loaded if it) - needs.num_weight_bytes
-    most = SHARE * (on_device + uncounted) if gib is None else gib * GIB
+    free = on_device + uncounted
+    most = SHARE * free if gib is None else min(gib * GIB, free)
 
     def sized(rows: int, context: int) -> Demand:
         run = shape.generation.for_run(context)
@@ -39,12 +40,14 @@ def choose_size(
         return *(found or choices[-1]), found is not None
 
     rows, context, fits = best(fewest, shortest)
-    taken = (sized(rows, context).on_device(needs.config.num_layers) + uncounted) / GIB
+    on_chip = shape.generation.on_chip
+    num_layers = needs.config.num_layers if on_chip is None else on_chip
+    taken = (sized(rows, context).on_device(num_layers) + uncounted) / GIB
     if not fits:
         *other, fits = best(1, round_up_to_stride(1))
         raise InputError(
-            f"{rows} x {context} tokens of {needs.config.name} take {taken:.2f} GiB with the "
-            f"weights and memory= is {most / GIB:.2f}",
+            f"{rows} x {context} tokens of {needs.config.name} take {taken:.3f} GiB with the "
+            f"weights, and there are {most / GIB:.3f} to take",
             "batch_size={} with context={} fits".format(*other) * fits,
             "give more memory=",
         )

@@ -137,7 +137,7 @@ serve --api-key '' | ^an API key is empty
 serve --api-key-file no-such-file | ^--api-key-file no-such-file cannot be read
 serve --context 0 | --context: '0'
 serve --context 100000 --port 0 --model tiny | ^--context is 100000; give from 2 to 512
-serve --memory 0.3 --context 512 --model tiny --port 0 | and --memory is 0.30; give
+serve --memory 0.3 --context 512 --model tiny --port 0 | and there are 0.300 to take; give
 serve --memory much | invalid float value: 'much'
 serve --batch-size 100000 | --batch-size: '100000' is not a whole number from 1 to 1024
 serve --temperature -1 | ^--temperature is -1.0

@@ -46,7 +46,9 @@ def test_what_is_given_stays_or_the_error_says_what_fits(engine):
     gib = choose(engine, 9.0)[2] - KIB
     assert choose(engine, gib, fewest=8)[:2] == (8, 448)
     assert choose(engine, gib, shortest=512)[:2] == (7, 512)
-    problem = r"^8 x 512 tokens of tiny take 0.5\d GiB with the weights and memory= is 0.5\d; "
+    problem = (
+        r"^8 x 512 tokens of tiny take 0.5\d+ GiB with the weights, and there are 0.5\d+ to take; "
+    )
     advice = "batch_size=7 with context=512 fits or give more memory=$"
     with pytest.raises(InputError, match=problem + advice):
         choose(engine, gib, fewest=8, shortest=512)
