@@ -49,6 +49,9 @@ inline float widen(BFloat16 x) {
     return wide;
 }
 inline float widen(Float16 x) {
+#ifdef __AVX512F__
+    return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_set1_epi16(short(x.bits))));
+#endif
     Float16 all[LANES] = {x};
     return load(all)[0];
 }

@@ -7,7 +7,7 @@ from minitri import load
 from minitri.cpu import quantized
 from minitri.cpu.kernel_layers import KernelTiedHead, quantized_copy
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
+from minitri.cpu.quantized import GROUP, quantize, row_widths
 from minitri.model.linear import TiedHead
 from minitri.model.llama import Block
 from tests.conftest import new_cache

@@ -13,9 +13,9 @@ import minitri
 from minitri import InputError
 from minitri.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import dequantize
+from minitri.cpu.quantized import Form, row_widths
 from minitri.loading import devices
-from minitri.loading.gguf.blocks import BITS, repack, unpack
+from minitri.loading.gguf.blocks import FORMS, repack, unpack
 from minitri.loading.gguf.container import StoredTensor
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
@@ -40,7 +40,7 @@ def weights(request, tmp_path_factory):
     return Folder(write_hf_folder(folder, tie_word_embeddings=request.param == "tied"))
 
 
-@pytest.fixture(scope="module", params=BITS)
+@pytest.fixture(scope="module", params=FORMS)
 def file(request, weights, tmp_path_factory):
     return write(weights, tmp_path_factory.mktemp("files") / "tiny.gguf", request.param)
 
@@ -88,7 +88,7 @@ def prefilled(model):
     return read_block(model, [TEXT.tolist()], cache)
 
 
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_repacked_numbers_are_the_dequantized_ones(kind):
     """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups."""
     kinds, random = gguf.GGMLQuantizationType, np.random.default_rng(0)
@@ -188,7 +188,7 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     assert same.models.retrieval is same.model
 
 
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_a_dequantized_model_guesses_by_a_copy_in_4_bits(weights, tmp_path, kind):
     """Of a file in 4 bits by its own numbers, of one in 8 by new ones; heads have 8 in both."""
     path = write(weights, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
