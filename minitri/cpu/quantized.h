@@ -15,11 +15,13 @@ constexpr int NESTED = 32;    // is added to the bits of a form whose scales are
 // Lanes 0 to 7 are the first number, the others the second one.
 inline Vec halves_of(const Float16* two) {
 #if defined(__AVX512F__) && defined(__AVX512VL__)
+    alignas(32) static const uint16_t order[16] = {
+        0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100,
+        0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302};
     int both;
     std::memcpy(&both, two, sizeof both);
-    const __m128i first = _mm_set1_epi16(0x0100), second = _mm_set1_epi16(0x0302);
-    const __m256i order = _mm256_set_m128i(second, first);
-    return (Vec)_mm512_cvtph_ps(_mm256_shuffle_epi8(_mm256_set1_epi32(both), order));
+    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(both), *(const __m256i*)order);
+    return (Vec)_mm512_cvtph_ps(bytes);
 #endif
     const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     return lane < 8 ? splat(widen(two[0])) : splat(widen(two[1]));
@@ -50,7 +52,7 @@ inline Vec integers(const uint8_t* p) {
 // or, if it is nested, as GGUF's K-quants are, in place of these scales:
 //   units   of scales, a float16 for 8 groups; and of offsets, but for q of 6 bits
 //   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 numbers each
-//   offsets in units, bytes, to be subtracted; but for q of 6 bits
+//   offsets in units, bytes, but for q of 6 bits
 // `low` is padded to pairs of groups, `high` to whole 32 bytes, units and what counts them to pairs.
 template <int BITS>
 struct Layout {
@@ -82,7 +84,7 @@ struct Layout {
         const uint8_t* in_units = row + scales + units * (HAS_OFFSETS ? 4 : 2) + g * SCALES;
         if (HAS_OFFSETS) {
             store(scale, halves_of(unit) * integers<Bytes>(in_units));
-            return halves_of(unit + units) * -integers<Bytes>(in_units + units * 8);
+            return halves_of(unit + units) * integers<Bytes>(in_units + units * 8);
         }
         for (int i = 0; i < 2; ++i) {
             const Vec one = splat(widen(unit[i]));

@@ -91,15 +91,17 @@ def split_bits(quants_NGQ: Tensor, bits: int) -> list[Tensor]:
     return [low_NPQ[:, : (G + 1) // 2], high if bits > 4 else high[:, :0]]
 
 
-def pack(form: Form, in_features: int, *parts: Tensor) -> Tensor:
+def pack(form: Form, in_features: int, *parts: Tensor, out: Tensor | None = None) -> Tensor:
     """Rows of bytes: their parts in the order of `row_widths`, padded with zeros; float16 ones may
     be float32. Without offsets their parts are left out."""
     widths = row_widths(in_features, form)
-    rows = parts[0].new_zeros(len(parts[0]), sum(widths), dtype=torch.uint8)
+    rows = parts[0].new_empty(len(parts[0]), sum(widths), dtype=torch.uint8) if out is None else out
     filled = [it for it, width in zip(rows.split(widths, 1), widths, strict=True) if width]
     given = [it for it in parts if it.numel()]
     for place, part in zip(filled, given, strict=True):
-        numbers = part.half() if part.is_floating_point() else part
-        data = numbers.contiguous().view(torch.uint8).flatten(1)
-        place[:, : data.shape[1]] = data
+        data = part.half().contiguous() if part.is_floating_point() else part
+        data = data.view(torch.uint8)
+        num_bytes = data.shape[1:].numel()
+        place[:, :num_bytes].unflatten(1, data.shape[1:]).copy_(data)
+        place[:, num_bytes:] = 0
     return rows

@@ -42,14 +42,14 @@ def unpack(stored: "StoredTensor") -> Tensor:
     return weight_NE
 
 
-def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor) -> None:
-    """Puts a matrix where the kernels are to read it, its n-th row at the `order_N[n]`-th."""
+def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor | None = None) -> None:
+    """Puts a matrix where the kernels are to read it, its n-th row at the `order_N[n]`-th or n-th
+    place."""
     kind = stored.type.name
     form = FORMS[kind]
     num_columns = stored.shape[1]
-    orders = order_N.split(rows_at_once(num_columns))
-    blocks = _blocks(stored, 256 if form.is_nested else GROUP)
-    for some_N, blocks_NGX in zip(orders, blocks, strict=True):
+    num_rows = rows_at_once(num_columns)
+    for i, blocks_NGX in enumerate(_blocks(stored, 256 if form.is_nested else GROUP)):
         if form == Form.Q6_K:
             parts = _parts_of_6_bits(blocks_NGX)
         elif form.is_nested:
@@ -59,7 +59,11 @@ def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor) -> None:
             if zero := _zero(kind):
                 factors_NG.append(-zero * factors_NG[0])
             parts = [*split_bits(quants_NGQ, form.bits), *factors_NG]
-        place_NX[some_N] = pack(form, num_columns, *parts)
+        some = slice(i * num_rows, (i + 1) * num_rows)
+        if order_N is None:
+            pack(form, num_columns, *parts, out=place_NX[some])
+        else:
+            place_NX[order_N[some]] = pack(form, num_columns, *parts)
 
 
 def _blocks(stored: "StoredTensor", num_weights: int) -> Iterator[Tensor]:
@@ -96,7 +100,8 @@ def _parts_with_minima(blocks_NGX: Tensor) -> list[Tensor]:
     """Of Q4_K and Q5_K: bits of q lie as the kernels want them; scales and minima, 8 of each, have
     four bits of the latter ones apart from two others."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
-    *units, scales, high, low = blocks_NGX.split(sizes, 2)
+    unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
+    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
     first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
     minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)

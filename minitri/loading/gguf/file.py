@@ -157,13 +157,8 @@ class GgufFile:
             if name == _ROPE_DIVISORS:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
-                order = torch.arange(stored.shape[0])
-                heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-                is_paired = self._architecture == "llama" and name.split(".")[-2] in heads
-                if is_paired:  # (0, 1), (2, 3), ... of each head come from (i, i + D/2)
-                    by_half = order.view(heads[name.split(".")[-2]], 2, -1)
-                    order = by_half.transpose(1, 2).flatten()
                 form = FORMS.get(stored.type.name)
+                order = self._order(name, stored.shape[0], config)
                 if packed and name in packed:
                     weight = packed[name]
                     repack(stored, weight, order)
@@ -172,6 +167,15 @@ class GgufFile:
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
-                if is_paired and weight.is_floating_point():
+                if order is not None and weight.is_floating_point():
                     weight = weight[order.argsort()]
             yield name, weight
+
+    def _order(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
+        """Where the rows of a tensor belong, if not where they stand: those of q and k, pairs (0,
+        1), (2, 3), ... of each head, go to (i, i + D/2)."""
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        part = name.split(".")[-2]
+        if self._architecture != "llama" or part not in heads:
+            return None
+        return torch.arange(num_rows).view(heads[part], 2, -1).transpose(1, 2).flatten()
