@@ -22,14 +22,13 @@ from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
-from minitri.model.llama import Layer, Layers, Llama, Pass
+from minitri.model.llama import Attention, Layer, Layers, Llama, Pass
 from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
 
 TILE = 256
 """Rows of a matrix product where their number decides the last bits."""
-PARTS = ("q_proj", "k_proj", "v_proj")
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
@@ -225,19 +224,22 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 def split_projections(
     model: Llama, stored: Mapping[tuple[str, tuple[int, ...]], Form], kernels: Kernels
 ) -> None:
-    """Gives q, k and v their own layers, empty ones, where a file has them in several forms."""
-    for i, layer in enumerate(model.layers):
-        attention = layer.self_attn
-        fused = attention.qkv_proj
-        E, dtype, bias = fused.in_features, fused.dtype, fused.bias is not None
-        sizes = {name: n * attention.head_dim for name, n in zip(PARTS, attention.heads, strict=True)}
-        paths = {name: f"model.layers.{i}.self_attn.{name}.weight" for name in sizes}
-        if len({stored.get((paths[name], (n, E))) for name, n in sizes.items()}) > 1:
+    """Gives q, k and v layers of their own, empty ones, where a file has them in several forms."""
+    for path, attention in [*model.named_modules()]:
+        if not isinstance(attention, Attention):
+            continue
+        E, has_bias = attention.qkv_proj.in_features, attention.qkv_proj.bias is not None
+        names = {
+            f"{part}_proj": count * attention.head_dim
+            for part, count in zip("qkv", attention.heads, strict=True)
+        }
+        keys = ((f"model.{path}.{name}.weight", (N, E)) for name, N in names.items())
+        if len({stored.get(key) for key in keys}) > 1:
             parts = {
-                name: KernelLinear(Linear.empty(E, n, dtype=dtype, bias=bias), kernels)
-                for name, n in sizes.items()
+                name: KernelLinear(Linear.empty(E, N, dtype=model.dtype, bias=has_bias), kernels)
+                for name, N in names.items()
             }
-            attention.qkv_proj = KernelParts(parts)
+            model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
 
 
 def keep_quantized(

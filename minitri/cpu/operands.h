@@ -41,22 +41,20 @@ struct Widened {
     struct Quants { Vec low, high; };  // a group
     template <int BITS>  // two groups from the parts of a row, see `quantized.h`; of `high` from bit `at` on
     static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
-        typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-        typedef int8_t Signed __attribute__((vector_size(16), aligned(1), may_alias));
         constexpr int OTHERS = BITS - 4;
         for (int i = 0; i < 4; ++i) {
             Vec& to = i % 2 ? w[i / 2].high : w[i / 2].low;
             if (BITS == 8) {
-                to = __builtin_convertvector(*(const Signed*)(low + i * LANES), Vec);
+                to = ::as_floats(load_bytes<int8_t>(low + i * LANES));
                 continue;
             }
-            const Ints two = __builtin_convertvector(*(const Bytes*)(low + i % 2 * LANES), Ints);
+            const Ints two = load_bytes<uint8_t>(low + i % 2 * LANES);
             Ints q = i < 2 ? two & 15 : two >> 4;
             if (OTHERS > 0) {
-                const Ints others = __builtin_convertvector(*(const Bytes*)(high + i % 2 * LANES), Ints);
+                const Ints others = load_bytes<uint8_t>(high + i % 2 * LANES);
                 q |= (others >> (at + i / 2 * OTHERS) & ((1 << OTHERS) - 1)) << 4;
             }
-            to = __builtin_convertvector(BITS == 6 ? q - 32 : q, Vec);
+            to = as_floats(BITS == 6 ? q - 32 : q);
         }
     }
     template <int SCALES>  // of a group: one, or one for each half

@@ -38,11 +38,6 @@ inline Vec some(const Float16* p, int64_t n) {
     return load(padded);
 }
 
-template <class Bytes>
-inline Vec integers(const uint8_t* p) {
-    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Ints), Vec);
-}
-
 // A row of weights by groups of 32: number = scale q + offset. It holds one part after the other:
 //   low     4 bits of every q: byte i of 32 has q number i of a group in its low half, and of the
 //           next group in its high one. Or all of them: q of 8 bits are bytes, from -128 on.
@@ -78,17 +73,15 @@ struct Layout {
             store(scale, some(halves + g, here));
             return HAS_OFFSETS ? some(halves + groups + g, here) : Vec{};
         }
-        typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-        typedef int8_t Signed __attribute__((vector_size(16), aligned(1), may_alias));
         const auto* unit = halves + g / 8;
         const uint8_t* in_units = row + scales + units * (HAS_OFFSETS ? 4 : 2) + g * SCALES;
         if (HAS_OFFSETS) {
-            store(scale, halves_of(unit) * integers<Bytes>(in_units));
-            return halves_of(unit + units) * integers<Bytes>(in_units + units * 8);
+            store(scale, halves_of(unit) * as_floats(load_bytes<uint8_t>(in_units)));
+            return halves_of(unit + units) * as_floats(load_bytes<uint8_t>(in_units + units * 8));
         }
         for (int i = 0; i < 2; ++i) {
             const Vec one = splat(widen(unit[i]));
-            store(scale + i * LANES, one * integers<Signed>(in_units + i * LANES));
+            store(scale + i * LANES, one * as_floats(load_bytes<int8_t>(in_units + i * LANES)));
         }
         return Vec{};
     }

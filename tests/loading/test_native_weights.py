@@ -102,8 +102,8 @@ def prefilled(model):
 
 @pytest.mark.parametrize("kind", FORMS)
 def test_repacked_numbers_are_the_dequantized_ones(kind):
-    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; of K-quants
-    any scales and minima, and rows in another order."""
+    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; any
+    scales and minima of K-quants; and rows in another order."""
     stored_as, form, random = gguf.GGMLQuantizationType[kind], FORMS[kind], np.random.default_rng(0)
     block, num_bytes = gguf.GGML_QUANT_SIZES[stored_as]
     order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
@@ -164,7 +164,7 @@ def assert_near(model, path):
     assert error < ROUNDING["float32"]
 
 
-def test_matrices_stay_quantized_where_what_shares_a_product_has_one_form(weights, tmp_path, caplog):
+def test_matrices_stay_quantized_where_a_product_has_one_form(weights, tmp_path, caplog):
     for others, num_kept in (
         ({"v_proj": "F16"}, "11 of 13"),
         ({"down_proj": "Q5_0", "o_proj": "BF16"}, "7 of 9"),
@@ -233,7 +233,7 @@ def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_pa
     assert texts[0] == texts[1]
 
 
-def test_weights_stay_quantized_where_no_others_fit_into_memory(wide, tmp_path, monkeypatch, caplog):
+def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatch, caplog):
     """By default, in which case no copy is made, either; the log says why."""
     path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
     needed = sum(math.prod(it.shape) for it in gguf.GGUFReader(path).tensors) * 4
