@@ -117,9 +117,11 @@ void dequantize(bool is_nested, const DequantizeArguments& a) {
                 form.template unpack<Widened<T>>(row, g, w);
                 for (int64_t half = 0; half < std::min<int64_t>(2, form.groups - g); ++half) {
                     const float* s = scale + (i + half) * Form::SCALES;
+                    Vec low = w[half].low * s[0], high = w[half].high * s[Form::SCALES - 1];
+                    if (Form::HAS_OFFSETS) low += offset[i + half], high += offset[i + half];
                     float wide[GROUP];
-                    store(wide, w[half].low * s[0] + offset[i + half]);
-                    store(wide + LANES, w[half].high * s[Form::SCALES - 1] + offset[i + half]);
+                    store(wide, low);
+                    store(wide + LANES, high);
                     for (float number : wide) narrow(number, out++);
                 }
             }

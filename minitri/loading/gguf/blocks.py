@@ -1,5 +1,4 @@
-"""Quantized matrices of a GGUF file, as plain numbers or repacked for the CPU kernels (layout:
-`cpu/quantized.py`).
+"""Quantized matrices of a GGUF file, repacked for the CPU kernels (layout: `cpu/quantized.py`).
 
 A row is a chain of blocks. One of 32 weights holds their scale d, in Q4_1 and Q5_1 their offset m,
 both float16, in 5 bits the highest bit of each q, and the q: in less than 8 bits, 16 bytes whose
@@ -26,22 +25,6 @@ FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
 """Types that the kernels can read, and what they become."""
 
 
-def unpack(stored: "StoredTensor") -> Tensor:
-    """A matrix of a type without units in float32: the bits that the `gguf` package gives it, in
-    less than half the time on two cores."""
-    weight_NE = torch.empty(stored.shape)
-    parts = weight_NE.split(rows_at_once(stored.shape[1]))
-    for part_NE, blocks_NGX in zip(parts, _blocks(stored, GROUP), strict=True):
-        quants_NGQ, scales_NG, *offsets_NG = _numbers(stored.type.name, blocks_NGX)
-        place_NGQ = part_NE.unflatten(1, (-1, GROUP)).copy_(quants_NGQ)
-        if zero := _zero(stored.type.name):
-            place_NGQ.sub_(zero)
-        place_NGQ.mul_(scales_NG[..., None].float())
-        if offsets_NG:
-            place_NGQ.add_(offsets_NG[0][..., None].float())
-    return weight_NE
-
-
 def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor | None = None) -> None:
     """Puts a matrix where the kernels are to read it, its n-th row at the `order_N[n]`-th or n-th
     place."""
@@ -56,14 +39,20 @@ def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor | None = No
             parts = _parts_with_minima(blocks_NGX)
         else:
             quants_NGQ, *factors_NG = _numbers(kind, blocks_NGX)
-            if zero := _zero(kind):
-                factors_NG.append(-zero * factors_NG[0])
+            if form != Form.Q8 and len(factors_NG) == 1:
+                factors_NG.append(-(1 << form.bits - 1) * factors_NG[0])
             parts = [*split_bits(quants_NGQ, form.bits), *factors_NG]
         some = slice(i * num_rows, (i + 1) * num_rows)
         if order_N is None:
             pack(form, num_columns, *parts, out=place_NX[some])
         else:
             place_NX[order_N[some]] = pack(form, num_columns, *parts)
+
+
+def keeps_zeros(stored: "StoredTensor") -> bool:
+    """Whether what the kernels dequantize are the bits that the `gguf` package gives: in a matrix
+    but for Q4_0 and Q5_0, where zeros lose their signs, on which the weights' checksum depends."""
+    return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
 
 
 def _blocks(stored: "StoredTensor", num_weights: int) -> Iterator[Tensor]:
@@ -74,11 +63,6 @@ def _blocks(stored: "StoredTensor", num_weights: int) -> Iterator[Tensor]:
         rows = stored.data[begin : begin + num_rows].copy()  # the file is mapped for reading only
         yield torch.from_numpy(rows).unflatten(1, (num_blocks, -1))
         stored.release()
-
-
-def _zero(kind: str) -> int:
-    """What is subtracted from each q."""
-    return {"Q4_0": 8, "Q5_0": 16}.get(kind, 0)
 
 
 def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
