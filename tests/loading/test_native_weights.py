@@ -1,4 +1,4 @@
-"""`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives."""
+"""`--weights native`: a GGUF file's own 4 to 8 bits give what the dequantized model gives."""
 
 import functools
 import logging
