@@ -1,7 +1,7 @@
 """The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
 
 A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
-takes the plain layers, but for attention and RoPE. Weights may have 4 or 8 bits.
+takes the plain layers, but for attention and RoPE. Weights may have 4 to 8 bits.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -18,11 +18,11 @@ from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernels import Kernels, require, struct_of
-from minitri.cpu.quantized import GROUP, dequantize, quantize, row_widths
+from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
-from minitri.model.llama import Layer, Layers, Llama, Pass
+from minitri.model.llama import Attention, Layer, Layers, Llama, Pass
 from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
@@ -37,15 +37,19 @@ class KernelLinear(Linear):
     """y = x W^T + b for long blocks; a short pass reads weights and bias by itself."""
 
     def __init__(
-        self, like: Linear, kernels: Kernels, packed_NX: Tensor | None = None, bits: int = 16
+        self,
+        like: Linear,
+        kernels: Kernels,
+        packed_NX: Tensor | None = None,
+        form: Form = Form.PLAIN,
     ) -> None:
-        """Shares weights and bias of another layer, or has weights of 4 or 8 bits instead."""
+        """Shares weights and bias of another layer, or has weights in another form instead."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
         self.dtype = like.weight.dtype
         self.kernels = kernels
-        self.bits = bits
+        self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.plain_weight(x.dtype)
@@ -65,9 +69,16 @@ class KernelLinear(Linear):
         """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
         number type."""
         weight = self.weight[rows]
-        if self.bits == 16:
+        if self.form == Form.PLAIN:
             return weight
-        return dequantize(weight, self.in_features, self.bits, dtype)
+        return self.kernels.dequantize(weight, self.in_features, self.form, dtype)
+
+
+class KernelParts(nn.ModuleDict):
+    """A fused projection whose parts have weights in several forms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.values()], -1)
 
 
 @lru_cache
@@ -93,7 +104,7 @@ class KernelHead(KernelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
             return super().forward(x)
-        return self.kernels.linear(x, self.weight, self.bits, bias=self.bias, is_wide=self.is_wide)
+        return self.kernels.linear(x, self.weight, self.form, bias=self.bias, is_wide=self.is_wide)
 
 
 class KernelTiedHead(KernelHead, TiedHead):
@@ -150,7 +161,7 @@ class KernelLayers(Layers):
             *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in turns),
             all(it.is_contiguous() for it in turns),
             len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
-            (len(self), attention.heads[1], attention.qkv_proj.in_features) == (L, K, E),
+            (len(self), attention.heads[1], first.mlp.gate_up_proj.in_features) == (L, K, E),
             shared.rule_TT is None or shared.rule_TT.shape == (T, T),
             queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
             queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
@@ -184,9 +195,13 @@ def weights_of(layer: nn.Module) -> list[Tensor | int | None]:
     head_norms = (attention.q_norm, attention.k_norm)
     norms = (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
     fields: list[Tensor | int | None] = [getattr(norm, "weight", None) for norm in norms]
-    for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+    qkv = attention.qkv_proj
+    parts = [*qkv.values()] if isinstance(qkv, KernelParts) else [qkv]
+    for linear in (*parts, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
         assert isinstance(linear, KernelLinear)
-        fields += [linear.weight, linear.bias, linear.out_features, linear.in_features, linear.bits]
+        fields += [linear.weight, linear.bias, linear.out_features, linear.in_features, linear.form]
+        if linear is qkv:
+            fields += [None] * 10  # it is all three parts
     return fields
 
 
@@ -206,14 +221,37 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     )
 
 
+def split_projections(
+    model: Llama, stored: Mapping[tuple[str, tuple[int, ...]], Form], kernels: Kernels
+) -> None:
+    """Gives q, k and v layers of their own, empty ones, where a file has them in several forms."""
+    for path, attention in [*model.named_modules()]:
+        if not isinstance(attention, Attention):
+            continue
+        E, has_bias = attention.qkv_proj.in_features, attention.qkv_proj.bias is not None
+        names = {
+            f"{part}_proj": count * attention.head_dim
+            for part, count in zip("qkv", attention.heads, strict=True)
+        }
+        keys = ((f"model.{path}.{name}.weight", (N, E)) for name, N in names.items())
+        if len({stored.get(key) for key in keys}) > 1:
+            parts = {
+                name: KernelLinear(Linear.empty(E, N, dtype=model.dtype, bias=has_bias), kernels)
+                for name, N in names.items()
+            }
+            model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
+
+
 def keep_quantized(
-    model: Llama, places: Mapping[str, Tensor], stored: Mapping[tuple[str, tuple[int, ...]], int]
+    model: Llama,
+    places: Mapping[str, Tensor],
+    stored: Mapping[tuple[str, tuple[int, ...]], Form],
 ) -> list[str]:
     """Makes the layers of a model on kernels quantized, and empty, where a file has them so.
 
     The tensors of the file fill `places`, views of weights; several fill a fused projection, which
-    needs all of them in as many bits. `stored` are the bits of the file's matrices, by name and
-    shape. Returns the names of those that are to come quantized.
+    needs all of them in one form. `stored` are the forms of the file's matrices, by name and shape.
+    Returns the names of those that are to come quantized.
     """
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
@@ -222,12 +260,12 @@ def keep_quantized(
     for path, layer in layers.items():
         own = layer.weight.untyped_storage().data_ptr()
         names = [name for name, home in homes.items() if home == own]
-        bits, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
-        if others or bits is None:
+        form, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
+        if others or form is None:
             continue
-        shape = (layer.out_features, sum(row_widths(layer.in_features, bits)))
+        shape = (layer.out_features, sum(row_widths(layer.in_features, form)))
         packed_NX = torch.empty(shape, dtype=torch.uint8)
-        model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, bits))
+        model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, form))
         num_kept += 1
         kept += names
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
@@ -241,11 +279,11 @@ def quantized_copy(model: Llama) -> Llama:
     Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:
-        bits = 8 if isinstance(layer, KernelHead) else 4
-        if layer.in_features % GROUP or layer.bits <= bits:
+        form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
+        if layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
-        packed_NX = quantize(layer.plain_weight(torch.float32), bits)
-        return type(layer)(layer, layer.kernels, packed_NX, bits)
+        packed_NX = quantize(layer.plain_weight(torch.float32), form.bits)
+        return type(layer)(layer, layer.kernels, packed_NX, form)
 
     factories: Factories = {
         **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead), quantized),

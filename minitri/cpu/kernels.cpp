@@ -64,13 +64,13 @@ void rotate(const RotateArguments& a) {
 
 struct Matrix {
     const void *weights, *bias;
-    int64_t N, E, bits;       // as in `LinearArguments`
+    int64_t N, E, form;       // as in `linear_of`
 };
 
 struct LayerWeights {
     const void *input_norm, *post_norm;
     const void *q_norm, *k_norm;  // (D): of every head of q and of k before RoPE; or null
-    Matrix qkv, o, gate_up, down;
+    Matrix qkv[3], o, gate_up, down;  // q, k and v where their forms differ; else all in the first one
 };
 
 struct PassArguments {
@@ -135,15 +135,19 @@ void pass(const PassArguments& p) {
         p.seconds[part] += taken.count();
     };
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
-                       void* out, bool is_gated) {
+                       void* out, int64_t stride, bool is_gated) {
         timed(0, [&] {
-            linear_of<Op>(int(m.bits), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
+            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
                                         is_gated, false, p.num_threads, p.eps});
         });
     };
     for (int64_t i = 0; i < p.L; ++i) {
         const LayerWeights& layer = p.layers[i];
-        project(p.x, layer.input_norm, layer.qkv, nullptr, qkv, false);
+        T* part = qkv;
+        for (const Matrix& m : layer.qkv) {
+            if (m.N > 0) project(p.x, layer.input_norm, m, nullptr, part, width, false);
+            part += m.N;
+        }
         rotate_and_write(p, i, qkv, queries);
         const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         const T *values = static_cast<T*>(p.values) + i * p.kv_layer;
@@ -151,9 +155,9 @@ void pass(const PassArguments& p) {
             attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
                            p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.num_threads}, true);
         });
-        project(mixed, nullptr, layer.o, p.x, p.x, false);
-        project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, true);
-        project(inner, nullptr, layer.down, p.x, p.x, false);
+        project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
+        project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
+        project(inner, nullptr, layer.down, p.x, p.x, p.E, false);
     }
 }
 
@@ -196,11 +200,19 @@ int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
     });
 }
 
-int minitri_linear(int dtype, int bits, const LinearArguments* a) {
+int minitri_linear(int dtype, int form, const LinearArguments* a) {
     return outcome([&] {
-        if (dtype == 0) linear_of<Widened<float>>(bits, *a);
-        if (dtype == 1) linear_of<BFloat16Operand>(bits, *a);
-        if (dtype == 2) linear_of<Widened<Float16>>(bits, *a);
+        if (dtype == 0) linear_of<Widened<float>>(form, *a);
+        if (dtype == 1) linear_of<BFloat16Operand>(form, *a);
+        if (dtype == 2) linear_of<Widened<Float16>>(form, *a);
+    });
+}
+
+int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {
+    return outcome([&] {
+        if (dtype == 0) dequantize_of<float>(form, *a);
+        if (dtype == 1) dequantize_of<BFloat16>(form, *a);
+        if (dtype == 2) dequantize_of<Float16>(form, *a);
     });
 }
 

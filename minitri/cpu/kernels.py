@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitri.cpu.build import SOURCE, load_library
-from minitri.cpu.quantized import GROUP, row_widths
+from minitri.cpu.quantized import GROUP, Form, row_widths
 from minitri.errors import shorten
 from minitri.log import log
 
@@ -105,33 +105,46 @@ class Kernels:
         self,
         x: Tensor,
         weight: Tensor,
-        bits: int = 16,
+        form: int = Form.PLAIN,
         *,
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
         """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
 
-        `weight` is (N, E) in the dtype of x, or with 4 or 8 `bits` what `quantized.py` makes of it.
+        `weight` is (N, E) in the dtype of x, or in another form what `quantized.py` makes of it.
         """
         x = x.contiguous()
         E = x.shape[-1]
         N = len(weight)
-        form = (x.dtype, E) if bits == 16 else (torch.uint8, sum(row_widths(E, bits)))
+        is_plain = form == Form.PLAIN
+        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, N, sum(row_widths(E, form)))
         require(
-            (weight.dtype, *weight.shape) == (form[0], N, form[1]) and weight.is_contiguous(),
+            (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
             bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
-            bits == 16 or E % GROUP == 0,
+            is_plain or E % GROUP == 0,
             tensors=(x, weight, bias),
         )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
         norm = residual = is_gated = eps = None
         arguments = struct_of(
             *(x, norm, weight, bias, residual, out),
-            *(x.numel() // E, E, N, is_gated, is_wide, self.num_threads, eps),
+            *(x.numel() // E, E, N, N, is_gated, is_wide, self.num_threads, eps),
         )
-        self.call("linear", x.dtype, bits, arguments)
+        self.call("linear", x.dtype, form, arguments)
         return out
+
+    def dequantize(self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype) -> Tensor:
+        """The matrix, (N, E), computed in float32."""
+        N = len(packed_NX)
+        require(
+            (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, N, sum(row_widths(E, form))),
+            packed_NX.is_contiguous() and E % GROUP == 0,
+            tensors=(packed_NX,),
+        )
+        out_NE = torch.empty(N, E, dtype=dtype)
+        self.call("dequantize", dtype, form, struct_of(packed_NX, out_NE, N, E, self.num_threads))
+        return out_NE
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""

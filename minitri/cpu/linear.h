@@ -1,17 +1,15 @@
-// Linear layers over weights of 16 or 32, 8 or 4 bits, with what stands around them.
+// Linear layers over weights of 16 or 32, or of 4 to 8 bits, with what stands around them.
 
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include "attention.h"
+#include "quantized.h"
 
 namespace {
 
-// Weights (N, E) in one of three forms, by rows: plain numbers; or groups of 32 numbers, number =
-// scale q + offset, with q of 4 or 8 bits. A quantized row holds the q of all groups, padded to whole
-// pairs of groups; the groups' scales and, in 4 bits, their offsets, as float16. In 4 bits byte i
-// of 32 holds q number i of a group in its low half, and of the next group in its high one.
+// Weights (N, E) are plain numbers, or as `quantized.h` says.
 struct LinearArguments {
     const void* x;            // (R, E)
     const void* norm;         // (E): x passes through an RMSNorm first; or null
@@ -20,13 +18,13 @@ struct LinearArguments {
     const void* residual;     // (R, outputs) or null, added last
     void* out;                // (R, outputs)
     int64_t R, E, N;
+    int64_t stride;           // from a row of the residual and of out to the next
     int64_t is_gated;         // outputs N / 2: silu(first half) * second half
     int64_t is_wide;          // out is float32, whatever x is
     int64_t num_threads;
     double eps;
 };
 
-constexpr int GROUP = 32;     // numbers that share a scale
 constexpr int64_t TASKS_PER_THREAD = 8;  // so that whoever is late holds nobody up for long
 constexpr int64_t PREFETCH = 4096;  // bytes
 constexpr int OUTPUTS = 4;    // outputs of a tile, with TILE_ROWS rows: 24 sums in registers
@@ -85,63 +83,47 @@ struct Plain {
     }
 };
 
-// Numbers of 4 or 8 bits.
+// Numbers of 4 to 8 bits.
 template <class Op, int BITS>
-struct Quantized {
+struct Quantized : Layout<BITS> {
     using Operand = Op;
-    static constexpr bool HAS_OFFSETS = BITS == 4;
-    const uint8_t* weights;
-    int64_t groups, quant_bytes, row_bytes;
-    explicit Quantized(const LinearArguments& a)
-        : weights(static_cast<const uint8_t*>(a.weights)), groups(a.E / GROUP),
-          quant_bytes((a.E + 63) / 64 * 64 * BITS / 8),
-          row_bytes(quant_bytes + groups * 2 * (BITS == 4 ? 2 : 1)) {}
-
-    static Vec some(const Float16* p, int64_t n) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-        const __mmask16 known = n >= LANES ? 0xffff : (1u << n) - 1;
-        return (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(known, p));
-#endif
-        if (n >= LANES) return load(p);
-        Float16 padded[LANES] = {};
-        std::copy(p, p + n, padded);
-        return load(padded);
-    }
+    using Form = Layout<BITS>;
+    Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
     template <int M>
     void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[][OUTPUTS]) const {
         Vec local[M][OUTPUTS] = {};
         const uint8_t* row[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; ++o) row[o] = weights + (first + std::min(o, count - 1)) * row_bytes;
-        const int64_t ahead = prefetch_distance(row_bytes);
-        for (int64_t g = 0; g < groups; g += LANES) {
-            const int64_t here = std::min<int64_t>(LANES, groups - g);
-            alignas(64) float scale[OUTPUTS][LANES];
+        for (int o = 0; o < OUTPUTS; ++o) {
+            row[o] = Form::weights + (first + std::min(o, count - 1)) * Form::row_bytes;
+        }
+        const int64_t ahead = prefetch_distance(Form::row_bytes);
+        for (int64_t g = 0; g < Form::groups; g += LANES) {
+            alignas(64) float scale[OUTPUTS][LANES * Form::SCALES];
 #pragma GCC unroll 8
             for (int o = 0; o < OUTPUTS; ++o) {
-                const auto* scales = reinterpret_cast<const Float16*>(row[o] + quant_bytes) + g;
-                store(scale[o], some(scales, here));
-                if (BITS != 4) continue;
-                const Vec offset = some(scales + groups, here);
+                const Vec offset = Form::factors(row[o], g, scale[o]);
+                if (!Form::HAS_OFFSETS) continue;
 #pragma GCC unroll 8
                 for (int m = 0; m < M; ++m) {
                     local[m][o] += offset * load(rows.group_sums + m * rows.group_stride + g);
                 }
             }
+            const int64_t here = std::min<int64_t>(LANES, Form::groups - g);
             for (int64_t i = 0; i < here; i += 2) {
                 const auto* x = rows.x + (g + i) * GROUP / Op::STEP;
 #pragma GCC unroll 8
                 for (int o = 0; o < OUTPUTS; ++o) {
-                    const uint8_t* packed = row[o] + (g + i) * GROUP * BITS / 8;
-                    __builtin_prefetch(packed + ahead);
+                    __builtin_prefetch(row[o] + (g + i) * Form::LOW_BYTES + ahead);
                     typename Op::Quants w[2];
-                    Op::template unpack<BITS>(packed, w);
+                    Form::template unpack<Op>(row[o], g + i, w);
 #pragma GCC unroll 8
                     for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 2
-                        for (int half = 0; half < 2; ++half) {
-                            Vec part = Op::dot_quants(w[half], x + m * rows.stride + half * GROUP / Op::STEP);
-                            local[m][o] += part * scale[o][i + half];  // after the last group: 0
+                        for (int half = 0; half < 2; ++half) {  // after the last group scales are 0
+                            local[m][o] += Op::template dot_quants<Form::SCALES>(
+                                w[half], x + m * rows.stride + half * GROUP / Op::STEP,
+                                scale[o] + (i + half) * Form::SCALES);
                         }
                     }
                 }
@@ -228,10 +210,9 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
 }
 
 template <class Weights>
-void linear(const LinearArguments& a) {
+void linear(const Weights& weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
-    const Weights weights(a);
     const auto rows = prepare_rows<Op>(a, Weights::HAS_OFFSETS);
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
     constexpr int64_t CHUNK = LANES;  // outputs that are finished together
@@ -252,7 +233,7 @@ void linear(const LinearArguments& a) {
             }
             for (int64_t r = 0; r < a.R; ++r) {
                 for (int64_t i = 0; i < count; ++i) {
-                    const int64_t at = r * outputs + first + i;
+                    const int64_t at = r * a.stride + first + i;
                     float y = sums[r * CHUNK + i];
                     if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
                     if (a.residual) y += widen(static_cast<const T*>(a.residual)[at]);
@@ -265,10 +246,14 @@ void linear(const LinearArguments& a) {
 }
 
 template <class Op>
-void linear_of(int bits, const LinearArguments& a) {
-    if (bits == 4) linear<Quantized<Op, 4>>(a);
-    else if (bits == 8) linear<Quantized<Op, 8>>(a);
-    else linear<Plain<Op>>(a);
+void linear_of(int form, const LinearArguments& a) {
+    const int bits = form % NESTED;
+    const bool is_nested = form >= NESTED;
+    if (bits == 4) linear(Quantized<Op, 4>(a, is_nested), a);
+    else if (bits == 5) linear(Quantized<Op, 5>(a, is_nested), a);
+    else if (bits == 6) linear(Quantized<Op, 6>(a, is_nested), a);
+    else if (bits == 8) linear(Quantized<Op, 8>(a, is_nested), a);
+    else linear(Plain<Op>(a), a);
 }
 
 }  // namespace

@@ -39,6 +39,15 @@ inline Vec load(const Float16* p) {
     return (Vec)((Bits)scaled | infinite | ((half & 0x8000) << 16));
 }
 
+// 16 bytes as integers, whose signs count or not: in two steps, which compilers know how to do.
+template <class Byte>
+inline Ints load_bytes(const uint8_t* p) {
+    typedef Byte Bytes __attribute__((vector_size(16), aligned(1), may_alias));
+    typedef int16_t Shorts __attribute__((vector_size(32)));
+    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Shorts), Ints);
+}
+inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
+
 inline Vec splat(float x) { return Vec{} + x; }
 
 inline float widen(float x) { return x; }
@@ -49,6 +58,9 @@ inline float widen(BFloat16 x) {
     return wide;
 }
 inline float widen(Float16 x) {
+#ifdef __AVX512F__
+    return _mm512_cvtss_f32(_mm512_cvtph_ps(_mm256_set1_epi16(short(x.bits))));
+#endif
     Float16 all[LANES] = {x};
     return load(all)[0];
 }

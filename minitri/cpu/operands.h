@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include "numbers.h"
 
@@ -38,26 +39,42 @@ struct Widened {
     static Vec weight(Vec x) { return power_of_2(x); }  // of a value, in attention
 
     struct Quants { Vec low, high; };  // a group
-    template <int BITS>
-    static void unpack(const uint8_t* packed, Quants w[2]) {
-        typedef uint8_t Bytes __attribute__((vector_size(16), aligned(1), may_alias));
-        typedef int8_t Signed __attribute__((vector_size(16), aligned(1), may_alias));
+    template <int BITS>  // two groups from the parts of a row, see `quantized.h`; of `high` from bit `at` on
+    static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
+        constexpr int OTHERS = BITS - 4;
         for (int i = 0; i < 4; ++i) {
             Vec& to = i % 2 ? w[i / 2].high : w[i / 2].low;
-            if (BITS == 4) {
-                const Ints two = __builtin_convertvector(*(const Bytes*)(packed + i % 2 * LANES), Ints);
-                to = __builtin_convertvector(i < 2 ? two & 15 : two >> 4, Vec);
-            } else {
-                to = __builtin_convertvector(*(const Signed*)(packed + i * LANES), Vec);
+            if (BITS == 8) {
+                to = ::as_floats(load_bytes<int8_t>(low + i * LANES));
+                continue;
             }
+            const Ints two = load_bytes<uint8_t>(low + i % 2 * LANES);
+            Ints q = i < 2 ? two & 15 : two >> 4;
+            if (OTHERS > 0) {
+                const Ints others = load_bytes<uint8_t>(high + i % 2 * LANES);
+                q |= (others >> (at + i / 2 * OTHERS) & ((1 << OTHERS) - 1)) << 4;
+            }
+            to = as_floats(BITS == 6 ? q - 32 : q);
         }
     }
-    static Vec dot_quants(const Quants& w, const Unit* x) {
-        return w.low * load(x) + w.high * load(x + LANES);
+    template <int SCALES>  // of a group: one, or one for each half
+    static Vec dot_quants(const Quants& w, const Unit* x, const float* scale) {
+        if (SCALES == 1) return (w.low * load(x) + w.high * load(x + LANES)) * *scale;
+        return w.low * load(x) * scale[0] + w.high * load(x + LANES) * scale[1];
     }
 };
 
 #ifdef HAS_BF16_PAIRS
+// What q of few bits stand for in bfloat16: those of 4 bits twice, so that a fifth bit does not count.
+template <int BITS>
+struct Numbers {
+    alignas(64) inline static const auto table = [] {
+        std::array<BFloat16, 64> all;
+        for (int i = 0; i < 64; ++i) narrow(BITS == 6 ? i - 32.0f : float(i % (1 << BITS)), &all[i]);
+        return all;
+    }();
+};
+
 // Pairs of bfloat16: a lane holds two neighbours, whose products are added in one instruction.
 struct Pairs {
     using Stored = BFloat16;
@@ -95,29 +112,44 @@ struct Pairs {
 
     using Quants = __m512bh;  // a group
     template <int BITS>
-    static void unpack(const uint8_t* packed, Quants w[2]) {
-        if (BITS == 4) {
-            // bfloat16 of 0 to 15, twice: the fifth bit of an index is the other half's.
-            alignas(64) static const uint16_t NUMBERS[32] = {
-                0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170,
-                0x0000, 0x3f80, 0x4000, 0x4040, 0x4080, 0x40a0, 0x40c0, 0x40e0,
-                0x4100, 0x4110, 0x4120, 0x4130, 0x4140, 0x4150, 0x4160, 0x4170};
-            const __m512i numbers = _mm512_load_si512(NUMBERS);
-            const __m512i both = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)packed));
-            w[0] = (__m512bh)_mm512_permutexvar_epi16(both, numbers);
-            w[1] = (__m512bh)_mm512_permutexvar_epi16(_mm512_srli_epi16(both, 4), numbers);
+    static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
+        if (BITS == 8) {
+            for (int half = 0; half < 2; ++half) {
+                const __m128i* from = (const __m128i*)(low + half * 32);
+                __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
+                __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
+                w[half] = _mm512_cvtne2ps_pbh(second, first);
+            }
             return;
         }
+        const __m256i both = _mm256_loadu_si256((const __m256i*)low);
+        __m512i indices[2];  // bits above those of an index do not count
+        if (BITS == 4) {
+            indices[0] = _mm512_cvtepu8_epi16(both);
+            indices[1] = _mm512_srli_epi16(indices[0], 4);
+        } else {
+            const __m256i others = _mm256_loadu_si256((const __m256i*)high);
+            for (int half = 0; half < 2; ++half) {
+                const __m256i four = half ? _mm256_srli_epi16(both, 4) : both;
+                const __m256i more = _mm256_rorv_epi32(others, _mm256_set1_epi32(at + half * (BITS - 4) - 4));
+                indices[half] = _mm512_cvtepu8_epi16(  // the low four bits of one, the others of the other
+                    _mm256_ternarylogic_epi32(_mm256_set1_epi8(15), four, more, 0xca));
+            }
+        }
+        const __m512i table = _mm512_load_si512(Numbers<BITS>::table.data());
         for (int half = 0; half < 2; ++half) {
-            const __m128i* from = (const __m128i*)(packed + half * 32);
-            __m512 low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
-            __m512 high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
-            w[half] = _mm512_cvtne2ps_pbh(high, low);
+            w[half] = (__m512bh)_mm512_permutexvar_epi16(indices[half], table);
+            if (BITS != 6) continue;
+            const __m512i upper = _mm512_load_si512(Numbers<BITS>::table.data() + 32);
+            w[half] = (__m512bh)_mm512_permutex2var_epi16(table, indices[half], upper);
         }
     }
-    static Vec dot_quants(Quants w, const Unit* x) {
-        return (Vec)_mm512_dpbf16_ps(_mm512_setzero_ps(), w, (__m512bh)_mm512_loadu_si512(x));
+    template <int SCALES>
+    static Vec dot_quants(Quants w, const Unit* x, const float* scale) {
+        const __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), w, (__m512bh)_mm512_loadu_si512(x));
+        const __m512 first = _mm512_set1_ps(*scale);
+        if (SCALES == 1) return (Vec)sum * (Vec)first;
+        return (Vec)sum * (Vec)_mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(scale + 1));
     }
 };
 

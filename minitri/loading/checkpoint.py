@@ -19,12 +19,12 @@ from tqdm import tqdm
 
 from minitri.caches.snapshots import checksum
 from minitri.config import ModelConfig
-from minitri.cpu.kernel_layers import keep_quantized, use_kernels
+from minitri.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, explain, shorten
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import attention_for, kernels_for
-from minitri.loading.gguf.blocks import BITS
+from minitri.loading.gguf.blocks import FORMS
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
 from minitri.model.execution import Ranks
@@ -83,15 +83,18 @@ def load_model(
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
-    packed: list[str] = []
-    if native and isinstance(checkpoint, GgufFile):
-        packed = keep_quantized(model, placements(model), checkpoint.quantized())
+    packed: dict[str, Tensor] = {}
+    if native and kernels is not None and isinstance(checkpoint, GgufFile):
+        forms = checkpoint.quantized()
+        split_projections(model, forms, kernels)
+        kept = keep_quantized(model, placements(model), forms)
+        packed = {name: it for name, it in placements(model).items() if name in kept}
     if native and not packed:
         raise InputError(
-            f"weights=native needs a GGUF file with matrices of {', '.join(BITS)} and the "
+            f"weights=native needs a GGUF file with matrices of {', '.join(FORMS)} and the "
             f"compiled kernels, which {config.name} on {device} does not have; leave it out"
         )
-    _fill(model, checkpoint.tensors(config, packed), checkpoint.path, progress)
+    _fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):
@@ -143,7 +146,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
             block, module, kind = path.rsplit(".", 2)
             sizes = fused.get(module, {module: len(tensor)})
             for name, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
-                places[f"model.{block}.{name}.{kind}"] = rows
+                places[f"model.{block.removesuffix('.qkv_proj')}.{name}.{kind}"] = rows
         else:
             places[names.get(path, path)] = tensor
     return places

@@ -30,7 +30,7 @@ class ModelChoice:
     attention: str = one_of("auto", "auto", *BACKENDS)
     """Of short blocks on a GPU. Default: the first that works."""
     weights: str = one_of("auto", "auto", "native")
-    """Native keeps the 4 or 8 bits of a GGUF file. Default: in --dtype."""
+    """Native keeps the 4 to 8 bits of a GGUF file. Default: in --dtype, if memory suffices."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "same")
     """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
     the text stays the same. Default: int4 where compiled kernels run."""

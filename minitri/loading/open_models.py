@@ -5,11 +5,13 @@ So whatever is wrong with a prompt or a drafter is found before the minutes that
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
+from minitri.gpu.allocation import free_host_bytes
 from minitri.loading.checkpoint import Checkpoint, load_model, open_checkpoint
 from minitri.loading.devices import (
     attention_name,
@@ -61,15 +63,16 @@ class OpenModel:
         file = self.checkpoint
         has_copy = (
             isinstance(file, GgufFile)
-            and file.is_in_4_bits()
-            and choice.weights != "native"
+            and file.is_in_few_bits()
+            and not self._is_native
             and choice.draft_weights in ("auto", "int4")
             and join().count == 1
             and kernels_for(self._device, self.config) is not None
         )
         if not has_copy:
             model = self.load()
-            return model, retrieval_copy(model, choice.draft_weights)
+            is_short = self._is_native and choice.weights == choice.draft_weights == "auto"
+            return model, retrieval_copy(model, "same" if is_short else choice.draft_weights)
         with ThreadPoolExecutor(1) as pool:  # together they take half as long as in turns
             reading = pool.submit(
                 load_model, file, self.config, dtype=self._dtype, device=self._device, native=True
@@ -80,6 +83,23 @@ class OpenModel:
             copy.embed_tokens = model.embed_tokens
         return model, copy
 
+    @cached_property
+    def _is_native(self) -> bool:
+        """Whether weights stay quantized as the file has them: by choice, or where there is no
+        memory for more."""
+        file = self.checkpoint
+        is_open = self._choice.weights == "auto" and join().count == 1
+        if not is_open or not isinstance(file, GgufFile) or not file.quantized():
+            return self._choice.weights == "native"
+        needed, free = file.num_weights() * self._dtype.itemsize, free_host_bytes()
+        if needed <= free or kernels_for(self._device, self.config) is None:
+            return False
+        reason = "in %s they take %.1f GB, and %.1f GB of memory are free"
+        dtype = str(self._dtype).removeprefix("torch.")
+        problem = f"the weights of %s stay quantized as in their file: {reason}"
+        log.info(problem, self.config.name, dtype, needed / 1e9, free / 1e9)
+        return True
+
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""
         model = load_model(
@@ -89,7 +109,7 @@ class OpenModel:
             device=self._device,
             attention=self._choice.attention,
             target=target,
-            native=self._choice.weights == "native",
+            native=self._is_native,
             progress=self._progress,
             ranks=join() if target is None else Ranks(),  # a drafter is whole on every rank
         )

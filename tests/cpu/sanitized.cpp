@@ -22,6 +22,15 @@ std::vector<uint8_t> packed(size_t count, unsigned seed) {  // every scale is a 
     return all;
 }
 
+int64_t width_of(int form, int64_t E) {
+    const int bits = form % NESTED;
+    const bool is_nested = form >= NESTED;
+    if (bits == 8) return Layout<8>(nullptr, E, is_nested).row_bytes;
+    if (bits == 6) return Layout<6>(nullptr, E, is_nested).row_bytes;
+    if (bits == 5) return Layout<5>(nullptr, E, is_nested).row_bytes;
+    return Layout<4>(nullptr, E, is_nested).row_bytes;
+}
+
 template <class T>
 std::vector<T> results(int dtype, int threads) {
     std::vector<T> all;
@@ -44,19 +53,24 @@ std::vector<T> results(int dtype, int threads) {
             }
         }
     }
-    for (int64_t E : {576, 96, 33}) {
-        for (int bits : {16, 8, 4}) {
-            const int64_t R = 7, N = 530, G = E / GROUP;
-            if (bits < 16 && E % GROUP) continue;
-            const int64_t width = (G + G % 2) * GROUP * bits / 8 + 2 * G * (bits == 4 ? 2 : 1);
+    for (int64_t E : {768, 576, 96, 33}) {
+        for (int form : {16, 8, 4, 5, 36, 37, 38}) {
+            const int64_t R = 7, N = 530, block = form == 16 ? 1 : form < NESTED ? GROUP : 256;
+            if (E % block) continue;
+            const int64_t width = width_of(form, E);
             auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);
             auto small = packed(N * width, 7);
             std::vector<T> out(R * N);
-            const void* matrix = bits == 16 ? static_cast<const void*>(weights.data()) : small.data();
+            const void* matrix = form == 16 ? static_cast<const void*>(weights.data()) : small.data();
             LinearArguments a{x.data(), nullptr, matrix, bias.data(), nullptr, out.data(),
-                              R, E, N, 0, 0, threads, 1e-6};
-            ok(minitri_linear(dtype, bits, &a));
+                              R, E, N, N, 0, 0, threads, 1e-6};
+            ok(minitri_linear(dtype, form, &a));
             keep(out);
+            if (form == 16) continue;
+            std::vector<T> plain(N * E);
+            DequantizeArguments d{matrix, plain.data(), N, E, threads};
+            ok(minitri_dequantize(dtype, form, &d));
+            keep(plain);
         }
     }
     const int64_t L = 2, B = 2, T_ = 3, W = 2, E = 96, K = 2, H = 4, D = 24, S = 700, inner = 1088;
@@ -68,7 +82,10 @@ std::vector<T> results(int dtype, int threads) {
     std::vector<T> queries(L * B * W * H * D), turned(R * (H + K) * D), flat = filled<T>(R * total, 18);
     const std::vector<int64_t> lengths{S - T_, 0};
     LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(),
-                       {qkv.data(), nullptr, total, E, 16}, {o.data(), nullptr, E, H * D, 16},
+                       {{qkv.data(), nullptr, H * D, E, 16},
+                        {qkv.data() + H * D * E, nullptr, K * D, E, 16},
+                        {qkv.data() + (H + K) * D * E, nullptr, K * D, E, 16}},
+                       {o.data(), nullptr, E, H * D, 16},
                        {up.data(), nullptr, 2 * inner, E, 16}, {down.data(), nullptr, E, inner, 16}};
     const std::vector<LayerWeights> layers(L, layer);
     PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(), raw.data(),

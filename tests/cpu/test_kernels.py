@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import dequantize, quantize
+from minitri.cpu.quantized import GROUP, Form, pack, quantize, split_bits
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import resident_bytes
@@ -107,23 +107,50 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
 
 @every_dtype
 @pytest.mark.parametrize(
-    ("bits", "E"),
-    [(16, 576), (16, 48), (16, 33), *((n, E) for n in (4, 8) for E in (576, 32, 1056))],
+    ("form", "E"),
+    [(16, 576), (16, 48), (16, 33), *((n, E) for n in (4, 8) for E in (576, 32, 1056))]
+    + [(5, 32), (5, 576)]
+    + [(form, E) for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K) for E in (256, 2304)],
 )
 @pytest.mark.parametrize("R", [1, 4, 7, 25])
-def test_linear_equals_plain_formulas(kernels, dtype, bits, E, R):
-    """Odd and even numbers of quantized groups; outputs that fill no tile."""
+def test_linear_equals_plain_formulas(kernels, dtype, form, E, R):
+    """Odd and even numbers of quantized groups and units; outputs that fill no tile. To the bit, a
+    row depends on nothing but itself."""
     N = 90
     x, weight = random(1, R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
     bias = random(N, dtype=dtype, seed=3)
-    if bits < 16:
-        weight = quantize(weight, bits)
-    plain = weight if bits == 16 else dequantize(weight, E, bits)
+    if form < 16:
+        weight = quantized(N, E, Form(form)) if form == Form.Q5 else quantize(weight, form)
+    elif form > 16:
+        weight = quantized(N, E, form)
+    plain = weight
+    if form != 16:
+        plain, same = (
+            they.dequantize(weight, E, form, torch.float32) for they in (load_kernels(), kernels)
+        )
+        assert torch.equal(plain, same)
     exact = x.double() @ plain.double().T + bias
     for is_wide, tolerance in ((False, 3 * TOLERANCE[dtype]), (True, 2e-5)):
-        got = kernels.linear(x, weight, bits, bias=bias, is_wide=is_wide)
+        got = kernels.linear(x, weight, form, bias=bias, is_wide=is_wide)
         assert got.dtype == (torch.float32 if is_wide else dtype)
         assert (got - exact).abs().max() < tolerance
+        for some in (slice(R - 1, R), slice(R // 2)):
+            alone = kernels.linear(x[:, some], weight, form, bias=bias, is_wide=is_wide)
+            assert torch.equal(alone, got[:, some])
+
+
+def quantized(N, E, form):
+    """A matrix of any numbers, most of them below 2 / sqrt(E)."""
+    G, units, generator = E // GROUP, E // 256, torch.Generator().manual_seed(1)
+    quants = torch.randint(1 << form.bits, (N, G, GROUP), generator=generator, dtype=torch.uint8)
+    size = 2.0 ** (1 - form.bits) / E**0.5
+    factors = [random(N, G) * size, random(N, G, seed=2) / E**0.5]
+    if form.is_nested:
+        per_group = 2 if form == Form.Q6_K else 1
+        numbers = torch.randint(63, (2, N, G * per_group), generator=generator, dtype=torch.uint8)
+        factors = [random(N, units) * size / 32, random(N, units, seed=2) / 32 / E**0.5, *numbers]
+        factors = factors[::per_group]
+    return pack(form, E, *split_bits(quants, form.bits), *factors)
 
 
 @every_dtype

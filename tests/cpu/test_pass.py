@@ -13,6 +13,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_kernels
 from minitri.cpu.kernels import load_kernels
+from minitri.cpu.quantized import Form
 from minitri.model.llama import Block
 from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
@@ -216,7 +217,11 @@ total *= shrink; => ;
 if (e < E) { => if (false) {
 rows.x + m * rows.stride + e / => rows.x + e /
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-scale[o][i + half]; => scale[o][i];
+scale[o] + (i + half) * Form::SCALES => scale[o] + i * Form::SCALES
+halves_of(unit + units) * as => halves_of(unit) * as
+as_floats(load_bytes<uint8_t>(in_units + units * 8)); => as_floats(load_bytes<uint8_t>(in_units));
+others, _mm256_set1_epi32(at + half => others, _mm256_set1_epi32(at - half
+first, 0xff00, => first, 0xffff,
 (p.values) + at) => (p.values) + at + p.kv_slot)
 std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)
@@ -243,6 +248,8 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
         claims.test_what_is_not_finite_is_never_hidden(wrong, torch.float32, 1)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 16, 48, 7)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 4, 576, 7)
+        for form in (Form.Q5_K, Form.Q6_K):
+            claims.test_linear_equals_plain_formulas(wrong, dtype, form, 2304, 7)
         for case in ((1, False, 1), (5, True, 1), (2, False, 1e-6)):
             test_a_pass_computes_and_writes_what_the_plain_layers_do(
                 wrong, "streaming", torch.float32, *case

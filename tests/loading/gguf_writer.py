@@ -21,6 +21,21 @@ def stored_name(name: str) -> str:
     return f"{NAMES.get_name(stem)}.{kind}"
 
 
+def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+    """Rows of blocks; those of K-quants hold any numbers, of about the size of 0.05."""
+    if not kind.name.endswith("_K"):
+        return gguf.quantize(values, kind)
+    num_bytes = gguf.GGML_QUANT_SIZES[kind][1]
+    random = np.random.default_rng(values.size)
+    shape = (len(values), values.shape[1] // 256)
+    blocks = random.integers(0, 256, (*shape, num_bytes), np.uint8)
+    units = {"Q4_K": (2e-4, 1.5e-3), "Q5_K": (1e-4, 1.6e-3), "Q6_K": (4e-5,)}[kind.name]
+    numbers = (units * random.uniform(0.5, 1.5, (*shape, len(units)))).astype("<f2").view(np.uint8)
+    at = slice(-2, None) if kind.name == "Q6_K" else slice(4)
+    blocks[..., at] = numbers
+    return blocks.reshape(len(values), -1)
+
+
 def _header(path: Path, config: ModelConfig, architecture: str = "llama") -> gguf.GGUFWriter:
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.context_length)
@@ -50,7 +65,7 @@ def _finish(
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         quantization = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-        stored = gguf.quantize(values, quantization)
+        stored = quantized(values, quantization)
         writer.add_tensor(stored_name(name), stored, raw_dtype=quantization)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -1,7 +1,8 @@
-"""`--weights native`: a GGUF file's own 4 and 8 bits give what the dequantized model gives."""
+"""`--weights native`: a GGUF file's own 4 to 8 bits give what the dequantized model gives."""
 
 import functools
 import logging
+import math
 import time
 
 import gguf
@@ -13,9 +14,9 @@ import minitri
 from minitri import InputError
 from minitri.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import dequantize
+from minitri.cpu.quantized import Form, row_widths
 from minitri.loading import devices
-from minitri.loading.gguf.blocks import BITS, repack, unpack
+from minitri.loading.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.loading.gguf.container import StoredTensor
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
@@ -23,7 +24,7 @@ from minitri.roofline import bytes_per_pass
 from minitri.settings import LONGEST_BLOCK
 from tests.cascades import WARM, settings_of, texts_of
 from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
-from tests.loading.gguf_writer import stored_name, write_gguf
+from tests.loading.gguf_writer import quantized, stored_name, write_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -40,9 +41,20 @@ def weights(request, tmp_path_factory):
     return Folder(write_hf_folder(folder, tie_word_embeddings=request.param == "tied"))
 
 
-@pytest.fixture(scope="module", params=BITS)
-def file(request, weights, tmp_path_factory):
-    return write(weights, tmp_path_factory.mktemp("files") / "tiny.gguf", request.param)
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """For K-quants; numbers of blocks in a row are odd and even."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return Folder(write_hf_folder(tmp_path_factory.mktemp("models") / "wide", **shape))
+
+
+@pytest.fixture(scope="module", params=[*FORMS, "Q4_K_M"])
+def file(request, weights, wide, tmp_path_factory):
+    kind = request.param
+    folder = wide if "_K" in kind else weights
+    mixed = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+    path = tmp_path_factory.mktemp("files") / "tiny.gguf"
+    return write(folder, path, kind.removesuffix("_M"), **(mixed if kind == "Q4_K_M" else {}))
 
 
 def write(weights, path, kind, **others):
@@ -60,7 +72,7 @@ def write(weights, path, kind, **others):
 
     def add(writer):
         for name, (tensor, other) in apart.items():
-            values = gguf.quantize(tensor.numpy(), other)
+            values = quantized(tensor.numpy(), other)
             writer.add_tensor(stored_name(name), values, raw_dtype=other)
 
     return write_gguf(path, config, byte_level_tokenizer(), tensors, kind=kind, add=add)
@@ -88,22 +100,35 @@ def prefilled(model):
     return read_block(model, [TEXT.tolist()], cache)
 
 
-@pytest.mark.parametrize("kind", BITS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_repacked_numbers_are_the_dequantized_ones(kind):
-    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups."""
-    kinds, random = gguf.GGMLQuantizationType, np.random.default_rng(0)
-    factor_bytes = 4 if kind == "Q4_1" else 2
-    for E in (32, 96, 576):
-        stored = gguf.quantize(random.normal(size=(70, E)).astype(np.float32), kinds[kind])
-        blocks = stored.reshape(70, E // 32, -1)
-        blocks[1:30, :, factor_bytes:] = random.integers(0, 256, (29, E // 32, 1))
-        blocks[30:, :, factor_bytes:] = random.integers(0, 256, blocks[30:, :, factor_bytes:].shape)
-        blocks[0, :, :factor_bytes] = 0
-        blocks[1:20, :, :factor_bytes] = [3, 128] * (factor_bytes // 2)  # -3 / 2^24
-        wanted = torch.from_numpy(gguf.dequantize(stored, kinds[kind]))
-        matrix = StoredTensor(kinds[kind], (70, E), stored)
-        assert torch.equal(dequantize(repack(matrix), E, BITS[kind]), wanted)
-        assert torch.equal(*(it.view(torch.int32) for it in (unpack(matrix), wanted)))
+    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; any
+    scales and minima of K-quants; and rows in another order."""
+    stored_as, form, random = gguf.GGMLQuantizationType[kind], FORMS[kind], np.random.default_rng(0)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[stored_as]
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    for E in (block, 3 * block, 18 * block):
+        blocks = random.integers(0, 256, (70, E // block, num_bytes), np.uint8)
+        factors = blocks[..., -2:] if kind == "Q6_K" else blocks[..., : 4 if offsets(kind) else 2]
+        numbers = random.normal(size=(*factors.shape[:2], factors.shape[2] // 2))
+        factors[:] = numbers.astype("<f2").view(np.uint8)
+        factors[0] = 0
+        factors[1:20] = [3, 128] * (factors.shape[2] // 2)  # -3 / 2^24
+        stored = blocks.reshape(70, -1)
+        wanted = torch.from_numpy(gguf.dequantize(stored, stored_as))
+        matrix = StoredTensor(stored_as, (70, E), stored)
+        packed_NX = torch.empty(70, sum(row_widths(E, form)), dtype=torch.uint8)
+        repack(matrix, packed_NX, order)
+        for dtype in (torch.float32, torch.bfloat16):
+            found = load_kernels().dequantize(packed_NX, E, form, dtype)
+            assert torch.equal(found[order], wanted.to(dtype))
+        if keeps_zeros(matrix):
+            found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[order]
+            assert torch.equal(*(it.view(torch.int32) for it in (found, wanted)))
+
+
+def offsets(kind):
+    return kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -114,20 +139,23 @@ def test_logits_are_those_of_the_dequantized_model(file, dtype):
         error = (logits(native, block=block) - wanted).abs()
         assert error.max() < ROUNDING[dtype]
         assert error.mean() < 2 * (logits(plain, block=block) - wanted).abs().mean()
+    if "qkv_proj.q_proj.weight" in native.layers[0].self_attn.state_dict():
+        return  # products of other shapes, which may add up in another order
     assert torch.equal(*(prefilled(model) for model in (native, plain)))
 
 
 def test_only_the_file_s_own_bytes_are_held(file):
+    """But for padding: groups to pairs, 3 take the place of 4, units too, 1 of 2; in 5 bits, whose
+    highest ones of 8 groups stand together, 2 of 8."""
     native, plain = load(file).model, load(file, "auto").model
     layers = [layer for layer in native.modules() if isinstance(layer, KernelLinear)]
-    assert len(layers) == 9
-    assert all(layer.bits < 16 for layer in layers)
+    assert all(layer.form.bits < 16 for layer in layers)
     is_tied = native.config.tie_word_embeddings
-    matrices = sum(tensor.nbytes for name, tensor in plain.named_parameters() if "norm" not in name)
     table = 0 if is_tied else plain.embed_tokens.nbytes
-    share = {4: 5 / 32, 8: 8.5 / 32}[layers[0].bits]
-    small = native.num_bytes - table  # groups are padded to pairs: 3 take the place of 4
-    assert share * (matrices - table) < small < 1.15 * share * (matrices - table) + 5000
+    stored = [it for it in gguf.GGUFReader(file).tensors if len(it.shape) == 2]
+    own = sum(int(it.n_bytes) for it in stored if is_tied or it.name != "token_embd.weight")
+    small = native.num_bytes - table
+    assert own < small < (1.7 if layers[0].form == Form.Q5 else 1.25) * own + 5000
     assert bytes_per_pass(native) == native.num_bytes - table
 
 
@@ -137,18 +165,18 @@ def assert_near(model, path):
     assert error < ROUNDING["float32"]
 
 
-def test_a_layer_stays_quantized_where_all_its_parts_have_as_many_bits(weights, tmp_path, caplog):
+def test_matrices_stay_quantized_where_a_product_has_one_form(weights, tmp_path, caplog):
     for others, num_kept in (
-        ({"v_proj": "F16"}, 7),
-        ({"down_proj": "Q5_0", "o_proj": "BF16"}, 5),
-        ({"q_proj": "Q4_1"}, 9),
-        ({"k_proj": "Q8_0"}, 7),
-        ({"o_proj": "Q8_0"}, 9),
+        ({"v_proj": "F16"}, "11 of 13"),
+        ({"down_proj": "Q5_0", "o_proj": "BF16"}, "7 of 9"),
+        ({"q_proj": "Q4_1"}, "9 of 9"),
+        ({"k_proj": "Q8_0", "q_proj": "Q5_0"}, "13 of 13"),
+        ({"up_proj": "Q8_0"}, "7 of 9"),
     ):
         path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
         with caplog.at_level(logging.DEBUG, "minitri"):
             model = load(path).model
-        assert f"{num_kept} of 9 matrices stay quantized" in caplog.text
+        assert f"{num_kept} matrices stay quantized" in caplog.text
         caplog.clear()
         assert_near(model, path)
 
@@ -157,7 +185,7 @@ def test_rows_that_are_no_whole_groups_are_dense(tmp_path):
     folder = Folder(write_hf_folder(tmp_path / "odd", intermediate_size=80))
     path = write(folder, tmp_path / "odd.gguf", "Q4_0", down_proj="F16")
     model = load(path).model
-    assert [layer.mlp.down_proj.bits for layer in model.layers] == [16, 16]
+    assert [layer.mlp.down_proj.form for layer in model.layers] == [Form.PLAIN] * 2
     assert_near(model, path)
 
 
@@ -179,8 +207,8 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     engine = load(path)
     model, twin = engine.model, engine.models.retrieval
     assert twin.lm_head.weight is model.lm_head.weight
-    sizes = [layer.bits for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
-    assert sizes == [4] * 8
+    forms = [layer.form for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
+    assert forms == [Form.Q4] * 12
     assert twin.num_bytes == bytes_per_pass(twin) - sum(
         part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
     )
@@ -188,20 +216,37 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, t
     assert same.models.retrieval is same.model
 
 
-@pytest.mark.parametrize("kind", BITS)
-def test_a_dequantized_model_guesses_by_a_copy_in_4_bits(weights, tmp_path, kind):
-    """Of a file in 4 bits by its own numbers, of one in 8 by new ones; heads have 8 in both."""
-    path = write(weights, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_path, kind):
+    """Of a file in 4 to 6 bits by its own numbers, of one in 8 by new ones; heads have 8."""
+    is_small = FORMS[kind].bits <= 6
+    folder = wide if FORMS[kind].is_nested else weights
+    path = write(folder, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
     engine, alone = load(path, "auto"), load(path, "auto", draft_weights="same")
     model, twin = engine.model, engine.models.retrieval
-    wanted = load(path).model if BITS[kind] == 4 else quantized_copy(model)
+    wanted = load(path).model if is_small else quantized_copy(model)
     pair = [dict(one.named_parameters()) for one in (twin, wanted)]
     torch.testing.assert_close(*pair, rtol=0, atol=0)
     error = (logits(twin) - logits(model)).abs()
-    assert error.mean() < (ROUNDING["float32"] if BITS[kind] == 4 else 0.5)
+    assert error.mean() < (ROUNDING["float32"] if is_small else 0.5)
     way = settings_of("triforce", 40, WARM, coupled=True, **SMALL)
     texts = [texts_of(it.generate([TEXT[:40].tolist()], **way)) for it in (engine, alone)]
     assert texts[0] == texts[1]
+
+
+def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatch, caplog):
+    """By default, in which case no copy is made, either; the log says why."""
+    path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
+    needed = sum(math.prod(it.shape) for it in gguf.GGUFReader(path).tensors) * 4
+    for free, is_native in ((needed + 1, False), (needed - 1, True)):
+        monkeypatch.setenv("MINITRI_HOST_GIB", repr(float(free) / (1 << 30)))
+        with caplog.at_level(logging.INFO, "minitri"):
+            engine = load(path, "auto")
+        assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
+        assert (engine.model.lm_head.form == Form.Q4_K) == is_native
+        assert (engine.models.retrieval is engine.model) == is_native
+    dense = write(wide, tmp_path / "dense.gguf", "F16")
+    assert load(dense, "auto").model.lm_head.form == Form.PLAIN
 
 
 def test_kernels_are_built_once_while_two_threads_read_a_file(weights, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ vocabulary of 49,152 tokens where this one takes 0.1 s, and millions of them for
 """
 
 import math
+import mmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,13 +25,21 @@ class StoredTensor(NamedTuple):
     type: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
     data: np.ndarray
+    pages: mmap.mmap | None = None
+
+    def release(self) -> None:
+        """Lets go of the memory of all that was read so far, which can be read again."""
+        if self.pages is not None:
+            self.pages.madvise(mmap.MADV_DONTNEED)
 
 
 class _Reader:
     """The values of a GGUF file, one after the other. Raises `ValueError` where the file ends."""
 
     def __init__(self, path: Path) -> None:
-        self.data = np.memmap(path, np.uint8, "r")
+        with path.open("rb") as file:
+            self.pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self.data = np.frombuffer(self.pages, np.uint8)
         self._bytes = self.data.data
         self.position = 0
 
@@ -88,7 +97,7 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
         if begin + offset != reader.position:
             raise ValueError(f"{shorten(name, 60)} does not begin where a tensor ends")
         data = reader.numbers("u1", math.prod(stored)).reshape(stored)
-        tensors[name] = StoredTensor(kind, shape, data)
+        tensors[name] = StoredTensor(kind, shape, data, reader.pages)
         reader.position += -reader.position % alignment
     if reader.position < len(reader.data):
         raise ValueError("bytes are left after its last tensor")

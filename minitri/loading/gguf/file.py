@@ -4,9 +4,11 @@ Names and conventions become those of Hugging Face here. One trap: GGUF pairs ne
 dimensions in the rotary embedding of a Llama, so the rows of its q and k stand in another order.
 """
 
-from collections.abc import Collection, Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
+from minitri.cpu.kernels import Kernels
+from minitri.cpu.quantized import Form, row_widths
 from minitri.errors import explain, shorten
-from minitri.loading.gguf.blocks import BITS, repack, unpack
+from minitri.loading.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import read_config, require
 from minitri.loading.tokenizer import Backend
@@ -123,44 +127,64 @@ class GgufFile:
             # A float32; the shortest decimal that rounds to it is what the author wrote.
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
-    def quantized(self) -> dict[tuple[str, tuple[int, ...]], int]:
-        """Bits of the matrices whose numbers the CPU kernels can read, by name and shape."""
+    def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
+        """The forms of the matrices whose numbers the CPU kernels can read, by name and shape."""
         return {
-            (name, stored.shape): BITS[stored.type.name]
+            (name, stored.shape): FORMS[stored.type.name]
             for name, stored in self._tensors.items()
-            if stored.type.name in BITS
+            if stored.type.name in FORMS and len(stored.shape) == 2
         }
 
-    def is_in_4_bits(self) -> bool:
-        """Whether the CPU kernels can read all matrices as they are, in 4 bits, or 8 those of the
-        vocabulary."""
+    def is_in_few_bits(self) -> bool:
+        """Whether the CPU kernels can read all matrices as they are, in 4 to 6 bits, or 8 those of
+        the vocabulary."""
         return all(
-            BITS.get(stored.type.name, 16) <= (4 if ".layers." in name else 8)
+            FORMS.get(stored.type.name, Form.PLAIN).bits <= (6 if ".layers." in name else 8)
             for name, stored in self._tensors.items()
             if len(stored.shape) == 2
         )
 
+    def num_weights(self) -> int:
+        return sum(math.prod(stored.shape) for stored in self._tensors.values())
+
     def tensors(
-        self, config: ModelConfig, packed: Collection[str] = ()
+        self,
+        config: ModelConfig,
+        packed: Mapping[str, Tensor] = MappingProxyType({}),
+        kernels: Kernels | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time, dequantized to float32; those
-        that are named in `packed` stay quantized, as rows of `cpu/quantized.py`."""
+        """Every weight under its Hugging Face name, one at a time, dequantized to float32, which
+        kernels do sooner; those that have a place in `packed` stay quantized, and are put there as
+        `cpu/quantized.py` says."""
         import gguf
 
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
+                form = FORMS.get(stored.type.name)
+                order = self._order(name, stored.shape[0], config)
                 if name in packed:
-                    weight = repack(stored)
-                elif stored.type.name in BITS and len(stored.shape) == 2:
-                    weight = unpack(stored)
+                    weight = packed[name]
+                    repack(stored, weight, order)
+                elif kernels is not None and form and keeps_zeros(stored):
+                    num_rows, num_columns = stored.shape
+                    width = sum(row_widths(num_columns, form))
+                    packed_NX = torch.empty(num_rows, width, dtype=torch.uint8)
+                    repack(stored, packed_NX)
+                    weight = kernels.dequantize(packed_NX, num_columns, form, torch.float32)
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
-                for part, heads in (("q_proj", config.num_heads), ("k_proj", config.num_kv_heads)):
-                    if self._architecture == "llama" and part in name:
-                        # From pairs (0, 1), (2, 3), ... of each head to (i, i + D/2).
-                        pairs = weight.view(heads, -1, 2, *weight.shape[1:])
-                        weight = pairs.transpose(1, 2).reshape(weight.shape)
+                if order is not None and weight.is_floating_point():
+                    weight = weight[order.argsort()]
             yield name, weight
+
+    def _order(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
+        """Where the rows of a tensor belong, if not where they stand: those of q and k, pairs (0,
+        1), (2, 3), ... of each head, go to (i, i + D/2)."""
+        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
+        part = name.split(".")[-2]
+        if self._architecture != "llama" or part not in heads:
+            return None
+        return torch.arange(num_rows).view(heads[part], 2, -1).transpose(1, 2).flatten()
