@@ -138,10 +138,9 @@ class Generation(Iterator[Event]):
                 else:
                     break
         except BaseException as stop:
-            # After other errors the memory is not kept, unless the next run needs the same again.
-            if not isinstance(stop, Exception) or (
-                self._is_open and as_fault(stop, self._pool.models) is not stop
-            ):
+            # After errors the memory is not kept, unless it was short: the next run needs the same.
+            is_shortage = self._is_open and as_fault(stop, self._pool.models) is not stop
+            if is_shortage or not isinstance(stop, Exception):
                 for b in self._running:
                     stack.retire(b)
                 self._pool.put(stack.memory, was_interrupted=not isinstance(stop, GeneratorExit))
@@ -155,9 +154,7 @@ class Generation(Iterator[Event]):
                 self._leave(stack, b)
         memory = stack.memory
         places = {*range(memory.shape.num_rows)} - self._running.keys()
-        while self._waiting and places:
-            if (row := self._next_waiting(memory.shape.num_rows)) is None:
-                break
+        while places and (row := self._next_waiting(memory.shape.num_rows)) is not None:
             sampling = {it.request.sampling for it in self._running.values()}
             if memory.graphs is not None and sampling - {row.request.sampling}:  # one for all
                 break
@@ -173,9 +170,8 @@ class Generation(Iterator[Event]):
             self._num_left[b] = len(row.prompt)
 
     def _next_waiting(self, num_places: int) -> Row | None:
-        """The first whose client has the fewest rows, or waits longest for one. In a run that takes
-        requests mostly the shortest of those; and long prompts, which wait for each other, are read
-        in half of the places, so that short ones find one."""
+        """The first whose client has the fewest rows, or waits longest; in an open run mostly the
+        shortest of those, and long prompts, which wait for each other, have half of the places."""
         num_rows = Counter(row.request.client for row in self._running.values())
         waiting = [*self._waiting]
         clients = num_rows.keys() | {row.request.client for row in waiting}
@@ -186,10 +182,9 @@ class Generation(Iterator[Event]):
             waiting = [row for row in waiting if len(row.prompt) <= limit]
 
         def rank(row: Row) -> tuple[int, ...]:
-            client = row.request.client
-            turn, count = self._turns.get(client, (row.arrived, 0))
+            turn, count = self._turns.get(row.request.client, (row.arrived, 0))
             is_turn = not (self._is_open and count % TURN_OF_OLDEST)
-            return num_rows[client], turn, 0 if is_turn else len(row.prompt)
+            return num_rows[row.request.client], turn, 0 if is_turn else len(row.prompt)
 
         return min(waiting, key=rank, default=None)
 

@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from minitri.model.llama import Llama
 from minitri.runner import DraftRunner, ModelRunner, empty_queries
 from minitri.settings import LONGEST_BLOCK
 
+E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
 WORTH_COPYING = 64
@@ -89,7 +90,7 @@ def running(models: Models) -> Iterator[None]:
         raise as_fault(error, models) from error.__cause__
 
 
-def as_fault(error: Exception, models: Models) -> Exception:
+def as_fault(error: E, models: Models) -> E | FaultError:
     """What a user is told of it: if memory was short, or numbers not finite, a `FaultError`."""
     model = models.target
     if isinstance(error, NotFiniteError):

@@ -37,6 +37,7 @@ ADDED = {
     "minitri plan --gpu rtx4090": "",
     "minitri list": "",
     "python -m minitri.chat": "",
+    "python -m tools.paper": "",
     "python -m tools.tour": "--max-prompt-tokens 600 --max-new-tokens 8",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
     "--max-new-tokens 8",
