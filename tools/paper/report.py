@@ -9,6 +9,7 @@ from typing import NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 from matplotlib.figure import Figure
 
+from minitri.errors import shorten
 from tools.paper.item import Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.study import Study, write
@@ -38,7 +39,8 @@ def overview(study: Study | None = None) -> Table:
         command = study.command(item) if study else f"python -m tools.paper {item.name}"
         here = progress(study, item) if study else f"{item.minutes_here:g} min"
         rows.append([item.title, command, here, f"{item.minutes_gpu:g} min"])
-    note = "On a GPU: 7B after 122,880 tokens on an H200, by arithmetic, not measured."
+    here = "as measured" if study else "--scale cpu on 2 cores of an EPYC"
+    note = f"Here: {here}. On a GPU: 7B after 122,880 tokens on an H200, predicted."
     return Table(("Figure", "Command", "Time here", "Time on a GPU"), rows, note)
 
 
@@ -57,9 +59,13 @@ def write_report(study: Study, latest: Item | None = None) -> None:
         picture = study.out / f"{it.item.name}.png"
         if it.shown and it.shown.draw and (it.item is latest or not picture.exists()):
             write(picture, draw(it.item.title, it.shown))
+    lab = study.lab
+    model = lab.model or lab.scale.model or "a tiny random one, which says nothing of the method"
+    inputs = f"Model: {model}. Texts: {shorten(', '.join(it.name for it in lab.texts))}."
     for name in ("report.html", "report.md"):
-        page = PAGES.get_template(name).render(overview=overview(study), sections=sections)
-        write(study.out / name, page + "\n")
+        page = PAGES.get_template(name)
+        text = page.render(inputs=inputs, overview=overview(study), sections=sections)
+        write(study.out / name, text + "\n")
     content = {it.item.name: [*map(vars, study.done(it.item))] for it in sections}
     write(study.out / "report.json", json.dumps(content, indent=1) + "\n")
 

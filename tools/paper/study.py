@@ -27,8 +27,8 @@ from minitri.log import log
 from tools.paper.item import Done, Item, Json
 from tools.paper.lab import Lab
 
-TINY_PACE = 0.05
-"""What a cell of a tiny model takes of what it takes at the scale `cpu`, about."""
+TINY_PACE = 0.005
+"""Time of a tiny model's cell over that of the scale `cpu`, about."""
 
 
 @dataclass(frozen=True)
