@@ -4,9 +4,8 @@ import io
 import json
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+from jinja2 import Environment, FileSystemLoader, select_autoescape
 from matplotlib.figure import Figure
 
 from minitri.errors import shorten
@@ -17,19 +16,8 @@ from tools.paper.study import Study, write
 PAGES = Environment(
     loader=FileSystemLoader(Path(__file__).with_name("templates")),
     autoescape=select_autoescape(),
-    undefined=StrictUndefined,
     trim_blocks=True,
 )
-
-
-class Section(NamedTuple):
-    """An item on the page."""
-
-    item: Item
-    here: str
-    """The verdict, or why there is none."""
-    origin: str
-    shown: Shown | None
 
 
 def overview(study: Study | None = None) -> Table:
@@ -54,42 +42,45 @@ def progress(study: Study, item: Item) -> str:
 def write_report(study: Study, latest: Item | None = None) -> None:
     """Writes what is known of all items, with a new picture of the `latest`, and of those that have
     none. Raises `OSError`."""
-    sections = [section(study, item) for item in ITEMS if study.done(item)]
-    for it in sections:
-        picture = study.out / f"{it.item.name}.png"
-        if it.shown and it.shown.draw and (it.item is latest or not picture.exists()):
-            write(picture, draw(it.item.title, it.shown))
     lab = study.lab
     model = lab.model or lab.scale.model or "a tiny random one, which says nothing of the method"
     inputs = f"Model: {model}. Texts: {shorten(', '.join(it.name for it in lab.texts))}."
+    items = [item for item in ITEMS if study.done(item)]
+    sections = [(item, origin(study, item), *verdict(study, item)) for item in items]
+    for item, _, _, shown in sections:
+        picture = study.out / f"{item.name}.png"
+        if shown and shown.draw and (item is latest or not picture.exists()):
+            write(picture, draw(item.title, shown))
     for name in ("report.html", "report.md"):
         page = PAGES.get_template(name)
         text = page.render(inputs=inputs, overview=overview(study), sections=sections)
         write(study.out / name, text + "\n")
-    content = {it.item.name: [*map(vars, study.done(it.item))] for it in sections}
+    content = {item.name: [*map(vars, study.done(item))] for item in items}
     write(study.out / "report.json", json.dumps(content, indent=1) + "\n")
 
 
-def section(study: Study, item: Item) -> Section:
-    """What the cells of an item say: nothing before the last one is there."""
-    cells = study.done(item)
+def origin(study: Study, item: Item) -> str:
+    """Where the numbers come from, in a line."""
     parts = [progress(study, item)]
     for name in ("commit", "machine", "command"):
-        counts = Counter(cell.origin[name] for cell in cells)
+        counts = Counter(cell.origin[name] for cell in study.done(item))
         names = (f"{it} ({num} cells)" if len(counts) > 1 else it for it, num in counts.items())
         parts.append(f"{name} {', '.join(names)}")
-    origin = "; ".join(parts)
+    return "; ".join(parts)
+
+
+def verdict(study: Study, item: Item) -> tuple[str, Shown | None]:
+    """What the cells of an item say: nothing before the last one is there."""
     if None in study.cells(item):
-        return Section(item, "not all is measured yet; the same command goes on.", origin, None)
+        return "not all is measured yet; the same command goes on.", None
+    cells = study.done(item)
     try:
         shown = item.show([*cells], study.lab.scale)
     except Exception:
         if all(cell.origin["commit"] == study.commit for cell in cells):
             raise
-        here = "these cells of another commit cannot be read; --again measures them anew."
-        return Section(item, here, origin, None)
-    predicted = " Predicted, not measured." * shown.is_predicted
-    return Section(item, shown.verdict + predicted, origin, shown)
+        return "these cells of another commit cannot be read; --again measures them anew.", None
+    return shown.verdict + " Predicted, not measured." * shown.is_predicted, shown
 
 
 def draw(title: str, shown: Shown) -> bytes:
