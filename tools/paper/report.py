@@ -91,6 +91,7 @@ def draw(title: str, shown: Shown) -> bytes:
     shown.draw(axes)
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8)
