@@ -5,24 +5,21 @@ list cells of one model, and of one text, next to each other.
 """
 
 import dataclasses
+import hashlib
+import shutil
 import tempfile
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from minitri import (
-    Engine,
-    GenerationConfig,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    load,
-)
+from minitri import Engine, Request, load
 from minitri.bench import compare, summarise
+from minitri.errors import InputError, shorten
 from minitri.log import log
+from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from tools.paper.continuation import Continuation
 from tools.paper.item import Json
 from tools.paper.scale import Scale
@@ -40,30 +37,30 @@ class Lab:
     """Instead of the scale's own."""
     _engine: tuple[Json, Engine] | None = None
     _continuation: tuple[Json, Continuation] | None = None
-    _prompts: dict[tuple[int, int], list[int]] = field(default_factory=dict)
-
-    @property
-    def identity(self) -> Json:
-        """What every cell depends on: the scale, and which texts there are."""
-        return dataclasses.asdict(self.scale) | {
-            "model": self.model or self.scale.model,
-            "texts": [text.name for text in self.texts],
-        }
+    _ids: dict[int, list[int]] = field(default_factory=dict)
+    """The tokens of texts."""
 
     @cached_property
-    def _tiny(self) -> Any:
-        folder = tempfile.TemporaryDirectory()
-        write_tiny(Path(folder.name), self.scale.trained_context * 2)
+    def identity(self) -> Json:
+        """What every cell depends on: the scale, the model and the texts."""
+        content = "\0".join(text.content for text in self.texts)
+        texts = hashlib.sha256(content.encode(errors="replace")).hexdigest()
+        model = self.model or self.scale.model
+        return dataclasses.asdict(self.scale) | {"model": model, "texts": texts}
+
+    @cached_property
+    def _tiny(self) -> str:
+        folder = tempfile.mkdtemp()
+        weakref.finalize(self, shutil.rmtree, folder)
+        write_tiny(Path(folder), self.scale.trained_context * 2)
         return folder
 
     def engine(self, num_tokens: int = 0, **options: Any) -> Engine:
         """The model of the scale, with its own drafter, stretched if the text needs that; options
         are those of `minitri.load`."""
         scale = self.scale
-        options = {
-            "model": self.model or scale.model or self._tiny.name,
-            "dtype": scale.dtype,
-        } | options
+        model = self.model or scale.model or self._tiny
+        options = {"model": model, "dtype": scale.dtype} | options
         if num_tokens + scale.new_tokens > scale.trained_context and scale.rope_scaling:
             options["rope_scaling"] = scale.rope_scaling
         if self._engine is None or self._engine[0] != options:
@@ -81,18 +78,17 @@ class Lab:
     def prompt(self, number: int, num_tokens: int, engine: Engine) -> list[int]:
         """Tokens of a text; numbers beyond the texts are later parts of them. Raises
         `InputError` where it is too short."""
-        text = self.texts[number % len(self.texts)]
-        start = number // len(self.texts) * num_tokens
-        if (number, num_tokens) not in self._prompts:
-            ids = engine.tokenizer.encode(text.content)[start:][:num_tokens]
-            self._prompts[number, num_tokens] = ids
-        ids = self._prompts[number, num_tokens]
-        if len(ids) < num_tokens:
+        part, which = divmod(number, len(self.texts))
+        text = self.texts[which]
+        if which not in self._ids:
+            self._ids[which] = engine.tokenizer.encode(text.content)
+        end = (part + 1) * num_tokens
+        if len(self._ids[which]) < end:
             raise InputError(
-                f"{text.name} has {start + len(ids)} tokens, but {start + num_tokens} are needed; "
-                "give longer texts, more of them, or a smaller --scale"
+                f"the text {shorten(text.name, 60)} has {len(self._ids[which]):,} tokens, but "
+                f"{end:,} are needed; give longer --texts, more of them, or a smaller --scale"
             )
-        return ids
+        return self._ids[which][end - num_tokens : end]
 
     def speeds(
         self,
@@ -100,21 +96,18 @@ class Lab:
         speculations: Mapping[str, SpeculationConfig],
         *,
         temperature: float = 0.6,
-        new_tokens: int | None = None,
-        seeds: tuple[int, ...] = (0,),
         engine: Engine | None = None,
         **settings: Any,
     ) -> Json:
         """Decoding after a prompt by every way in turns, the first for comparison: its
-        `ms_per_token` and `speedup`, each with median and range over seeds, and `acceptance`. By
-        another `engine` if one is given; `settings` are those of a `GenerationConfig`."""
+        `ms_per_token` and `speedup`, each with its median, and `acceptance`. By another `engine` if
+        one is given; `settings` are those of a `GenerationConfig`."""
         engine = engine or self.engine(len(prompt))
         self.release()
-        num_new = new_tokens or self.scale.new_tokens
-        generation = GenerationConfig(num_new, ignore_eos=True, **settings)
+        generation = GenerationConfig(self.scale.new_tokens, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
         timed = {name: dataclasses.replace(it, timed=True) for name, it in speculations.items()}
-        return summarise(compare(engine, [request], seeds, timed, {}))
+        return summarise(compare(engine, [request], (0,), timed, {}))
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The paper's filters at a temperature."""

@@ -1,116 +1,100 @@
-"""What a study says: Markdown, a picture and JSON for each item, and one HTML page of all."""
+"""What a study says: a page as HTML and as Markdown, with a picture of each item, and JSON."""
 
-import html
 import io
 import json
 from collections import Counter
+from pathlib import Path
 
-from tools.paper.item import Item, Json, Shown
+from jinja2 import Environment, FileSystemLoader, select_autoescape
+from matplotlib.figure import Figure
+
+from minitri.errors import shorten
+from tools.paper.item import Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.study import Study, write
 
-PICTURE = (6.4, 3.6)
-"""Inches."""
-STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem }
-table { border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums }
-th, td { border-bottom: 1px solid #8884; padding: .2rem .8rem .2rem 0; text-align: left }
-figure { margin: 1rem 0 } img { max-width: 100%; background: #fff } .from { color: #777 }
-:root { color-scheme: light dark }
-"""
+PAGES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=select_autoescape(),
+    trim_blocks=True,
+)
 
 
-def write_item(study: Study, item: Item) -> None:
-    """Writes what the cells of an item say, as far as there are any. Raises `OSError`."""
-    done = study.done(item)
-    if not done:
-        return
-    shown = item.show(done, study.lab.scale)
-    picture = draw(item, shown)
-    if picture is not None:
-        write(study.out / f"{item.name}.png", picture)
-    write(study.out / f"{item.name}.md", markdown(study, item, shown))
-    cells = [{"settings": it.settings, "values": it.values} for it in done]
-    content: Json = {"item": item.name, "scale": study.lab.identity, "verdict": shown.verdict}
-    content |= {"cells": cells, "measured": study.origins(item)}
-    write(study.out / f"{item.name}.json", json.dumps(content, indent=1) + "\n")
+def overview(study: Study | None = None) -> Table:
+    """What there is, with the command and the time of each, as measured or as it was elsewhere."""
+    rows = []
+    for item in ITEMS:
+        command = study.command(item) if study else f"python -m tools.paper {item.name}"
+        here = progress(study, item) if study else f"{item.minutes_here:g} min"
+        rows.append([item.title, command, here, f"{item.minutes_gpu:g} min"])
+    here = "as measured" if study else "--scale cpu on 2 cores of an EPYC"
+    note = f"Here: {here}. On a GPU: 7B after 122,880 tokens on an H200, predicted."
+    return Table(("Figure", "Command", "Time here", "Time on a GPU"), rows, note)
 
 
-def draw(item: Item, shown: Shown) -> bytes | None:
-    """The picture as PNG; None where the item has none, or matplotlib is missing."""
-    if shown.draw is None:
-        return None
-    from matplotlib.figure import Figure
+def progress(study: Study, item: Item) -> str:
+    """How many cells of an item were measured, and how long that took."""
+    cells, done = study.cells(item), study.done(item)
+    minutes = f"{sum(cell.seconds for cell in done) / 60:.1f} min"
+    return minutes + f" for {len(done)} of {len(cells)} cells" * (len(done) < len(cells))
 
-    figure = Figure(figsize=PICTURE, layout="constrained")
+
+def write_report(study: Study, latest: Item | None = None) -> None:
+    """Writes what is known of all items, with a new picture of the `latest`, and of those that have
+    none. Raises `OSError`."""
+    lab = study.lab
+    model = lab.model or lab.scale.model or "a tiny random one, which says nothing of the method"
+    inputs = f"Model: {model}. Texts: {shorten(', '.join(it.name for it in lab.texts))}."
+    items = [item for item in ITEMS if study.done(item)]
+    sections = [(item, origin(study, item), *verdict(study, item)) for item in items]
+    for item, _, _, shown in sections:
+        picture = study.out / f"{item.name}.png"
+        if shown and shown.draw and (item is latest or not picture.exists()):
+            write(picture, draw(item.title, shown))
+    for name in ("report.html", "report.md"):
+        page = PAGES.get_template(name)
+        text = page.render(inputs=inputs, overview=overview(study), sections=sections)
+        write(study.out / name, text + "\n")
+    content = {item.name: [*map(vars, study.done(item))] for item in items}
+    write(study.out / "report.json", json.dumps(content, indent=1) + "\n")
+
+
+def origin(study: Study, item: Item) -> str:
+    """Where the numbers come from, in a line."""
+    parts = [progress(study, item)]
+    for name in ("commit", "machine", "command"):
+        counts = Counter(cell.origin[name] for cell in study.done(item))
+        names = (f"{it} ({num} cells)" if len(counts) > 1 else it for it, num in counts.items())
+        parts.append(f"{name} {', '.join(names)}")
+    return "; ".join(parts)
+
+
+def verdict(study: Study, item: Item) -> tuple[str, Shown | None]:
+    """What the cells of an item say: nothing before the last one is there."""
+    if None in study.cells(item):
+        return "not all is measured yet; the same command goes on.", None
+    cells = study.done(item)
+    try:
+        shown = item.show([*cells], study.lab.scale)
+    except Exception:
+        if all(cell.origin["commit"] == study.commit for cell in cells):
+            raise
+        return "these cells of another commit cannot be read; --again measures them anew.", None
+    return shown.verdict + " Predicted, not measured." * shown.is_predicted, shown
+
+
+def draw(title: str, shown: Shown) -> bytes:
+    """The picture as PNG."""
+    figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
+    assert shown.draw is not None
     shown.draw(axes)
-    axes.set_title(item.title, loc="left", fontsize=10)
+    axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
     axes.grid(axis="y", color="#dddddd", linewidth=0.8)
     if axes.get_legend_handles_labels()[1]:
         axes.legend(frameon=False, fontsize=8)
     data = io.BytesIO()
     figure.savefig(data, dpi=120, metadata={"Software": None})
     return data.getvalue()
-
-
-def origin(study: Study, item: Item) -> str:
-    """Where the numbers come from, in a line: commits and machines, with the cells of each."""
-    origins = study.origins(item)
-    seconds = sum(it["seconds"] for it in origins)
-    total = len(item.cells(study.lab.scale))
-    parts = [f"{len(origins)} of {total} cells, {seconds / 60:.1f} min"]
-    for name in ("commit", "machine"):
-        counts = Counter(it[name] for it in origins)
-        names = (f"{it} ({num} cells)" if len(counts) > 1 else it for it, num in counts.items())
-        parts.append(f"{name} {', '.join(names)}")
-    return "; ".join(parts)
-
-
-def markdown(study: Study, item: Item, shown: Shown) -> str:
-    """An item as Markdown."""
-    parts = [f"# {item.title}", f"The paper: {item.claim}", f"Here: {shown.verdict}"]
-    if shown.draw is not None:
-        parts.append(f"![{item.title}]({item.name}.png)")
-    parts += [table.markdown() for table in shown.tables]
-    parts.append(f"`python -m tools.paper {item.name}`; {origin(study, item)}.\n")
-    return "\n\n".join(parts)
-
-
-def write_report(study: Study, listing: str) -> None:
-    """Writes the page of all items that have cells. Raises `OSError`."""
-    parts = ["<h1>The paper by command</h1>", as_html(listing)]
-    for item in ITEMS:
-        if done := study.done(item):
-            parts.append(section(study, item, item.show(done, study.lab.scale)))
-    head = "<!doctype html><meta charset=utf-8><title>The paper by command</title>"
-    head += f"<meta name=viewport content='width=device-width'><style>{STYLE}</style>"
-    write(study.out / "report.html", head + "\n".join(parts))
-
-
-def section(study: Study, item: Item, shown: Shown) -> str:
-    """An item on the page: the paper's claim, ours, the picture and the tables."""
-    predicted = " <b>Predicted, not measured.</b>" if shown.is_predicted else ""
-    parts = [f"<h2 id={item.name}>{html.escape(item.title)}</h2>"]
-    parts.append(f"<p>The paper: {html.escape(item.claim)}</p>")
-    parts.append(f"<p>Here: {html.escape(shown.verdict)}{predicted}</p>")
-    if shown.draw is not None:
-        alt = html.escape(item.title, quote=True)
-        parts.append(f"<figure><img src='{item.name}.png' alt='{alt}'></figure>")
-    parts += [as_html(table.markdown()) for table in shown.tables]
-    line = html.escape(f"python -m tools.paper {item.name}; {origin(study, item)}")
-    parts.append(f"<p class=from>{line}</p>")
-    return "\n".join(parts)
-
-
-def as_html(table: str) -> str:
-    """A Markdown table, and the note below it, as HTML."""
-    lines = table.strip().splitlines()
-    rows: list[str] = []
-    for line in (it for it in lines if it.startswith("|") and not it.startswith("| ---")):
-        kind = "td" if rows else "th"
-        cells = (html.escape(cell.strip()) for cell in line.strip("|").split("|"))
-        rows.append("<tr>" + "".join(f"<{kind}>{cell}</{kind}>" for cell in cells) + "</tr>")
-    notes = [f"<p>{html.escape(it)}</p>" for it in lines if it and not it.startswith("|")]
-    return f"<table>{''.join(rows)}</table>{''.join(notes)}"

@@ -23,8 +23,8 @@ class Scale:
     """Prompts of most items, each another text, or another part of one."""
     num_speed_texts: int
     """Prompts where speed is measured, which takes longer."""
-    temperatures: tuple[float, ...]
-    dtype: str
+    temperatures: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2)
+    dtype: str = "bfloat16"
     gamma1: int = 2
     gamma2: int = 6
     top_p: float = 0.9
@@ -55,8 +55,6 @@ SCALES = {
             new_tokens=192,
             num_texts=3,
             num_speed_texts=2,
-            temperatures=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
-            dtype="bfloat16",
         ),
         Scale(
             "gpu",
@@ -69,8 +67,6 @@ SCALES = {
             new_tokens=256,
             num_texts=100,
             num_speed_texts=10,
-            temperatures=(0.0, 0.2, 0.4, 0.6, 0.8, 1.0, 1.2),
-            dtype="bfloat16",
         ),
     )
 }

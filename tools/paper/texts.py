@@ -1,16 +1,16 @@
 """Long texts to measure on: folders and files in the layouts in which data sets are published.
 
-    PG-19          a folder with metadata.csv and test/*.txt (or *.txt)
-    NarrativeQA    a folder with documents.csv and tmp/*.content, or the parquet files of the hub
+    PG-19          a folder with metadata.csv and test/*.txt
+    NarrativeQA    a folder with documents.csv and tmp/*.content, or with the hub's data/*.parquet
     any other      a folder of *.txt, *.parquet, *.jsonl; or one such file; or none: Python's help
 
-Of tables the texts are in a column `text`, `input`, `context` or `document` (there `text`).
+Of tables the texts are in a column `text`, `input`, `context` or `document` (there `text`). A text
+that comes again, as a story with each of its questions, counts once.
 """
 
 import csv
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,61 +33,62 @@ def load_texts(path: str | None, most: int) -> list[Text]:
     also where one of the files is damaged."""
     if path is None:
         return [Text("pydoc", demo_text())]
-    where = Path(path)
-    if not where.exists():
+    if not Path(path).exists():
         raise InputError(f"--texts {shorten(path)} does not exist; give a folder or file of texts")
-    texts = list(islice(_texts(where), most))
-    if not texts:
+    found = dict[str, Text]()
+    for text in _texts(Path(path)):
+        if text.content.strip():
+            found.setdefault(text.content, text)
+        if len(found) == most:
+            break
+    if not found:
         kinds = ", ".join(KINDS)
         raise InputError(f"--texts {shorten(path)} holds no text; give a folder with {kinds}")
-    return texts
+    return [*found.values()]
 
 
 def _texts(where: Path) -> Iterator[Text]:
-    if where.is_file():
-        yield from _in_file(where)
-    elif (where / "documents.csv").is_file():
-        yield from _narrative(where)
-    else:
-        folder = where / "test" if (where / "test").is_dir() else where
-        for file in sorted(file for kind in KINDS for file in folder.glob(kind)):
-            yield from _in_file(file)
+    files = [where]
+    if (where / "documents.csv").is_file():
+        files = _stories(where)
+    elif where.is_dir():
+        folders = (where / "test", where, where / "data")
+        found = (sorted(it for kind in KINDS for it in folder.glob(kind)) for folder in folders)
+        files = next(filter(None, found), [])
+    for file in files:
+        with explain(f"{file} cannot be read as {file.suffix}", "get it again, or take it away"):
+            for number, row in enumerate(_rows(file)):
+                yield Text(f"{file.stem}-{number}" if number else file.stem, _content(row))
 
 
-def _narrative(where: Path) -> Iterator[Text]:
-    """The test set's stories, as the scripts of NarrativeQA fetch them."""
+def _stories(where: Path) -> list[Path]:
+    """Those of NarrativeQA's test set, as its script fetches them; some sources do not answer any
+    more."""
     with explain(f"{where / 'documents.csv'} cannot be read"):
         with (where / "documents.csv").open(encoding="utf-8", newline="") as file:
             names = [row["document_id"] for row in csv.DictReader(file) if row["set"] == "test"]
-    for name in names:
-        story = where / "tmp" / f"{name}.content"
-        if story.is_file():  # some sources do not answer any more
-            yield Text(name, story.read_text(encoding="utf-8", errors="replace"))
+    stories = (where / "tmp" / f"{name}.content" for name in names)
+    return [story for story in stories if story.is_file()]
 
 
-def _in_file(file: Path) -> Iterator[Text]:
-    with explain(f"{file} cannot be read as {file.suffix}", "get it again, or take it away"):
-        if file.suffix == ".parquet":
-            rows = _parquet(file)
-        elif file.suffix == ".jsonl":
-            lines = file.read_text(encoding="utf-8").splitlines()
-            rows = (json.loads(line) for line in lines if line.strip())
-        else:
-            rows = iter([{"text": file.read_text(encoding="utf-8", errors="replace")}])
-        for number, row in enumerate(rows):
-            yield Text(f"{file.stem}-{number}" if number else file.stem, _content(row))
+def _rows(file: Path) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        with explain(f"{file} needs the package pyarrow", "run: pip install 'minitri[paper]'"):
+            import pyarrow.parquet
+        with pyarrow.parquet.ParquetFile(file) as table:
+            names = table.schema_arrow.names
+            wanted = [name for name in names if name in COLUMNS]
+            for batch in table.iter_batches(8, columns=wanted or names):  # books are large
+                yield from batch.to_pylist()
+    elif file.suffix == ".jsonl":
+        with file.open(encoding="utf-8") as lines:
+            yield from map(json.loads, filter(str.strip, lines))
+    else:  # NarrativeQA's stories are in whatever encoding their sources had
+        errors = "replace" if file.suffix == ".content" else "strict"
+        yield {"text": file.read_text(encoding="utf-8-sig", errors=errors)}
 
 
-def _parquet(file: Path) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet  # type: ignore[import-not-found, import-untyped, unused-ignore]
-
-    with pyarrow.parquet.ParquetFile(file) as table:
-        wanted = [name for name in table.schema_arrow.names if name in COLUMNS]
-        for batch in table.iter_batches(8, columns=wanted):  # books are large
-            yield from batch.to_pylist()
-
-
-def _content(row: dict[str, Any]) -> str:
+def _content(row: Any) -> str:
     for name in COLUMNS:
         value = row.get(name)
         if isinstance(value, dict):
