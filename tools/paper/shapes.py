@@ -13,17 +13,14 @@ Points = Mapping[Any, float]
 """Of a curve: y by x; of bars: heights by name."""
 COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2")
 STYLES = ("o-", ":", "s--")
+SPEEDUP = {"ylabel": "speedup", "ylim": (0, None)}
+"""Settings of axes."""
 
 
 def grid(**choices: Iterable[Any]) -> list[Json]:
     """Cells of all combinations of settings, the last of which changes from each to the next."""
     combinations = itertools.product(*choices.values())
     return [dict(zip(choices, them, strict=True)) for them in combinations]
-
-
-def speed_texts(scale: Scale) -> list[Json]:
-    """A cell for every text after which speed is measured."""
-    return grid(text=range(scale.num_speed_texts))
 
 
 def select(done: Iterable[Done], **settings: Any) -> list[Json]:

@@ -1,11 +1,11 @@
-"""A toy of the hierarchy, small enough to add up every text that it can write.
+"""One token of the hierarchy by the published code's rule and by ours, as formulas; and a toy small
+enough to add up every text that it can write.
 
-Tables of random logits, a row for every context, stand for the drafter, the target with its
-retrieval cache, and the target. The middle level tests one drafted token a round, as the published
-code does, and corrects a rejected one by one of two rules. In float64, by the definitions, without
-the code that they are about.
+In the toy, tables of random logits, a row for every context, stand for the drafter, the target with
+its retrieval cache, and the target. The middle level tests one drafted token a round, as the
+published code does. In float64, by the definitions, without the code that they are about.
 
-Legend: V vocabulary.
+Legend: V vocabulary; tensors may have more dimensions before that.
 """
 
 import functools
@@ -22,9 +22,34 @@ GAMMA2 = 2
 HORIZON = 3
 """Tokens of a text that are compared."""
 TARGET, MIDDLE, DRAFT = range(3)
+"""The levels."""
 Context = tuple[int, ...]
 Texts = Counter[Context]
 """The probability of each text."""
+Shares = dict[int, Tensor]
+"""The probabilities (V,) of the next token, by the level it is from; they sum to 1 together."""
+
+
+def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
+    """norm(max(p - q, 0)); zeros where p = q."""
+    left_V = (p_V - q_V).clamp_min(0)
+    return left_V / left_V.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def proposed(q_V: Tensor, phat_V: Tensor, is_exact: bool) -> Shares:
+    """What the middle level hands on: the drafter's guess, or its own correction from the residual,
+    or by the published rule from p-hat."""
+    common_V = torch.minimum(q_V, phat_V)
+    left_V = residual(phat_V, q_V) if is_exact else phat_V
+    return {DRAFT: common_V, MIDDLE: (1 - common_V.sum(-1, keepdim=True)) * left_V}
+
+
+def verified(guesses: Shares, phat_V: Tensor, p_V: Tensor) -> Shares:
+    """What the target makes of guesses that are said to follow p-hat."""
+    passes_V = torch.where(phat_V > 0, p_V / phat_V, 0.0).clamp_max(1)
+    accepted = {level: guess_V * passes_V for level, guess_V in guesses.items()}
+    rejected = 1 - sum(accepted.values(), torch.zeros_like(p_V)).sum(-1, keepdim=True)
+    return accepted | {TARGET: rejected * residual(p_V, phat_V)}
 
 
 @dataclass(frozen=True)
@@ -44,40 +69,25 @@ class Toy:
             return torch.nn.functional.one_hot(logits_V.argmax(), V).double()
         return (logits_V / self.temperature).softmax(0)
 
-    def next_tokens(self, tokens: Context, last: int, is_exact: bool) -> dict[int, Tensor]:
-        """The probabilities (V,) of the next token, by the level it is from: where the middle level
-        put the `last` one, that of the drafter or one of its own, or the target did."""
+    def next_token(self, tokens: Context, last: int, is_exact: bool) -> Shares:
+        """After `tokens`, of which the last is from this level."""
         p_V, phat_V, q_V = (self.probs(level, tokens) for level in (TARGET, MIDDLE, DRAFT))
         if last == TARGET or (last == MIDDLE and len(tokens) >= GAMMA2):
             return {TARGET: p_V}  # it corrected a guess, or accepted them all, and goes on
         if last == DRAFT:
-            guesses = {MIDDLE: phat_V}  # the bonus token
-        else:
-            common_V = torch.minimum(q_V, phat_V)
-            left_V = residual(phat_V, q_V) if is_exact else phat_V
-            guesses = {DRAFT: common_V, MIDDLE: (1 - common_V.sum()) * left_V}
-        passes_V = torch.where(phat_V > 0, p_V / phat_V, 0.0).clamp_max(1)
-        found = {level: guess_V * passes_V for level, guess_V in guesses.items()}
-        rejected = 1 - torch.stack([*found.values()]).sum()
-        return found | {TARGET: rejected * residual(p_V, phat_V)}
+            return verified({MIDDLE: phat_V}, phat_V, p_V)  # the bonus token
+        return verified(proposed(q_V, phat_V, is_exact), phat_V, p_V)
 
     def texts(self, is_exact: bool, tokens: Context = (), last: int = MIDDLE) -> Texts:
-        """What a step emits, and the target goes on, after `tokens`. `is_exact`: the middle level
-        corrects a rejected guess from the residual, not from p-hat."""
+        """What a step emits, and the target goes on, after `tokens`."""
         if len(tokens) == HORIZON:
             return Texts({tokens: 1.0})  # type: ignore[dict-item]
         texts = Texts()
-        for level, probs_V in self.next_tokens(tokens, last, is_exact).items():
+        for level, probs_V in self.next_token(tokens, last, is_exact).items():
             for token, share in enumerate(probs_V.tolist()):
                 for text, weight in self.texts(is_exact, (*tokens, token), level).items():
                     texts[text] += share * weight  # type: ignore[assignment]
         return texts
-
-
-def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
-    """norm(max(p - q, 0)); zeros where p = q."""
-    left_V = (p_V - q_V).clamp_min(0)
-    return left_V / left_V.sum().clamp_min(1e-300)
 
 
 def toy_distance(seed: int, temperature: float, is_exact: bool) -> float:

@@ -2,9 +2,14 @@
 length (Figure 2a), and with a small cache by policy (3b), budget (6a) and size of chunks (6b)."""
 
 import itertools
+from collections.abc import Sequence
 
+from torch import Tensor
+
+from minitri import SpeculationConfig
 from tools.paper.baselines.bounds import first_layers_whole
 from tools.paper.baselines.policies import speculation_with
+from tools.paper.continuation import Continuation
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.items.speeds import gain, speeds_after
 from tools.paper.lab import Lab
@@ -58,7 +63,6 @@ def measure_divergence(lab: Lab, settings: Json) -> Json:
 
 
 def show_divergence(done: list[Done], scale: Scale) -> Shown:
-    """A row for every length."""
     found = {
         f"{way}, T = {T}": grouped(done, "context", lambda it, T, way: it[T][way], T, way)
         for T in TEMPERATURES
@@ -70,12 +74,11 @@ def show_divergence(done: list[Done], scale: Scale) -> Shown:
     note += "median and range over texts. The model is stretched for the longest text throughout."
     here = {name: means(column) for name, column in found.items()}
     short, long = contexts[0], contexts[-1]
-    ends = {T: (here[f"{WAYS[0]}, T = {T}"][n] for n in (short, long)) for T in TEMPERATURES}
-    pairs = {T: tuple(them) for T, them in ends.items()}
-    rises = ", ".join(f"{a:.2f} to {b:.2f} at T = {T}" for T, (a, b) in pairs.items())
+    streaming = {T: here[f"{WAYS[0]}, T = {T}"] for T in TEMPERATURES}
+    parts = (f"{it[short]:.2f} to {it[long]:.2f} at T = {T}" for T, it in streaming.items())
     verdict = f"From {short:,} to {long:,} tokens the divergence of the drafter with StreamingLLM "
-    verdict += f"cache goes from {rises}: it "
-    if all(b > a + 0.05 for a, b in pairs.values()):
+    verdict += f"cache goes from {', '.join(parts)}: it "
+    if all(it[long] > it[short] + 0.05 for it in streaming.values()):
         verdict += "rises with the length, as in the paper."
     else:
         verdict += "does not rise much, as the next words of these texts depend on what was last "
@@ -95,16 +98,21 @@ def measure(lab: Lab, settings: Json) -> Json:
     said = lab.continuation(settings["text"], lab.scale.context)
     policy = settings.get("policy", "retrieval")
     usual = {it: settings[it] for it in ("budget", "chunk_size") if it in settings}
-    num_whole = min(NUM_WHOLE, said.model.config.num_layers // 2)
-    model = said.model
-    if policy == "topk":
-        probs_NV = said.by_top_tokens(settings["budget"], gamma, num_whole)
-    else:
-        if "policy" in settings:
-            model = first_layers_whole(model, said.full, num_whole)
-        speculation = speculation_with(policy, lab.speculation("retrieval", **usual))
-        probs_NV = said.by_cache(speculation, gamma, model)
+    speculation = lab.speculation("retrieval", **usual)
+    [probs_NV] = by_policy(said, policy, speculation, [NUM_WHOLE if "policy" in settings else 0])
     return said.rate(probs_NV, gamma)._asdict()
+
+
+def by_policy(
+    said: Continuation, policy: str, speculation: SpeculationConfig, nums_whole: Sequence[int]
+) -> list[Tensor]:
+    """Distributions (N, V) of guesses by a policy, with so many of the first layers whole."""
+    gamma, most = speculation.gamma2 or 0, said.model.config.num_layers // 2
+    nums_whole = [min(it, most) for it in nums_whole]
+    if policy == "topk":
+        return [said.by_top_tokens(speculation.budget, gamma, it) for it in nums_whole]
+    models = [first_layers_whole(said.model, said.full, it) for it in nums_whole]
+    return said.by_cache(speculation_with(policy, speculation), gamma, *models)
 
 
 def mean_rate(values: Json) -> float:
@@ -113,16 +121,14 @@ def mean_rate(values: Json) -> float:
 
 
 def show_policies(done: list[Done], scale: Scale) -> Shown:
-    """A row for every budget."""
     found = {
         policy: grouped([it for it in done if it.settings["policy"] == policy], "budget", mean_rate)
         for policy in distinct(done, "policy")
     }
     budgets = distinct(done, "budget")
-    rows = [
-        [_number(it), _share(it, scale), *(spread(row.get(it, ()), 3) for row in found.values())]
-        for it in budgets
-    ]
+    rows = [[f"{it:,}", f"{100 * it / scale.context:.1f}"] for it in budgets]
+    for row, budget in zip(rows, budgets, strict=True):
+        row += [spread(rates.get(budget, ()), 3) for rates in found.values()]
     paper = PUBLISHED["fig3b"]["with_1024_tokens"]
     rows.append(["paper: 1,024", "0.8", *(paper[policy] for policy in found)])
     note = "Accepted / tested, medians and ranges over texts; T = 0.6, top-p 0.9; the first two "
@@ -149,13 +155,12 @@ def cells_of_budgets(scale: Scale) -> list[Json]:
 
 
 def show_budgets(done: list[Done], scale: Scale) -> Shown:
-    """A row for every budget."""
     rates = grouped(done, "budget", mean_rate)
     speeds = select(done, what="speed")
     gains = {budget: [gain(it, str(budget)) for it in speeds] for budget in rates}
     columns = {
-        "budget, tokens": _number,
-        "% of the text": lambda it: _share(it, scale),
+        "budget, tokens": "{:,}".format,
+        "% of the text": lambda it: f"{100 * it / scale.context:.1f}",
         "accepted": lambda it: spread(rates[it], 3),
         "speedup": lambda it: spread(gains[it]),
     }
@@ -168,8 +173,9 @@ def show_budgets(done: list[Done], scale: Scale) -> Shown:
     verdict += f"{numbers[0]:.3f} to {numbers[-1]:.3f}, by ever less; {fastest:,} tokens are "
     verdict += "fastest here, where attention takes a smaller share of the time than after 122,880 "
     verdict += "tokens."
-    knee = {"knee in the paper": dict.fromkeys([PUBLISHED["fig6a"]["knee"]], max(numbers))}
-    draw = curves({"here": {"accepted": here}, "": knee}, **AXES, xlabel="budget, tokens")
+    knee = {PUBLISHED["fig6a"]["knee"]: max(numbers)}
+    lines = {"": {"here": here}, "knee in the paper": {"": knee}}
+    draw = curves(lines, **AXES, xlabel="budget, tokens")
     return Shown([table(rates, columns, note)], verdict, draw)
 
 
@@ -181,10 +187,9 @@ def cells_of_chunks(scale: Scale) -> list[Json]:
 
 
 def show_chunks(done: list[Done], scale: Scale) -> Shown:
-    """A row for every size."""
     rates = grouped(done, "chunk_size", mean_rate)
     columns = {
-        "chunk, tokens": _number,
+        "chunk, tokens": "{:,}".format,
         "chunks in the budget": lambda it: f"{scale.budget // it:,}",
         "accepted": lambda it: spread(rates[it], 3),
     }
@@ -201,14 +206,6 @@ def show_chunks(done: list[Done], scale: Scale) -> Shown:
     verdict = f"By the tokens of a chunk {listed} are accepted: {' and '.join(parts)} here."
     draw = curves({"": {"here": here}}, **AXES, xlabel="chunk size, tokens")
     return Shown([table(rates, columns, note)], verdict, draw)
-
-
-def _number(tokens: int) -> str:
-    return f"{tokens:,}"
-
-
-def _share(budget: int, scale: Scale) -> str:
-    return f"{100 * budget / scale.context:.1f}"
 
 
 FIG2A = Item.of(

@@ -66,7 +66,6 @@ def means_of_texts(done: list[Done]) -> list[list[float]]:
 
 
 def show_best(done: list[Done], scale: Scale) -> Shown:
-    """A row for every layer."""
     means = means_of_texts(done)
     texts = [it.values["recovered"] for it in done]
     rows = [
@@ -93,7 +92,6 @@ def show_best(done: list[Done], scale: Scale) -> Shown:
 
 
 def show_chosen(done: list[Done], scale: Scale) -> Shown:
-    """A row for some distances, of all layers together; a line in the picture for each layer."""
     layers = means_of_texts(done)
     others = layers[NUM_DENSE:] or layers
     middle = [statistics.median(them) for them in zip(*others, strict=True)]

@@ -62,7 +62,6 @@ def pays_from(rows: int, budget: int) -> int:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every batch and temperature, and what arithmetic says of the paper's."""
     rows, gains = [], dict[int, list[float]]()
     for it in done:
         where, alone = it.settings, it.values["autoregressive"]

@@ -60,7 +60,6 @@ def share_of_time(values: Json) -> float:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every length, for both models."""
     tables, parts, ends, series = [], [], list[float](), dict[str, dict[int, float]]()
     titles = {
         "measured": f"{scale.model or 'tiny'} here, measured: tokens",

@@ -73,7 +73,6 @@ def predicted(flags: str) -> Json:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """The paper's rows, and what the ledger says next to them."""
     rows, gains, errors, slow = [], dict[str, float](), [0.0], 0.0
     for it in done:
         name, found = it.settings["row"], it.values

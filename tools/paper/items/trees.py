@@ -58,7 +58,6 @@ def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every shape of every method."""
     temperatures = distinct(done, "temperature")
     rows, columns, means = [], ["guesses by", "shape"], dict[tuple[str, str, float], float]()
     for T in temperatures:
