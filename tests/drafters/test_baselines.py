@@ -14,7 +14,7 @@ from minitri.model.llama import Llama
 from tests.cascades import WARM, fresh_read, random_prompt, settings_of
 from tests.conftest import SENTENCES, tiny_config, tiny_model, write_hf_folder
 from tools.paper.baselines.datastore import LONGEST, Datastore
-from tools.paper.baselines.skipped_layers import WINDOW, least_missed, with_layers
+from tools.paper.baselines.skipped_layers import NUM_SCORED, WINDOW, least_missed, with_layers
 
 PROMPT = "She had been forced into prudence; she had been"
 END = 30
@@ -93,7 +93,7 @@ def test_layers_are_removed_by_what_they_are_missed(deep, num_kept):
 
     def probs(layers: list[int]) -> torch.Tensor:
         view = with_layers(deep.model, layers)
-        logits = [fresh_read(view, window)[1] for window in windows]
+        logits = [fresh_read(view, window)[1][-NUM_SCORED:] for window in windows]
         return (torch.cat(logits) / 0.6).softmax(1)
 
     kept = [0, 1, 2, 3]

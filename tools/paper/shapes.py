@@ -11,7 +11,9 @@ from tools.paper.scale import Scale
 
 Points = Mapping[Any, float]
 """Of a curve: y by x; of bars: heights by name."""
-COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2")
+Columns = Mapping[str, Callable[[Any], str]]
+"""Of a table: what each makes of a row."""
+COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2", "#E69F00", "#CC79A7")
 STYLES = ("o-", ":", "s--")
 SPEEDUP = {"ylabel": "speedup", "ylim": (0, None)}
 """Settings of axes."""
@@ -59,9 +61,7 @@ def spread(values: Iterable[float], digits: int = 2) -> str:
     return f"{middle} ({numbers[0]:.{digits}f} to {numbers[-1]:.{digits}f})"
 
 
-def table(
-    rows: Iterable[Any], columns: Mapping[str, Callable[[Any], str]], note: str = ""
-) -> Table:
+def table(rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
     """A line for each of the rows: what every column makes of it."""
     lines = [[column(row) for column in columns.values()] for row in rows]
     return Table([*columns], lines, note)
@@ -99,7 +99,7 @@ def bars(groups: Mapping[str, Points], **settings: Any) -> Draw:
             color = COLORS[number % len(COLORS)]
             axes.bar(places, [*heights.values()], width, color=color, label=group)
         middles = [place + 0.4 - width / 2 for place in range(len(names))]
-        axes.set_xticks(middles, [textwrap.fill(name, 14) for name in names], fontsize=7)
+        axes.set_xticks(middles, [textwrap.fill(name, 12) for name in names], fontsize=7)
         axes.set(**settings)
 
     return draw

@@ -81,12 +81,12 @@ class Toy:
     def texts(self, is_exact: bool, tokens: Context = (), last: int = MIDDLE) -> Texts:
         """What a step emits, and the target goes on, after `tokens`."""
         if len(tokens) == HORIZON:
-            return Texts({tokens: 1.0})  # type: ignore[dict-item]
+            return Texts({tokens: 1.0})
         texts = Texts()
         for level, probs_V in self.next_token(tokens, last, is_exact).items():
             for token, share in enumerate(probs_V.tolist()):
                 for text, weight in self.texts(is_exact, (*tokens, token), level).items():
-                    texts[text] += share * weight  # type: ignore[assignment]
+                    texts[text] += share * weight
         return texts
 
 

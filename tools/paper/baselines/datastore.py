@@ -10,9 +10,12 @@ He et al. 2023, arXiv 2311.08252; a suffix array of the reversed text.
 """
 
 from bisect import bisect_left, bisect_right
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
+
+from minitri.stats import num_common
 
 LONGEST = 32
 """Tokens of a match that are compared, a power of 2."""
@@ -42,14 +45,11 @@ class Datastore:
         words = tokens[: -1 - LONGEST : -1]
         place = bisect_left(self._order, words, key=self._before)
         near = self._order[max(place - 1, 0) : place + 1]
-        length = max(_num_same(self._before(other), words) for other in near)
+        length = max(num_common(self._before(other), words) for other in near)
         if length < SHORTEST:
             return None
         words = words[:length]
-
-        def beginning(other: int) -> list[int]:
-            return self._before(other, length)
-
+        beginning = partial(self._before, num_tokens=length)
         first = bisect_left(self._order, words, hi=place, key=beginning)
         last = bisect_right(self._order, words, lo=place, key=beginning)
         chosen = np.linspace(first, last - 1, min(last - first, MOST_PLACES)).astype(np.int64)
@@ -63,11 +63,6 @@ class Datastore:
         start = max(int(place) + 1 - num_tokens, 0)
         words: list[int] = self._tokens[start : int(place) + 1].tolist()
         return words[::-1]
-
-
-def _num_same(ours: list[int], theirs: list[int]) -> int:
-    pairs = zip(ours, theirs, strict=False)
-    return [*(a == b for a, b in pairs), False].index(False)
 
 
 def sorted_places(tokens: Array) -> Array:

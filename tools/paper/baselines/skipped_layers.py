@@ -12,6 +12,7 @@ target's modules, embeddings and LM head; its streaming cache has its own layers
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -21,8 +22,8 @@ from minitri.errors import InputError
 from minitri.model.block import read_block
 from minitri.model.llama import Layers, Llama
 
-WINDOW, NUM_WINDOWS = 128, 4
-"""Tokens that are read to choose layers."""
+NUM_WINDOWS, WINDOW, NUM_SCORED = 4, 128, 64
+"""What is read of a text to choose layers, and how many of the last tokens of each are scored."""
 
 
 def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
@@ -41,8 +42,8 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
 @torch.inference_mode()
 def least_missed(model: Llama, ids: list[int], share: float) -> list[int]:
     """Layers that guess well what all of them say: from all, the one without which the others'
-    distributions overlap most with those of all, at T = 0.6 after every token of some windows of a
-    text, is removed until this share is left. Raises `InputError`."""
+    distributions overlap most with those of all, at T = 0.6 after tokens of some windows of a text,
+    is removed until this share is left. Raises `InputError`."""
     num_windows = min(NUM_WINDOWS, len(ids) // WINDOW)
     if not num_windows:
         raise InputError(f"a text has {len(ids)} tokens; give texts of {WINDOW} or more")
@@ -51,9 +52,9 @@ def least_missed(model: Llama, ids: list[int], share: float) -> list[int]:
 
     def probs(layers: Sequence[int]) -> torch.Tensor:
         view = with_layers(model, layers)
-        where = {"dtype": model.dtype, "device": model.device}
+        where: Any = {"dtype": model.dtype, "device": model.device}
         cache = FullCache.allocate(view.config, num_windows, WINDOW, **where)
-        return (view.logits(read_block(view, windows, cache)) / 0.6).softmax(2)
+        return (view.logits(read_block(view, windows, cache)[:, -NUM_SCORED:]) / 0.6).softmax(2)
 
     kept = [*range(model.config.num_layers)]
     all_BTV, overlaps = probs(kept), [math.inf] * len(kept)

@@ -2,7 +2,7 @@
 length (Figure 2a), and with a small cache by policy (3b), budget (6a) and size of chunks (6b)."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -48,8 +48,9 @@ def measure_divergence(lab: Lab, settings: Json) -> Json:
     gamma, width = lab.scale.gamma1, window(lab.scale)
     values: Json = {}
     for temperature in TEMPERATURES:
-        place = (settings["text"], settings["context"], float(temperature))
-        said = lab.continuation(*place, **options)
+        said = lab.continuation(
+            settings["text"], settings["context"], float(temperature), **options
+        )
         models = lab.engine(settings["context"], **options).models
         drafter = models.draft or models.target
         guesses = (
@@ -64,18 +65,18 @@ def measure_divergence(lab: Lab, settings: Json) -> Json:
 
 def show_divergence(done: list[Done], scale: Scale) -> Shown:
     found = {
-        f"{way}, T = {T}": grouped(done, "context", lambda it, T, way: it[T][way], T, way)
-        for T in TEMPERATURES
-        for way in WAYS
+        (T, way): grouped(done, "context", lambda it, T, way: it[T][way], T, way)
+        for T, way in itertools.product(TEMPERATURES, WAYS)
     }
     contexts = distinct(done, "context")
     rows = [[f"{n:,}", *(spread(column[n]) for column in found.values())] for n in contexts]
+    columns = ["tokens", *(f"T = {T}, {way}" for T, way in found)]
     note = f"1 - accepted / tested, gamma1 = {scale.gamma1}; window of {window(scale)} tokens; "
     note += "median and range over texts. The model is stretched for the longest text throughout."
-    here = {name: means(column) for name, column in found.items()}
+    here = {f"T = {T}": {way: means(found[T, way]) for way in WAYS} for T in TEMPERATURES}
     short, long = contexts[0], contexts[-1]
-    streaming = {T: here[f"{WAYS[0]}, T = {T}"] for T in TEMPERATURES}
-    parts = (f"{it[short]:.2f} to {it[long]:.2f} at T = {T}" for T, it in streaming.items())
+    streaming = {T: ways[WAYS[0]] for T, ways in here.items()}
+    parts = (f"{it[short]:.2f} to {it[long]:.2f} at {T}" for T, it in streaming.items())
     verdict = f"From {short:,} to {long:,} tokens the divergence of the drafter with StreamingLLM "
     verdict += f"cache goes from {', '.join(parts)}: it "
     if all(it[long] > it[short] + 0.05 for it in streaming.values()):
@@ -84,8 +85,7 @@ def show_divergence(done: list[Done], scale: Scale) -> Shown:
         verdict += "does not rise much, as the next words of these texts depend on what was last "
         verdict += "said, and the drafter was made for this target."
     axes = AXES | {"xlabel": "text, tokens", "ylabel": "1 - accepted / tested", "ylim": (0, 1)}
-    draw = curves({"": here}, **axes)
-    return Shown([Table(["tokens", *found], rows, note)], verdict, draw)
+    return Shown([Table(columns, rows, note)], verdict, curves(here, **axes))
 
 
 def measure(lab: Lab, settings: Json) -> Json:
@@ -104,13 +104,16 @@ def measure(lab: Lab, settings: Json) -> Json:
 
 
 def by_policy(
-    said: Continuation, policy: str, speculation: SpeculationConfig, nums_whole: Sequence[int]
+    said: Continuation, policy: str, speculation: SpeculationConfig, nums_whole: Iterable[int]
 ) -> list[Tensor]:
     """Distributions (N, V) of guesses by a policy, with so many of the first layers whole."""
-    gamma, most = speculation.gamma2 or 0, said.model.config.num_layers // 2
+    gamma, most = speculation.gamma2 or 1, said.model.config.num_layers // 2
     nums_whole = [min(it, most) for it in nums_whole]
     if policy == "topk":
-        return [said.by_top_tokens(speculation.budget, gamma, it) for it in nums_whole]
+        return [
+            said.by_top_tokens(speculation.budget_for(said.num_prompt), gamma, it)
+            for it in nums_whole
+        ]
     models = [first_layers_whole(said.model, said.full, it) for it in nums_whole]
     return said.by_cache(speculation_with(policy, speculation), gamma, *models)
 

@@ -94,7 +94,9 @@ def show(done: list[Done], scale: Scale) -> Shown:
         verdict += " It gets easier to guess with its length, as a text does that repeats itself."
     lines = {"here": {"": here}, "paper": {"": PAPER}}
     draw = curves(lines, xlabel="output, tokens", **SPEEDUP)
-    return Shown([table(ends, columns, after(scale))], verdict, draw)
+    return Shown(
+        [table(ends, columns, f"Over autoregressive decoding. {after(scale)}")], verdict, draw
+    )
 
 
 ITEM = Item.of("outputs", speed_texts, measure, show, minutes=(4, 45))

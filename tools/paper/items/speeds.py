@@ -86,10 +86,11 @@ def show_temperatures(done: list[Done], scale: Scale) -> Shown:
         "T",
         *(f"{it}, {what}" for it in places for what in ("speedup", "accepted", "paper")),
     ]
-    note = f"Speedup over autoregressive decoding; accepted / tested by the target. {after(scale)}"
+    note = f"Speedup over autoregressive decoding after {scale.context:,} tokens, median and range "
+    note += "over texts; accepted / tested by the target."
     ablated = [it.values for it in done if it.settings["temperature"] == ABLATED_AT]
     others = {
-        f"T = {ABLATED_AT}": str,
+        f"T = {ABLATED_AT}": "{}".format,
         "speedup": lambda it: spread(gain(values, it) for values in ablated),
         "accepted": lambda it: spread(accepted(values, it) for values in ablated),
         "paper": lambda it: "{} ({})".format(*ABLATIONS[it]),
@@ -160,6 +161,7 @@ def measure_gammas(lab: Lab, settings: Json) -> Json:
 
 
 def show_gammas(done: list[Done], scale: Scale) -> Shown:
+    note = f"Over autoregressive decoding, all in turns. {after(scale)}"
     tables, verdicts, here = [], [], dict[str, dict[int, float]]()
     for name, paper in BY_GAMMA.items():
         gains = {
@@ -167,7 +169,7 @@ def show_gammas(done: list[Done], scale: Scale) -> Shown:
             for gamma, pair in ways_by_gamma(name).items()
         }
         rows = [[str(it), spread(gains[it]), f"{paper[it]:.2f}"] for it in paper]
-        tables.append(Table([name, "speedup", "paper"], rows, f"{after(scale)} All in turns."))
+        tables.append(Table([name, "speedup", "paper"], rows, note))
         own = here[name] = means(gains)
         best, usual = max(own, key=own.__getitem__), USUAL[name]
         verdicts.append(f"{name} = {best} is fastest here ({own[best]:.2f}; {usual}: ")
@@ -210,7 +212,7 @@ def show_drafters(done: list[Done], scale: Scale) -> Shown:
     rates = grouped(own, "drafter", lambda it: it["acceptance"].get("target", 0.0))
     tokens = grouped(own, "drafter", lambda it: it["tokens_per_step"])
     columns = {
-        "drafter": str,
+        "drafter": "{}".format,
         "speedup": lambda it: spread(gains[it]),
         "paper": lambda it: f"{BY_DRAFTER[it]:.2f}",
         "accepted by the target": lambda it: spread(rates[it]),
