@@ -6,12 +6,15 @@ import pytest
 
 from minitri import GenerationConfig, Request, SpeculationConfig
 from minitri.settings import num_nodes
+from tools.paper.item import Done
 from tools.paper.items import acceptance, speeds, trees
 from tools.paper.items.outputs import advance, lengths, speedups, windows
 from tools.paper.items.speeds import other_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
+
+STOPPED = {"method": "retrieval", "temperature": 0.6}
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
@@ -45,6 +48,20 @@ def test_shapes_are_compared_at_equally_many_nodes(method):
     sizes = [num_nodes(plan.tree) for plan in trees.plans(method).values()]
     assert sizes[0] == 0
     assert sizes[1::2] == sizes[2::2] == [trees.DEPTHS[method] * it for it in trees.WIDTHS[method]]
+
+
+def test_trees_are_shown_of_a_study_that_was_stopped_between_temperatures():
+    """Of the slower method only one temperature was measured; its other cells are dashes."""
+    cells = [it for it in trees.ITEM.cells(SCALES["tiny"]) if it != {**STOPPED, "text": 0}]
+    done = [
+        Done(it, {name: {"tokens_per_step": 2.0 + (name != "chain")} for name in plans})
+        for it in cells
+        for plans in [trees.plans(it["method"])]
+    ]
+    shown = trees.show(done, SCALES["tiny"])
+    assert shown.tables[0].rows[-1][:4:2] == ["retrieval", "3.00"]
+    assert shown.tables[0].rows[-1][4:] == ["-", "-"]
+    assert "gain, in tokens a step, 1.00 to 1.00 by the drafter's" in shown.verdict
 
 
 def test_windows_are_what_came_between_two_lengths():

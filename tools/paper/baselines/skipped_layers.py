@@ -54,16 +54,17 @@ def least_missed(model: Llama, ids: list[int], share: float) -> list[int]:
         view = with_layers(model, layers)
         where: Any = {"dtype": model.dtype, "device": model.device}
         cache = FullCache.allocate(view.config, num_windows, WINDOW, **where)
-        return (view.logits(read_block(view, windows, cache)[:, -NUM_SCORED:]) / 0.6).softmax(2)
+        hidden_BTE = read_block(view, windows, cache)[:, -NUM_SCORED:]
+        return (view.logits(hidden_BTE.flatten(0, 1)) / 0.6).softmax(1)
 
     kept = [*range(model.config.num_layers)]
-    all_BTV, overlaps = probs(kept), [math.inf] * len(kept)
+    all_NV, overlaps = probs(kept), [math.inf] * len(kept)
     while len(kept) > max(1, round(share * model.config.num_layers)):
         # What was scored with more layers around is hardly less than what it would score now.
         scored: set[int] = set()
         while (layer := max(kept, key=overlaps.__getitem__)) not in scored:
             others = [other for other in kept if other != layer]
-            overlaps[layer] = float(torch.minimum(probs(others), all_BTV).sum())
+            overlaps[layer] = float(torch.minimum(probs(others), all_NV).sum())
             scored.add(layer)
         kept.remove(layer)
     return kept

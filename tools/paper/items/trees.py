@@ -68,8 +68,11 @@ def show(done: list[Done], scale: Scale) -> Shown:
             for T in temperatures:
                 found = select(done, method=method, temperature=T)
                 own = [it[name]["tokens_per_step"] for it in found]
-                means[method, name, T] = mean = statistics.mean(own)
-                rows[-1] += [spread(own), f"{gpu_speedup(plan, mean):.2f}"]
+                predicted = "-"
+                if own:
+                    means[method, name, T] = mean = statistics.mean(own)
+                    predicted = f"{gpu_speedup(plan, mean):.2f}"
+                rows[-1] += [spread(own), predicted]
     note = f"After {scale.context:,} tokens, median and range over texts; next to it the speedup "
     note += "of 7B after 122,880 tokens with so many, by bytes over bandwidth."
     parts = []
