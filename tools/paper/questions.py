@@ -139,11 +139,15 @@ def _run(script: Path, settings: dict[str, Any], tokenizer: Tokenizer) -> None:
     modules = dict.fromkeys(("tokenizer", f"{PACKAGE}.data.tokenizer"), theirs)
     arguments = [str(script), *(f"--{name}={value}" for name, value in settings.items())]
     said = io.StringIO()
-    with (
-        mock.patch.dict(sys.modules, modules),  # what it imports is forgotten
-        mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
-    ):
-        runpy.run_path(str(script), run_name="__main__")
+    sys.modules |= modules
+    try:
+        with (
+            mock.patch.object(sys, "argv", arguments),
+            mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            runpy.run_path(str(script), run_name="__main__")
+    finally:
+        for name in (*modules, "constants"):
+            sys.modules.pop(name, None)

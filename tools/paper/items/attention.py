@@ -82,8 +82,7 @@ def show_best(done: list[Done], scale: Scale) -> Shown:
     verdict += f"and {statistics.median(rest):.0%} in the median one of the others "
     verdict += f"({rest[0]:.0%} to {rest[-1]:.0%}; {num_holding} of {len(rest)} reach "
     verdict += f"{PAPER:.0%}); {SHARES[2]:.0%} recover {statistics.median(more):.0%}. "
-    verdict += "The share is the paper's, but not the number: that is "
-    verdict += f"{round(SHARE * scale.context):,} tokens here."
+    verdict += f"That share of the text is {round(SHARE * scale.context):,} tokens here."
     here = {title: dict(enumerate(row)) for title, row in zip(titles, means, strict=True)}
     paper = {titles[1]: dict.fromkeys(range(len(rows)), PAPER)}
     axes = {"xlabel": "layer", "ylabel": "attention recovered", "ylim": (0, 1.02)}
@@ -117,7 +116,9 @@ def show_chosen(done: list[Done], scale: Scale) -> Shown:
 
     def draw(axes: Any) -> None:
         for number, layer in enumerate(layers):
-            axes.plot(layer, color=COLORS[1 if number < NUM_DENSE else 2], alpha=0.35)
+            label = "first two layers" if number == 0 else ""
+            color = COLORS[1 if number < NUM_DENSE else 2]
+            axes.plot(layer, color=color, alpha=0.35, label=label)
         axes.plot(middle, color=COLORS[4], label="median layer")
         axes.set(xlabel="tokens later", ylabel="attention recovered", ylim=(0, 1.02))
 
