@@ -39,7 +39,7 @@ def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
 
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
 def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
-    assert Datastore.of(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
+    assert Datastore(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def test_a_baseline_guesses_and_changes_no_text(deep, kind):
     for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
         plain = deep.complete(prompt, **settings_of(sampling=WARM, coupled=True)).token_ids
         if kind == "said":
-            guesser = {"drafter": Datastore.of([[*prompt, *plain]], deep.tokenizer.num_tokens)}
+            guesser = {"drafter": Datastore([[*prompt, *plain]], deep.tokenizer.num_tokens)}
         else:
             guesser = {"draft": with_layers(deep.model, kind)}
         engine = minitri.Engine(deep.model, deep.tokenizer, **guesser)

@@ -189,7 +189,7 @@ def measure_drafter(lab: Lab, settings: Json) -> Json:
     others = other_texts(lab, text, engine)
     guessers: dict[str, Any]
     if name == "REST":
-        guessers = {"drafter": Datastore.of(others, engine.tokenizer.num_tokens)}
+        guessers = {"drafter": Datastore(others, engine.tokenizer.num_tokens)}
     else:
         layers = least_missed(engine.model, others[0], KEPT)
         guessers = {"draft": with_layers(engine.model, layers)}
