@@ -14,8 +14,7 @@ from minitri.model.llama import Llama
 from tests.cascades import WARM, fresh_read, random_prompt, settings_of
 from tests.conftest import SENTENCES, tiny_config, tiny_model, write_hf_folder
 from tools.paper.baselines.datastore import LONGEST, Datastore
-from tools.paper.baselines.skipped_layers import SkippedLayers, with_layers
-from tools.paper.find_layers import WINDOW, Scorer, draw_windows, search
+from tools.paper.baselines.skipped_layers import NUM_SCORED, WINDOW, least_missed, with_layers
 
 PROMPT = "She had been forced into prudence; she had been"
 END = 30
@@ -40,7 +39,7 @@ def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
 
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
 def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
-    assert Datastore.of(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
+    assert Datastore(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
 
 
 @pytest.fixture(scope="module")
@@ -56,10 +55,10 @@ def test_a_baseline_guesses_and_changes_no_text(deep, kind):
     for prompt in (deep.tokenizer.encode(PROMPT), random_prompt(deep.config, 400)):
         plain = deep.complete(prompt, **settings_of(sampling=WARM, coupled=True)).token_ids
         if kind == "said":
-            drafter = Datastore.of([[*prompt, *plain]], deep.tokenizer.num_tokens)
+            guesser = {"drafter": Datastore([[*prompt, *plain]], deep.tokenizer.num_tokens)}
         else:
-            drafter = SkippedLayers(deep.model, kind)
-        engine = minitri.Engine(deep.model, deep.tokenizer, drafter=drafter)
+            guesser = {"draft": with_layers(deep.model, kind)}
+        engine = minitri.Engine(deep.model, deep.tokenizer, **guesser)
         settings = settings_of("naive", sampling=WARM, coupled=True, gamma1=3)
         for _ in range(2):  # the second with what the first left
             done = engine.complete(prompt, **settings)
@@ -86,14 +85,22 @@ def test_a_view_is_the_model_of_these_layers_and_has_no_weights(layers):
     assert (model.config.num_layers, len(model.layers)) == (5, 5)
 
 
-def test_layers_are_removed_by_what_they_are_missed(deep):
+@pytest.mark.parametrize("num_kept", [3, 2])
+def test_layers_are_removed_by_what_they_are_missed(deep, num_kept):
     """By hand: the choice of three, then of two of those, that overlap most with all four."""
-    windows = draw_windows(deep.tokenizer.encode(" ".join(SENTENCES * 20)), 3)
-    assert {len(window) for window in windows} == {WINDOW}
-    scorer, kept = Scorer(deep.model, windows, 0.6), [0, 1, 2, 3]
-    assert scorer.score(kept) == pytest.approx(1, abs=1e-5)
-    for _ in range(2):
-        kept = max(map(list, itertools.combinations(kept, len(kept) - 1)), key=scorer.score)
-        assert search(scorer, len(kept)) == kept
+    ids = deep.tokenizer.encode(" ".join(SENTENCES * 20))[: 2 * WINDOW]
+    windows = [ids[:WINDOW], ids[WINDOW:]]
+
+    def probs(layers: list[int]) -> torch.Tensor:
+        view = with_layers(deep.model, layers)
+        logits = [fresh_read(view, window)[1][-NUM_SCORED:] for window in windows]
+        return (torch.cat(logits) / 0.6).softmax(1)
+
+    kept = [0, 1, 2, 3]
+    all_probs = probs(kept)
+    while len(kept) > num_kept:
+        choices = map(list, itertools.combinations(kept, len(kept) - 1))
+        kept = max(choices, key=lambda it: float(torch.minimum(probs(it), all_probs).sum()))
+    assert least_missed(deep.model, ids, num_kept / 4) == kept
     with pytest.raises(InputError, match="128 or more"):
-        draw_windows([1] * 127, 3)
+        least_missed(deep.model, [1] * 127, 0.5)

@@ -32,7 +32,7 @@ def settings(budget: int) -> SpeculationConfig:
 def test_a_cache_of_the_whole_text_is_always_accepted_and_a_part_of_it_is_not(said, policy):
     def rate(budget: int) -> float:
         speculation = speculation_with(policy, settings(budget))
-        return said.rate(said.by_cache(speculation, GAMMA), GAMMA).mean
+        return said.rate(*said.by_cache(speculation, GAMMA, said.model), GAMMA).mean
 
     assert rate(256) == pytest.approx(1, abs=1e-4)
     assert 0 < rate(32) < 0.99
@@ -61,8 +61,8 @@ def test_a_sliding_window_is_read_anew_from_position_0_for_every_guess(said, wid
 def test_first_layers_that_are_whole_see_everything_and_no_others_do(said):
     """With all layers whole nothing is missing; with none the model is the plain one."""
     models = [first_layers_whole(said.model, said.full, count) for count in (0, 1, 2)]
-    none, one, all_layers = said.by_models(settings(32), GAMMA, models)
-    plain = said.by_cache(settings(32), GAMMA)
+    none, one, all_layers = said.by_cache(settings(32), GAMMA, *models)
+    [plain] = said.by_cache(settings(32), GAMMA, said.model)
     torch.testing.assert_close(none, plain, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(all_layers, said.probs_NV[: len(plain)], atol=1e-5, rtol=1e-4)
     assert said.rate(none, GAMMA).mean < said.rate(one, GAMMA).mean < 1
@@ -85,7 +85,8 @@ def test_queries_that_choose_for_themselves_are_the_bound(said):
         said.rate(said.by_top_tokens(budget, GAMMA, num_whole), GAMMA).mean
         for budget, num_whole in ((32, 0), (4, 0), (4, 1))
     )
-    once = said.rate(said.by_cache(speculation_with("topk", settings(32)), GAMMA), GAMMA).mean
+    [once_NV] = said.by_cache(speculation_with("topk", settings(32)), GAMMA, said.model)
+    once = said.rate(once_NV, GAMMA).mean
     assert once < few < 1
     assert fewer < min(few, one_layer)
     assert torch.equal(keys, said.full.keys[..., : LENGTH + NEW - 1, :])
@@ -113,8 +114,8 @@ def test_attention_to_the_best_tokens_is_that_of_the_books():
 
 def test_a_rate_does_not_depend_on_what_was_measured_before(said):
     """Models share a cache, policies the full one; and the prompt can be continued otherwise."""
-    first = said.by_cache(settings(32), GAMMA)
-    twice = said.by_models(settings(32), GAMMA, [said.model, said.model])
+    [first] = said.by_cache(settings(32), GAMMA, said.model)
+    twice = said.by_cache(settings(32), GAMMA, said.model, said.model)
     assert torch.equal(first, twice[0])
     assert torch.equal(first, twice[1])
     tokens = list(said.tokens)
@@ -123,7 +124,7 @@ def test_a_rate_does_not_depend_on_what_was_measured_before(said):
     assert said.probs_NV.max(1).values.eq(1).all()
     said.say(WARM, NEW, 0)
     assert said.tokens == tokens
-    torch.testing.assert_close(said.by_cache(settings(32), GAMMA), first)
+    torch.testing.assert_close(*said.by_cache(settings(32), GAMMA, said.model), first)
 
 
 def test_the_expected_rate_is_that_of_many_draws_and_counts_a_last_block_that_is_cut():

@@ -7,7 +7,7 @@ import torch
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Guesses, verify
 from tools.paper.items.exactness import RULES, next_token, total_variation
-from tools.paper.toy import Texts, residual, toy, toy_distance
+from tools.paper.toy import DRAFT, MIDDLE, TARGET, Texts, Toy, residual, toy_distance
 
 V = 4
 
@@ -82,11 +82,11 @@ def test_only_with_the_residual_do_toys_write_what_their_targets_would(temperatu
 
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_toys_first_token_follows_the_formula(is_exact):
-    made = toy(1, 0.6, is_exact)
+    made = Toy(1, 0.6)
     firsts = Texts()
-    for tokens, weight in made.texts().items():
+    for tokens, weight in made.texts(is_exact).items():
         firsts[tokens[:1]] += weight
-    rows = (it.probs(())[None] for it in (made.draft, made.middle, made.target))
+    rows = (made.probs(level, ())[None] for level in (DRAFT, MIDDLE, TARGET))
     [wanted_V] = next_token(*rows, "ours" if is_exact else "published")
     assert [firsts[(token,)] for token in range(V)] == pytest.approx(wanted_V.tolist(), abs=1e-12)
     assert sum(firsts.values()) == pytest.approx(1, abs=1e-12)

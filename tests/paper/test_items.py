@@ -6,17 +6,20 @@ import pytest
 
 from minitri import GenerationConfig, Request, SpeculationConfig
 from minitri.settings import num_nodes
-from tools.paper.items import chunks, gammas, trees
-from tools.paper.items.drafters import other_texts
+from tools.paper.item import Done
+from tools.paper.items import acceptance, speeds, trees
 from tools.paper.items.outputs import advance, lengths, speedups, windows
+from tools.paper.items.speeds import other_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
 
+STOPPED = {"method": "retrieval", "temperature": 0.6}
+
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_chunks_fill_the_budget_and_leave_a_choice_of_two(scale):
-    sizes = {it["chunk_size"] for it in chunks.cells(scale)}
+    sizes = {it["chunk_size"] for it in acceptance.FIG6B.cells(scale)}
     assert min(sizes) == 1
     assert max(sizes) == min(scale.budget // 2, 1024)
     assert all(scale.budget % size == 0 for size in sizes)
@@ -29,13 +32,15 @@ def test_all_chunks_of_the_whole_text_are_always_accepted(folder):
     continuation = lab.continuation(0, 256)
     for size in (1, 32):
         speculation = SpeculationConfig("retrieval", budget=320, chunk_size=size)
-        assert continuation.rate(continuation.by_cache(speculation, 6), 6).mean > 0.9999
+        [probs_NV] = continuation.by_cache(speculation, 6, continuation.model)
+        assert continuation.rate(probs_NV, 6).mean > 0.9999
 
 
 def test_every_pair_of_gammas_is_measured_once():
-    pairs = [(it["gamma1"], it["gamma2"]) for it in gammas.ways().values()]
-    assert len(pairs) == len(set(pairs)) == 8 + 10 - 1
-    assert {gamma2 for _, gamma2 in pairs} == {*range(1, 11)}
+    pairs = [speeds.ways_by_gamma(name) for name in speeds.BY_GAMMA]
+    names = {str(pair) for by_gamma in pairs for pair in by_gamma.values()}
+    assert len(names) == 8 + 10 - 1
+    assert [it["gamma2"] for it in pairs[1].values()] == [*range(1, 11)]
 
 
 @pytest.mark.parametrize("method", trees.DEPTHS)
@@ -43,6 +48,20 @@ def test_shapes_are_compared_at_equally_many_nodes(method):
     sizes = [num_nodes(plan.tree) for plan in trees.plans(method).values()]
     assert sizes[0] == 0
     assert sizes[1::2] == sizes[2::2] == [trees.DEPTHS[method] * it for it in trees.WIDTHS[method]]
+
+
+def test_trees_are_shown_of_a_study_that_was_stopped_between_temperatures():
+    """Of the slower method only one temperature was measured; its other cells are dashes."""
+    cells = [it for it in trees.ITEM.cells(SCALES["tiny"]) if it != {**STOPPED, "text": 0}]
+    done = [
+        Done(it, {name: {"tokens_per_step": 2.0 + (name != "chain")} for name in plans})
+        for it in cells
+        for plans in [trees.plans(it["method"])]
+    ]
+    shown = trees.show(done, SCALES["tiny"])
+    assert shown.tables[0].rows[-1][:4:2] == ["retrieval", "3.00"]
+    assert shown.tables[0].rows[-1][4:] == ["-", "-"]
+    assert "gain, in tokens a step, 1.00 to 1.00 by the drafter's" in shown.verdict
 
 
 def test_windows_are_what_came_between_two_lengths():

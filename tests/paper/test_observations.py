@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from tools.paper.item import Done
-from tools.paper.items import bottlenecks, divergence, locality, selection, sparsity, tasks
+from tools.paper.items import acceptance, attention, bottlenecks, tasks
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
@@ -33,23 +33,26 @@ def test_a_text_is_read_once_for_all_temperatures(lab):
 
 
 def test_all_tokens_recover_all_attention_and_fewer_less(lab, monkeypatch):
-    monkeypatch.setattr(sparsity, "SHARES", (1 / 256, 0.1, 1.0))
-    one, some, everything = sparsity.measure(lab, TEXT)["recovered"]
+    monkeypatch.setattr(attention, "SHARES", (1 / 256, 0.1, 1.0))
+    one, some, everything = attention.measure_best(lab, TEXT)["recovered"]
     assert everything == pytest.approx([1.0, 1.0])
     assert all(0 < a < b < 1 for a, b in zip(one, some, strict=True))
 
 
 def test_tokens_chosen_once_serve_their_own_query_best(lab, monkeypatch):
     """It recovers what the best tokens do; all tokens recover everything for all queries."""
-    monkeypatch.setattr(sparsity, "SHARES", (locality.SHARE,))
-    monkeypatch.setattr(sparsity, "NUM_QUERIES", 1)
-    [best] = sparsity.measure(lab, TEXT)["recovered"]
-    chosen = locality.measure(lab, TEXT)["recovered"]
+    monkeypatch.setattr(attention, "SHARES", (attention.SHARE,))
+    monkeypatch.setattr(attention, "NUM_QUERIES", 1)
+    [best] = attention.measure_best(lab, TEXT)["recovered"]
+    chosen = attention.measure_chosen(lab, TEXT)["recovered"]
     assert [layer[0] for layer in chosen] == pytest.approx(best, abs=1e-5)
     assert all(max(layer) == layer[0] for layer in chosen)
     assert [len(layer) for layer in chosen] == [TINY.new_tokens] * 2
-    monkeypatch.setattr(locality, "SHARE", 1.0)
-    assert locality.measure(lab, TEXT)["recovered"] == [pytest.approx([1.0] * TINY.new_tokens)] * 2
+    monkeypatch.setattr(attention, "SHARE", 1.0)
+    assert (
+        attention.measure_chosen(lab, TEXT)["recovered"]
+        == [pytest.approx([1.0] * TINY.new_tokens)] * 2
+    )
 
 
 def test_the_papers_model_reads_more_kv_than_weights_from_26_thousand_tokens_on(lab):
@@ -94,11 +97,11 @@ def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_n
             for task, row in numbers.items()
         ]
 
-    shown = tasks.show(cells(tasks.PUBLISHED), TINY)
+    shown = tasks.show(cells(tasks.BY_TASK), TINY)
     assert "as in the paper, only those that evict fall" in shown.verdict
     assert "the target's own in 1 of 1 questions" in shown.verdict
     assert shown.tables[0].rows[1] == ["needle", "0.999", "0.052", "0.074", "0.988"]
-    level = dict.fromkeys(tasks.PUBLISHED, (0.99, 0.95, 0.95, 0.97))
+    level = dict.fromkeys(tasks.BY_TASK, (0.99, 0.95, 0.95, 0.97))
     assert "unlike in the paper" in tasks.show(cells(level), TINY).verdict
 
 
@@ -108,26 +111,26 @@ def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_n
 def test_a_divergence_that_rises_is_called_so(rates, said):
     cells = [
         done(
-            {f"{T:g}": dict.fromkeys(divergence.WAYS, rate) for T in divergence.TEMPERATURES},
+            {T: dict.fromkeys(acceptance.WAYS, rate) for T in acceptance.TEMPERATURES},
             text=0,
             context=context,
         )
         for context, rate in zip((1000, 32000), rates, strict=True)
     ]
-    assert said in divergence.show(cells, TINY).verdict
+    assert said in acceptance.FIG2A.show(cells, TINY).verdict
 
 
 @pytest.mark.parametrize(("rate", "said"), [(0.95, "is enough"), (0.7, "Not all policies")])
 def test_policies_that_are_accepted_with_a_small_budget_are_called_so(rate, said):
     cells = [
         done({"mean": rate - 10 / budget}, policy=policy, budget=budget, text=0)
-        for policy in selection.TITLES
+        for policy in acceptance.POLICIES
         for budget in (128, 1024)
     ]
-    assert said in selection.show(cells, TINY).verdict
+    assert said in acceptance.FIG3B.show(cells, TINY).verdict
 
 
 @pytest.mark.parametrize(("last", "said"), [(0.85, "holds, and fades slowly"), (0.3, "not hold")])
 def test_locality_that_lasts_is_called_so(last, said):
     layers = [[0.95, 0.9, *[last] * 14]] * 4
-    assert said in locality.show([done({"recovered": layers}, text=0)], TINY).verdict
+    assert said in attention.FIG3C.show([done({"recovered": layers}, text=0)], TINY).verdict

@@ -88,16 +88,12 @@ class Continuation:
         generator = torch.Generator().manual_seed(seed)
         del self.tokens[self.num_prompt :]
         self.full.crop([self.num_prompt - 1])
-        config = self.model.config
-        shape = (config.num_layers, 1, 1, config.num_heads, config.head_dim)
-        query = torch.empty(shape, **self._options)
-        runner = ModelRunner(
-            self.model, self.full, self.sampling, vocab_size=config.vocab_size, queries_LBTHD=query
-        )
+        query_LBTHD = empty_queries(self.model, 1, 1)
+        runner = self._runner(ModelRunner, self.model, self.full, queries_LBTHD=query_LBTHD)
         probs, queries = [], []
         for _ in range(num_new):
             probs.append(runner.next_probs([self.tokens], [True]).probs_BNV[0, -1])
-            queries.append(query[:, 0].clone())
+            queries.append(query_LBTHD[:, 0].clone())
             uniform = torch.rand(1, generator=generator, dtype=torch.float64).to(self.model.device)
             self.tokens.append(int(sample(probs[-1][None], uniform)))
         self.probs_NV = torch.stack(probs)
@@ -105,31 +101,19 @@ class Continuation:
         self.queries_LNHD = torch.cat(queries, 1)
         """Those of the last prompt token and of every new token but the last."""
 
-    def by_cache(
-        self, speculation: SpeculationConfig, gamma: int, model: Llama | None = None
-    ) -> Tensor:
-        """Distributions (N, V) of guesses with a retrieval cache of these settings, by the target's
-        weights or those of another `model`."""
-        return self.by_models(speculation, gamma, [model or self.model])[0]
-
     @torch.inference_mode()
-    def by_models(
-        self, speculation: SpeculationConfig, gamma: int, models: Sequence[Llama]
-    ) -> list[Tensor]:
-        """`by_cache` of several models, for which the cache is filled once."""
-        cache = RetrievalCache(
-            self.full,
-            speculation,
-            budgets=[speculation.budget_for(self.num_prompt)],
-            num_heads=self.model.config.num_heads,
-        )
+    def by_cache(self, speculation: SpeculationConfig, gamma: int, *models: Llama) -> list[Tensor]:
+        """Distributions (N, V) of guesses with a retrieval cache of these settings, by the weights
+        of each of these models, for which it is filled once."""
+        budgets = [speculation.budget_for(self.num_prompt)]
+        num_heads = self.model.config.num_heads
+        cache = RetrievalCache(self.full, speculation, budgets=budgets, num_heads=num_heads)
         if cache.max_prompt_queries is None:
             self._read(lambda queries_LTHD: cache.observe(0, queries_LTHD))
         else:
             self.full.crop([self.num_prompt - 1])
             cache.observe(0, self.prompt_queries_LTHD)
-        vocab_size = self.probs_NV.shape[1]
-        runners = [ModelRunner(it, cache, self.sampling, vocab_size=vocab_size) for it in models]
+        runners = [self._runner(ModelRunner, model, cache) for model in models]
 
         def commit(num_tokens: int) -> None:
             first = self.full.lengths[0] - (self.num_prompt - 1)
@@ -153,9 +137,7 @@ class Continuation:
             self.full.hold(0, num_tokens - 1, num_tokens - 1)
 
         model = top_tokens(self.model, budget, num_whole)
-        vocab_size = self.probs_NV.shape[1]
-        runner = ModelRunner(model, self.full, self.sampling, vocab_size=vocab_size)
-        [probs_NV] = self._probs([runner], commit, gamma)
+        [probs_NV] = self._probs([self._runner(ModelRunner, model, self.full)], commit, gamma)
         commit(self.num_prompt)
         return probs_NV
 
@@ -163,9 +145,8 @@ class Continuation:
     def by_drafter(self, drafter: Llama, gamma: int, num_recent_tokens: int = 252) -> Tensor:
         """The distributions (N, V) of a drafter with a streaming cache."""
         settings = SpeculationConfig("naive", gamma1=gamma, num_recent_tokens=num_recent_tokens)
-        vocab_size = self.probs_NV.shape[1]
         cache = StreamingCache(drafter.config, drafter.rope, 1, settings, **self._options)
-        runner = DraftRunner(drafter, cache, self.sampling, vocab_size=vocab_size)
+        runner = self._runner(DraftRunner, drafter, cache)
         return self._probs([runner], lambda n: runner.prepare([self.tokens[:n]], [True]), gamma)[0]
 
     @torch.inference_mode()
@@ -173,7 +154,7 @@ class Continuation:
         """The distributions (N, V) of a drafter that reads the latest tokens anew for every guess,
         from position 0 on: sliding window with re-computation."""
         width = min(num_tokens, self.num_prompt)
-        vocab_size = self.probs_NV.shape[1]
+        size = self.model.config.vocab_size
         probs = [self.probs_NV[:1]]
         ends = range(self.num_prompt + 1, len(self.tokens))
         for first in range(0, len(ends), WINDOWS_AT_ONCE):
@@ -181,9 +162,9 @@ class Continuation:
             cache = FullCache.allocate(drafter.config, len(windows), width, **self._options)
             with drafter.execution.reading():
                 hidden_BTE = read_block(drafter, windows, cache, is_prompt=True)
-            logits_B1V = drafter.logits(hidden_BTE[:, -1:])[..., :vocab_size]
+            logits_B1V = drafter.logits(hidden_BTE[:, -1:])[..., :size]
             probs_B1V = probs_of_rows(logits_B1V, [self.sampling] * len(windows))
-            probs.append(pad_vocabulary(probs_B1V, vocab_size)[:, 0])
+            probs.append(pad_vocabulary(probs_B1V, size)[:, 0])
         return torch.cat(probs)
 
     def attention(self, layer: int, first: int, num_queries: int) -> Tensor:
@@ -198,6 +179,10 @@ class Continuation:
     def rate(self, probs_NV: Tensor, gamma: int, verifier_NV: Tensor | None = None) -> Rate:
         """How many of these guesses the target, or another verifier, accepts."""
         return expected_rate(probs_NV, self.probs_NV if verifier_NV is None else verifier_NV, gamma)
+
+    def _runner(self, kind: Any, model: Llama, cache: Any, **settings: Any) -> Any:
+        size = self.model.config.vocab_size
+        return kind(model, cache, self.sampling, vocab_size=size, **settings)
 
     def _probs(
         self, runners: Sequence[ModelRunner], commit: Callable[[int], None], gamma: int

@@ -5,9 +5,10 @@ name, keep and resume them; `measure` makes numbers of one cell, `show` makes ta
 a verdict of all. `show` sees only what was kept, so a report is the same after any interruption.
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+import tomllib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -15,6 +16,10 @@ if TYPE_CHECKING:
     from tools.paper.scale import Scale
 
 Json = dict[str, Any]
+PUBLISHED: Json = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
+"""By item: its title, the paper's claim and numbers."""
+Draw = Callable[[Any], None]
+"""Draws on the axes of matplotlib."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +53,8 @@ class Shown:
     tables: Sequence[Table]
     verdict: str
     """Does the paper's claim hold here, and if not, why? One or two sentences, from the numbers."""
-    draw: Callable[[Any], None] | None = None
-    """Draws on the axes of matplotlib; None where the tables say it all."""
+    draw: Draw | None = None
+    """None where the tables say it all."""
     is_predicted: bool = False
     """Whether numbers are arithmetic, not measurements."""
 
@@ -73,23 +78,15 @@ class Item:
     minutes_gpu: float
     """Of all cells at the scale `gpu` on an H200, as reckoned."""
 
-
-def select(done: Iterable[Done], **settings: Any) -> list[Json]:
-    """The values of cells with these settings."""
-    return [one.values for one in done if settings.items() <= one.settings.items()]
-
-
-def distinct(done: Iterable[Done], name: str) -> list[Any]:
-    """What a setting is in the cells that have it, in their order."""
-    return list(dict.fromkeys(it.settings[name] for it in done if name in it.settings))
-
-
-def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Median and range; one number alone; a dash where there is none."""
-    numbers = sorted(values)
-    if not numbers:
-        return "-"
-    middle = f"{statistics.median(numbers):.{digits}f}"
-    if len(numbers) == 1:
-        return middle
-    return f"{middle} ({numbers[0]:.{digits}f} to {numbers[-1]:.{digits}f})"
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        cells: "Callable[[Scale], list[Json]]",
+        measure: "Callable[[Lab, Json], Json]",
+        show: "Callable[[list[Done], Scale], Shown]",
+        minutes: tuple[float, float],
+    ) -> "Item":
+        """With what is published of it; minutes here and on a GPU."""
+        published = PUBLISHED[name]
+        return cls(name, published["title"], published["claim"], cells, measure, show, *minutes)

@@ -16,7 +16,6 @@ import json
 import runpy
 import sys
 import types
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -71,11 +70,7 @@ class Question(NamedTuple):
 
 
 def hide(
-    tokenizer: Tokenizer,
-    text_ids: list[int],
-    length: int,
-    depth: float,
-    number: int,
+    tokenizer: Tokenizer, text_ids: list[int], length: int, depth: float, number: int
 ) -> Question:
     """A prompt of exactly `length` tokens with the number at a depth of the text, after the end of
     a line. Raises `InputError`."""
@@ -87,10 +82,9 @@ def hide(
     head = tokenizer.encode(HEAD)
     room = length - len(head) - len(needle) - len(tail)
     if not 0 < room <= len(text_ids):
-        raise InputError(
-            f"a prompt of {length} tokens needs {room} tokens of text; choose from "
-            f"{length - room + 1} to {length - room + len(text_ids)}, or another text"
-        )
+        most = length - room + len(text_ids)
+        text = f"a prompt of {length} tokens needs {room} of text; choose at most {most}"
+        raise InputError(f"{text}, or another text")
     cut = round(depth * room)
     while cut and not tokenizer.decode(text_ids[cut - 1 : cut]).endswith("\n"):
         cut -= 1
@@ -118,50 +112,42 @@ def ruler(task: str, tokenizer: Tokenizer, length: int, count: int) -> list[Ques
         scripts = home / "data" / "synthetic"
         own = yaml.safe_load((home / "synthetic.yaml").read_text())[task]
         usual = runpy.run_path(str(scripts / "constants.py"))["TASKS"][own["task"]]
-        settings = {"save_name": task, "tokenizer_path": "-", "max_seq_length": length}
-        settings |= {"num_samples": count, "tokens_to_generate": usual["tokens_to_generate"]}
-        template, encode = usual["template"], tokenizer.encode
+        num_new, template, encode = usual["tokens_to_generate"], usual["template"], tokenizer.encode
         # The example that variable tracking begins with is cut out of a plain template.
         if tokenizer.chat_template is not None and own["task"] != "variable_tracking":
             template = tokenizer.chat_template.render([{"role": "user", "content": template}])
             encode = tokenizer.encode_marked
+        settings = {"save_name": task, "tokenizer_path": "-", "max_seq_length": length}
+        settings |= {"num_samples": count, "tokens_to_generate": num_new}
         settings |= {"template": template + usual["answer_prefix"], **own["args"]}
-        with TemporaryDirectory() as folder, _in_place_of_theirs(tokenizer):
-            _run(scripts / f"{own['task']}.py", settings | {"save_dir": folder})
+        with TemporaryDirectory() as folder:
+            _run(scripts / f"{own['task']}.py", settings | {"save_dir": folder}, tokenizer)
             lines = (Path(folder) / task / "validation.jsonl").read_text().splitlines()
     except (Exception, SystemExit) as error:  # whatever another version does
         reason = shorten(f"{type(error).__name__}: {error}", 90)
         raise InputError(f"RULER's task {task} cannot be made ({reason}); {ADVICE}") from None
     rows = [json.loads(line) for line in lines]
     is_any = own["task"] == "qa"
-    num_new = usual["tokens_to_generate"]
     return [Question(encode(it["input"]), it["outputs"], num_new, is_any) for it in rows]
 
 
-def _run(script: Path, settings: dict[str, Any]) -> None:
-    """Runs a program of the package in this process."""
-    said = io.StringIO()
-    folders = [str(script.parent), *sys.path]
-    arguments = [str(script), *(f"--{name}={value}" for name, value in settings.items())]
-    with (
-        mock.patch.object(sys, "argv", arguments),
-        mock.patch.object(sys, "path", folders),
-        contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(said),
-    ):
-        runpy.run_path(str(script), run_name="__main__")
-
-
-@contextlib.contextmanager
-def _in_place_of_theirs(tokenizer: Tokenizer) -> Iterator[None]:
-    """Has the generators count tokens by this tokenizer."""
+def _run(script: Path, settings: dict[str, Any], tokenizer: Tokenizer) -> None:
+    """Runs a program of the package in this process; it counts tokens by this tokenizer."""
     theirs: Any = types.ModuleType("tokenizer")
     counter = types.SimpleNamespace(text_to_tokens=tokenizer.encode)
     theirs.select_tokenizer = lambda kind, path: counter  # noqa: ARG005 (their interface)
-    names = ("tokenizer", f"{PACKAGE}.data.tokenizer")
-    sys.modules |= dict.fromkeys(names, theirs)
+    modules = dict.fromkeys(("tokenizer", f"{PACKAGE}.data.tokenizer"), theirs)
+    arguments = [str(script), *(f"--{name}={value}" for name, value in settings.items())]
+    said = io.StringIO()
+    sys.modules |= modules
     try:
-        yield
+        with (
+            mock.patch.object(sys, "argv", arguments),
+            mock.patch.object(sys, "path", [str(script.parent), *sys.path]),
+            contextlib.redirect_stdout(said),
+            contextlib.redirect_stderr(said),
+        ):
+            runpy.run_path(str(script), run_name="__main__")
     finally:
-        for name in (*names, "constants"):
+        for name in (*modules, "constants"):
             sys.modules.pop(name, None)

@@ -1,67 +1,29 @@
 """A drafter made of some layers of its target.
 
     engine = minitri.load("smollm2-135m", draft="suffix")
-    drafter = SkippedLayers(engine.model, [0, 1, 2, 27, 28, 29])
-    engine = minitri.Engine(engine.model, engine.tokenizer, drafter=drafter)
+    layers = least_missed(engine.model, engine.tokenizer.encode(text), 0.68)
+    engine = minitri.Engine(engine.model, engine.tokenizer, with_layers(engine.model, layers))
 
 Layer skipping (Draft & Verify, Zhang et al. 2024, arXiv 2309.08168): most layers of a deep network
-change its residual stream little, so a few of them guess what all would say. The drafter shares its
-target's modules, embeddings and LM head, and has a streaming cache of its own for its layers alone.
-Which layers to keep is searched by `tools/paper/find_layers.py`.
+change its residual stream little, so some of them guess what all would say. The drafter shares its
+target's modules, embeddings and LM head; its streaming cache has its own layers alone.
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from minitri.caches.streaming import StreamingCache
+from minitri.caches.full import FullCache
 from minitri.cpu.kernel_layers import KernelLayers
+from minitri.errors import InputError
 from minitri.model.block import read_block
 from minitri.model.llama import Layers, Llama
-from minitri.settings import MAX_GAMMA, SpeculationConfig
 
-SETTINGS = SpeculationConfig("naive", gamma1=MAX_GAMMA)
-"""By which the window of the drafter's cache is made."""
-
-
-class SkippedLayers:
-    """Some layers of a model: a `minitri.Drafter`."""
-
-    def __init__(self, model: Llama, layers: Sequence[int]) -> None:
-        self._model = with_layers(model, layers)
-        self._rows: dict[int, tuple[list[int], StreamingCache]] = {}
-        """What each row's cache has read."""
-
-    def guess(self, tokens: list[int], row: int) -> Tensor:
-        """The distribution (V,) of these layers after sinks and a window of latest tokens."""
-        model, (known, cache) = self._model, self._rows.get(row) or ([], self._new_cache())
-        pairs = zip(known, tokens[:-1], strict=False)
-        num_same = [*(a == b for a, b in pairs), False].index(False)
-        if max(len(known), len(tokens)) - num_same > SETTINGS.max_block:
-            self._read_window(tokens[:-1], cache)
-        else:
-            cache.crop([num_same])
-        cache.slide()
-        block = tokens[cache.num_tokens[0] :]
-        hidden_1TE = read_block(model, [block], cache)
-        cache.advance([len(block)])
-        self._rows[row] = list(tokens), cache
-        return model.logits(hidden_1TE[0, -1]).softmax(0)
-
-    def _read_window(self, tokens: list[int], cache: StreamingCache) -> None:
-        sinks = SETTINGS.num_sink_tokens
-        window = tokens[:sinks] + tokens[sinks:][-SETTINGS.num_recent_tokens :]
-        cache.reset(0)
-        read_block(self._model, [window], cache.row(0))
-        cache.hold(0, len(window), len(tokens))
-
-    def _new_cache(self) -> StreamingCache:
-        model = self._model
-        where: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-        return StreamingCache(model.config, model.rope, 1, SETTINGS, **where)
+NUM_WINDOWS, WINDOW, NUM_SCORED = 4, 128, 64
+"""What is read of a text to choose layers, and how many of the last tokens of each are scored."""
 
 
 def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
@@ -75,3 +37,34 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
         view.layers = KernelLayers(view.layers, model.layers.kernels)
     view.norm, view.lm_head, view.rope = model.norm, model.lm_head, model.rope
     return view
+
+
+@torch.inference_mode()
+def least_missed(model: Llama, ids: list[int], share: float) -> list[int]:
+    """Layers that guess well what all of them say: from all, the one without which the others'
+    distributions overlap most with those of all, at T = 0.6 after tokens of some windows of a text,
+    is removed until this share is left. Raises `InputError`."""
+    num_windows = min(NUM_WINDOWS, len(ids) // WINDOW)
+    if not num_windows:
+        raise InputError(f"a text has {len(ids)} tokens; give texts of {WINDOW} or more")
+    stride = len(ids) // num_windows
+    windows = [ids[n * stride :][:WINDOW] for n in range(num_windows)]
+
+    def probs(layers: Sequence[int]) -> torch.Tensor:
+        view = with_layers(model, layers)
+        where: Any = {"dtype": model.dtype, "device": model.device}
+        cache = FullCache.allocate(view.config, num_windows, WINDOW, **where)
+        hidden_BTE = read_block(view, windows, cache)[:, -NUM_SCORED:]
+        return (view.logits(hidden_BTE.flatten(0, 1)) / 0.6).softmax(1)
+
+    kept = [*range(model.config.num_layers)]
+    all_NV, overlaps = probs(kept), [math.inf] * len(kept)
+    while len(kept) > max(1, round(share * model.config.num_layers)):
+        # What was scored with more layers around is hardly less than what it would score now.
+        scored: set[int] = set()
+        while (layer := max(kept, key=overlaps.__getitem__)) not in scored:
+            others = [other for other in kept if other != layer]
+            overlaps[layer] = float(torch.minimum(probs(others), all_NV).sum())
+            scored.add(layer)
+        kept.remove(layer)
+    return kept

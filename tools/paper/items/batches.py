@@ -1,24 +1,15 @@
 """Table 4: batches, measured at lengths that fit, and by arithmetic at the paper's."""
 
-from typing import Any
-
 from minitri import GenerationConfig, Request, SpeculationConfig
 from tools.paper.costs import PAPER, on_chip, speedup
-from tools.paper.item import Done, Item, Json, Shown, Table, spread
+from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
+from tools.paper.shapes import curves, means, spread
 
-TITLE = "Table 4: batches"
-CLAIM = (
-    "TriForce makes batches of 2, 6 and 10 texts of 56K, 19K and 12K tokens 1.6 to 1.9 times as "
-    "fast, the naive policy 1.2 to 1.5 times."
-)
-PUBLISHED = {
-    (2, 56, 1024): {0.0: (1.89, 1.46), 0.6: (1.75, 1.35)},
-    (6, 19, 768): {0.0: (1.90, 1.39), 0.6: (1.76, 1.28)},
-    (10, 12, 768): {0.0: (1.72, 1.34), 0.6: (1.61, 1.21)},
-}
-"""By rows, K tokens in each, and budget: TriForce and naive at two temperatures."""
+ROWS = PUBLISHED["table4"]["rows"]
+BATCHES = {(rows, thousands, budget): own for rows, thousands, budget, _, own, _ in ROWS[::2]}
+"""Rows, K tokens in each and budget; TriForce's speedup at T = 0."""
 WHOLE = 122_880
 """Tokens that such a batch has at most."""
 METHODS = ("triforce", "naive")
@@ -36,10 +27,9 @@ def cells(scale: Scale) -> list[Json]:
             "length": 1024 * thousands * scale.context // WHOLE,
             "budget": max(scale.budget * budget // 4096 // 8 * 8, 16),
             "temperature": temperature,
-            "paper": [*speedups],
+            "paper": speedups,
         }
-        for (rows, thousands, budget), row in PUBLISHED.items()
-        for temperature, speedups in row.items()
+        for rows, thousands, budget, temperature, *speedups in ROWS
     ]
 
 
@@ -72,53 +62,41 @@ def pays_from(rows: int, budget: int) -> int:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every batch and temperature, and what arithmetic says of the paper's."""
-    rows, found = [], []
+    rows, gains = [], dict[int, list[float]]()
     for it in done:
-        where = it.settings
-        alone = it.values["autoregressive"]
+        where, alone = it.settings, it.values["autoregressive"]
         rows.append([f"{where['rows']} x {where['length']:,}", f"{where['temperature']:g}"])
         for name, paper in zip(METHODS, where["paper"], strict=True):
-            gains = [a / b for a, b in zip(it.values[name], alone, strict=True)]
-            rows[-1] += [spread(gains), f"{paper:.2f}"]
-            found += [(where["length"], gain) for gain in gains if name == "triforce"]
+            own = [a / b for a, b in zip(it.values[name], alone, strict=True)]
+            rows[-1] += [spread(own), f"{paper:.2f}"]
+            if name == "triforce":
+                gains.setdefault(where["length"], []).extend(own)
     note = "Tokens per second over those of autoregressive decoding of the same batch, "
     note += f"{scale.new_tokens // 2} tokens in each row; median and range of two rounds."
-    lines = [
-        [
-            f"{rows} x {thousands}K",
-            f"{predicted(rows, 1024 * thousands, budget):.2f}",
-            f"{paper[0.0][0]:.2f}",
-            f"{pays_from(rows, budget):,}",
-        ]
-        for (rows, thousands, budget), paper in PUBLISHED.items()
-    ]
-    heads = [
-        "rows x tokens",
-        "TriForce, predicted",
-        "paper, T = 0",
-        f"{WORTH} from, tokens per row",
-    ]
-    more = "7B on an A100 by bytes and FLOPs, with the paper's acceptance at T = 0."
     columns = ["rows x tokens", "T", "TriForce", "paper", "naive", "paper"]
-    gains = [gain for _, gain in found]
-    verdict = f"TriForce makes {min(gains):.2f} to {max(gains):.2f} times the tokens of the batch "
-    verdict += "alone here."
-    if min(gains) < 1:
+    lines = []
+    for (num_rows, thousands, budget), paper in BATCHES.items():
+        gain = predicted(num_rows, 1024 * thousands, budget)
+        numbers = [f"{gain:.2f}", f"{paper:.2f}", f"{pays_from(num_rows, budget):,}"]
+        lines.append([f"{num_rows} x {thousands}K", *numbers])
+    heads = ["rows x tokens", "TriForce, predicted", "paper, T = 0"]
+    heads.append(f"{WORTH} from, tokens per row")
+    more = "7B on an A100 by bytes and FLOPs, with the paper's acceptance at T = 0."
+    everything = [gain for them in gains.values() for gain in them]
+    verdict = f"TriForce makes {min(everything):.2f} to {max(everything):.2f} times the tokens of "
+    verdict += "the batch alone here."
+    if min(everything) < 1:
         verdict += " On an A100 memory bounds a pass over the paper's batches, so guesses gain; a "
         verdict += "CPU is soon bound by arithmetic, where a guess costs as much as a token."
-
-    def draw(axes: Any) -> None:
-        for rows, _, budget in PUBLISHED:
-            ys = [predicted(rows, length, budget) for length in LENGTHS]
-            axes.plot(LENGTHS, ys, ":", label=f"{rows} rows, A100, predicted")
-        papers = [(1024 * n, paper[0.0][0]) for (_, n, _), paper in PUBLISHED.items()]
-        axes.plot(*zip(*papers, strict=True), "s", color="#999999", label="paper, T = 0")
-        axes.plot(*zip(*found, strict=True), "o", label="here")
-        axes.set_xscale("log", base=2)
-        axes.set(xlabel="tokens per row", ylabel="speedup of the batch", ylim=(0, None))
-
-    return Shown([Table(columns, rows, note), Table(heads, lines, more)], verdict, draw)
+    expected = {
+        f"{num_rows} rows": {length: predicted(num_rows, length, budget) for length in LENGTHS}
+        for num_rows, _, budget in BATCHES
+    }
+    paper = {1024 * thousands: own for (_, thousands, _), own in BATCHES.items()}
+    points = {"here": {"": means(gains)}, "A100, predicted": expected, "paper, T = 0": {"": paper}}
+    axes = {"xscale": "log", "xlabel": "tokens per row", "ylabel": "speedup of the batch"}
+    tables = [Table(columns, rows, note), Table(heads, lines, more)]
+    return Shown(tables, verdict, curves(points, **axes, ylim=(0, None)))
 
 
-ITEM = Item("table4", TITLE, CLAIM, cells, measure, show, minutes_here=4, minutes_gpu=30)
+ITEM = Item.of("table4", cells, measure, show, minutes=(4, 30))

@@ -1,14 +1,13 @@
 """Figures 2b and 2c: weights and KV cache, their bytes and their share of the time, over length."""
 
-from typing import Any
-
 from minitri import GenerationConfig
 from minitri.plan import config_of
 from minitri.roofline import CARDS, Workload, bytes_per_pass
 from tools.bench.floor import plain_decoding
-from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select
+from tools.paper.item import Done, Item, Json, Shown
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
+from tools.paper.shapes import curves, grid, table
 
 MODEL, CARD = "llama2-7b-128k", 80
 """Of the paper: an A100 with so many GiB."""
@@ -21,8 +20,8 @@ SHORT = 64
 
 def cells(scale: Scale) -> list[Json]:
     """Every length, after one text here; and the arithmetic for the paper's model."""
-    predicted = [{"what": "predicted", "context": context} for context in LENGTHS]
-    return [*({"what": "measured", "context": it} for it in scale.contexts), *predicted]
+    measured = grid(what=["measured"], context=scale.contexts)
+    return measured + grid(what=["predicted"], context=LENGTHS)
 
 
 def measure(lab: Lab, settings: Json) -> Json:
@@ -50,58 +49,46 @@ def measure(lab: Lab, settings: Json) -> Json:
     return {"weights": bytes_per_pass(engine.model), "kv": kv, "ms": parts}
 
 
+def share_of_bytes(values: Json) -> float:
+    """Of the KV cache, in %."""
+    return 100 * values["kv"] / float(values["kv"] + values["weights"])
+
+
+def share_of_time(values: Json) -> float:
+    """Of attention, in %."""
+    return 100 * values["ms"]["attention"] / float(sum(values["ms"].values()))
+
+
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every length, for both models."""
-    tables = []
-    shares: dict[str, list[tuple[int, float, float]]] = {}
+    tables, parts, ends, series = [], [], list[float](), dict[str, dict[int, float]]()
     titles = {
-        "measured": f"{scale.model or 'tiny'} here, measured",
-        "predicted": f"{MODEL} on an A100, predicted by the ledger",
+        "measured": f"{scale.model or 'tiny'} here, measured: tokens",
+        "predicted": f"{MODEL} on an A100, predicted by the ledger: tokens",
     }
     for what, title in titles.items():
-        rows = []
-        shares[what] = []
-        for context in distinct([it for it in done if it.settings["what"] == what], "context"):
-            [values] = select(done, what=what, context=context)
-            by_bytes = values["kv"] / (values["kv"] + values["weights"])
-            total = sum(values["ms"].values())
-            by_time = values["ms"]["attention"] / total
-            shares[what].append((context, by_bytes, by_time))
-            sizes = [f"{values[name] / 1e6:,.0f}" for name in ("weights", "kv")]
-            percents = [f"{100 * share:.0f}" for share in (by_bytes, by_time)]
-            rows.append([f"{context:,}", *sizes, percents[0], f"{total:.1f}", percents[1]])
-        columns = [f"{title}: tokens", "weights, MB", "KV, MB", "KV, % of bytes"]
-        tables.append(Table([*columns, "ms a token", "attention, % of time"], rows))
-    parts = [
-        f"from {100 * it[0][1]:.0f}% of the bytes and {100 * it[0][2]:.0f}% of the time after "
-        f"{it[0][0]:,} tokens to {100 * it[-1][1]:.0f}% and {100 * it[-1][2]:.0f}% after "
-        f"{it[-1][0]:,} ({what})"
-        for what, it in shares.items()
-        if it
-    ]
-    holds = all(it[-1][number] > 0.5 for it in shares.values() if it for number in (1, 2))
+        found = {it.settings["context"]: it.values for it in done if it.settings["what"] == what}
+        if not found:
+            continue
+        columns = {
+            title: lambda it: f"{it[0]:,}",
+            "weights, MB": lambda it: f"{it[1]['weights'] / 1e6:,.0f}",
+            "KV, MB": lambda it: f"{it[1]['kv'] / 1e6:,.0f}",
+            "KV, % of bytes": lambda it: f"{share_of_bytes(it[1]):.0f}",
+            "ms a token": lambda it: f"{sum(it[1]['ms'].values()):.1f}",
+            "attention, % of time": lambda it: f"{share_of_time(it[1]):.0f}",
+        }
+        tables.append(table(found.items(), columns))
+        by_bytes = series[f"% of bytes, {what}"] = {n: share_of_bytes(found[n]) for n in found}
+        by_time = series[f"% of time, {what}"] = {n: share_of_time(found[n]) for n in found}
+        short, long = min(found), max(found)
+        parts.append(f"from {by_bytes[short]:.0f}% of the bytes and {by_time[short]:.0f}% of the ")
+        parts[-1] += f"time after {short:,} tokens to {by_bytes[long]:.0f}% and "
+        parts[-1] += f"{by_time[long]:.0f}% after {long:,} ({what})"
+        ends += [by_bytes[long], by_time[long]]
     verdict = f"The KV cache goes {', and '.join(parts)}: it "
-    verdict += f"{'becomes' if holds else 'does not always become'} the larger part."
-
-    def draw(axes: Any) -> None:
-        for (what, found), color in zip(shares.items(), ("#009E73", "#999999"), strict=True):
-            for number, name, line in ((1, "bytes", "o-"), (2, "time", "s--")):
-                percents = [100 * it[number] for it in found]
-                label = f"KV, % of {name}, {what}"
-                axes.plot([it[0] for it in found], percents, line, color=color, label=label)
-        axes.set(xscale="log", xlabel="text, tokens", ylabel="%", ylim=(0, 100))
-
-    return Shown(tables, verdict, draw)
+    verdict += f"{'becomes' if min(ends) > 50 else 'does not always become'} the larger part."
+    axes = {"xscale": "log", "xlabel": "text, tokens", "ylabel": "KV cache, %", "ylim": (0, 100)}
+    return Shown(tables, verdict, curves({"": series}, **axes))
 
 
-ITEM = Item(
-    "fig2b",
-    "Figures 2b and 2c: weights and KV cache by length of the text",
-    "Compared with model weights, the KV cache gradually becomes the other bottleneck, and takes "
-    "most of the memory, as the text gets longer.",
-    cells,
-    measure,
-    show,
-    minutes_here=2,
-    minutes_gpu=4,
-)
+ITEM = Item.of("fig2b", cells, measure, show, minutes=(2, 4))

@@ -18,23 +18,17 @@ token at a place where the drafter guessed, given all before it. The code drafts
 Legend: N positions, V vocabulary.
 """
 
-import itertools
 import statistics
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select
+from tools.paper.item import Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.toy import toy_distance
+from tools.paper.shapes import curves, distinct, grid, means, select
+from tools.paper.toy import proposed, toy_distance, verified
 
-TITLE = "Ours: total variation of the published code's rule, and of ours"
-CLAIM = (
-    "The original output distribution is preserved (section 4.2); the published code samples "
-    "recovered tokens of the middle level from p-hat."
-)
 RULES = ("published", "ours")
 MODEL_AT = (0.0, 0.6, 1.0, 1.2)
 """Temperatures at which the real model is asked, as far as the scale has them."""
@@ -42,22 +36,10 @@ TOYS = range(8)
 """Seeds of toys, of which the mean is shown."""
 
 
-def middle_token(q_NV: Tensor, phat_NV: Tensor, rule: str) -> Tensor:
-    """The distributions (N, V) that tokens of the middle level follow by a rule of `RULES`."""
-    common_NV = torch.minimum(q_NV, phat_NV)
-    rejected_N1 = 1 - common_NV.sum(1, keepdim=True)
-    if rule == "published":
-        return common_NV + rejected_N1 * phat_NV
-    return common_NV + (phat_NV - q_NV).clamp_min(0)  # sums to rejected_N1: the residual
-
-
 def next_token(q_NV: Tensor, phat_NV: Tensor, p_NV: Tensor, rule: str) -> Tensor:
-    """The distributions (N, V) that the text's next tokens follow."""
-    passes_NV = torch.where(phat_NV > 0, p_NV / phat_NV, 0.0).clamp_max(1)
-    accepted_NV = middle_token(q_NV, phat_NV, rule) * passes_NV
-    left_NV = (p_NV - phat_NV).clamp_min(0)
-    left_NV = left_NV / left_NV.sum(1, keepdim=True).clamp_min(1e-300)
-    return accepted_NV + (1 - accepted_NV.sum(1, keepdim=True)) * left_NV
+    """The distributions (N, V) that the text's next tokens follow by a rule of `RULES`."""
+    guesses = proposed(q_NV, phat_NV, is_exact=rule == "ours")
+    return sum(verified(guesses, phat_NV, p_NV).values(), torch.zeros_like(p_NV))
 
 
 def total_variation(a_NV: Tensor, b_NV: Tensor) -> Tensor:
@@ -68,9 +50,8 @@ def total_variation(a_NV: Tensor, b_NV: Tensor) -> Tensor:
 def cells(scale: Scale) -> list[Json]:
     """The real model after every text, and the toys, by temperature."""
     asked = [T for T in MODEL_AT if T in scale.temperatures]
-    real = itertools.product(range(scale.num_speed_texts), asked)
-    cells: list[Json] = [{"what": "model", "text": text, "temperature": T} for text, T in real]
-    return cells + [{"what": "toy", "temperature": T} for T in scale.temperatures]
+    real = grid(what=["model"], text=range(scale.num_speed_texts), temperature=asked)
+    return real + grid(what=["toy"], temperature=scale.temperatures)
 
 
 def measure(lab: Lab, settings: Json) -> Json:
@@ -84,7 +65,7 @@ def measure(lab: Lab, settings: Json) -> Json:
     window = min(252, scale.context // 8)
     rows = [
         continuation.by_drafter(drafter, 1, window),
-        continuation.by_cache(lab.speculation("retrieval"), scale.gamma2),
+        *continuation.by_cache(lab.speculation("retrieval"), scale.gamma2, continuation.model),
         continuation.probs_NV,
     ]
     num = min(map(len, rows))
@@ -94,50 +75,43 @@ def measure(lab: Lab, settings: Json) -> Json:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every temperature."""
     temperatures = sorted(distinct(done, "temperature"))
-    real = {T: found for T in temperatures if (found := _distances(done, "model", T))["ours"]}
-    toys = {T: found for T in temperatures if (found := _distances(done, "toy", T))["ours"]}
-    rows = [[f"{T:g}", *_columns(real.get(T)), *_columns(toys.get(T))] for T in temperatures]
-    columns = ["T"]
-    for what in ("model", "toys"):
-        columns += [f"{what}: published rule, mean", "median", "worst", "ours, worst"]
+    rows = {T: [f"{T:g}"] for T in temperatures}
+    columns, here, worst_of_ours = ["T"], dict[str, dict[float, float]](), 0.0
+    for what, title in (("model", "model"), ("toy", "toys")):
+        columns += [f"{title}: published rule, mean", "median", "worst", "ours, worst"]
+        found = {rule: distances(done, what, rule) for rule in RULES}
+        published, ours = found["published"], found["ours"]
+        for T, row in rows.items():
+            if T not in ours:
+                row += ["-"] * 4
+                continue
+            kinds = (statistics.mean, statistics.median, max)
+            row += [*(f"{kind(published[T]):.4f}" for kind in kinds), f"{max(ours[T]):.0e}"]
+        worst_of_ours = max(worst_of_ours, *map(max, ours.values()), 0)
+        here[f"published, mean of {title}"] = means(published)
+        for rule in RULES if what == "model" else ():
+            here[f"{rule}, worst token"] = {T: max(them) for T, them in found[rule].items()}
     note = "Total variation from the target's distribution: of the next token after each of "
     note += f"{scale.new_tokens} prefixes per text, where the drafter guesses; of the first 3 "
     note += f"tokens of {len(TOYS)} toys with 4 tokens, every outcome enumerated. The published "
     note += "rule is applied to our model."
-    means = {T: statistics.mean(found["published"]) for T, found in real.items()}
-    worst = max((it for found in real.values() for it in found["published"]), default=0)
-    ours = max(it for found in (*real.values(), *toys.values()) for it in found["ours"])
+    mean = max(here["published, mean of model"].values(), default=0)
+    worst = max(here["published, worst token"].values(), default=0)
     verdict = "The published rule does not keep the target's distribution above T = 0: the total "
-    verdict += f"variation of a token is {max(means.values(), default=0):.3f} on average at the "
-    verdict += f"worst temperature, and up to {worst:.2f}; with the residual it is never more than "
-    verdict += f"{ours:.0e}."
-
-    def draw(axes: Any) -> None:
-        worsts = [max(found["published"]) for found in real.values()]
-        axes.plot([*real], worsts, "o-", color="#D55E00", label="published rule, worst token")
-        axes.plot([*means], [*means.values()], "o-", color="#E69F00", label="published rule, mean")
-        ys = [statistics.mean(found["published"]) for found in toys.values()]
-        axes.plot([*toys], ys, ":", color="#999999", label="published rule, toys")
-        ys = [max(found["ours"]) for found in real.values()]
-        axes.plot([*real], ys, "o-", color="#009E73", label="ours, worst token")
-        axes.set(xlabel="temperature", ylabel="total variation from the target")
-
-    return Shown([Table(columns, rows, note)], verdict, draw)
+    verdict += f"variation of a token is {mean:.3f} on average at the worst temperature, and up to "
+    verdict += f"{worst:.2f}; with the residual it is never more than {worst_of_ours:.0e}."
+    draw = curves({"": here}, xlabel="temperature", ylabel="total variation from the target")
+    return Shown([Table(columns, [*rows.values()], note)], verdict, draw)
 
 
-def _columns(found: dict[str, list[float]] | None) -> list[str]:
-    if found is None:
-        return ["-"] * 4
-    published = found["published"]
-    three = (statistics.mean(published), statistics.median(published), max(published))
-    return [*(f"{it:.4f}" for it in three), f"{max(found['ours']):.0e}"]
+def distances(done: list[Done], what: str, rule: str) -> dict[float, list[float]]:
+    """By temperature, of all texts or toys."""
+    cells = [it for it in done if it.settings["what"] == what]
+    return {
+        T: [distance for it in select(cells, temperature=T) for distance in it[rule]]
+        for T in sorted(distinct(cells, "temperature"))
+    }
 
 
-def _distances(done: list[Done], what: str, temperature: float) -> dict[str, list[float]]:
-    cells = select(done, what=what, temperature=temperature)
-    return {rule: [it for cell in cells for it in cell[rule]] for rule in RULES}
-
-
-ITEM = Item("exactness", TITLE, CLAIM, cells, measure, show, minutes_here=3, minutes_gpu=40)
+ITEM = Item.of("exactness", cells, measure, show, minutes=(3, 40))

@@ -1,21 +1,16 @@
 """Rebuttal: speedup by the length of the output."""
 
 import itertools
-import statistics
-from typing import Any
 
 from minitri import GenerationConfig, Request, SpeculationConfig
 from minitri.generation import Generation
-from tools.paper.item import Done, Item, Json, Shown, Table, spread
+from tools.paper.item import PUBLISHED, Done, Item, Json, Shown
+from tools.paper.items.speeds import speed_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
+from tools.paper.shapes import SPEEDUP, after, curves, means, spread, table
 
-TITLE = "Rebuttal: speedup by output length"
-CLAIM = (
-    "The speedup is 2.28 to 2.34 for outputs of 256 to 2,048 tokens, as the retrieval cache is "
-    "rebuilt at intervals."
-)
-PUBLISHED = {256: 2.31, 512: 2.28, 768: 2.34, 1024: 2.32, 1536: 2.28, 2048: 2.29}
+PAPER: dict[int, float] = dict(PUBLISHED["outputs"]["rows"])
 Row = list[float]
 """Tokens made, seconds, guesses tested and accepted."""
 
@@ -23,13 +18,8 @@ Row = list[float]
 def lengths(scale: Scale) -> list[int]:
     """Of the outputs: the paper's, on a GPU one more, by a tiny model shorter ones."""
     if not scale.model:
-        return [length * scale.new_tokens // 256 for length in PUBLISHED]
-    return [*PUBLISHED] + [4096] * (scale.name == "gpu")
-
-
-def cells(scale: Scale) -> list[Json]:
-    """One long output after each text."""
-    return [{"text": text} for text in range(scale.num_speed_texts)]
+        return [length * scale.new_tokens // 256 for length in PAPER]
+    return [*PAPER] + [4096] * (scale.name == "gpu")
 
 
 def measure(lab: Lab, settings: Json) -> Json:
@@ -42,15 +32,12 @@ def measure(lab: Lab, settings: Json) -> Json:
     ways = {"autoregressive": SpeculationConfig("autoregressive")}
     ways["triforce"] = lab.speculation("triforce")
     lab.release()
-    if engine.model.device.type == "cuda":  # which has memory for one KV cache
-        groups = [{name: way} for name, way in ways.items()]
-    else:
-        groups = [ways]
+    is_gpu = engine.model.device.type == "cuda"  # which has memory for one KV cache
     rows: Json = {name: [] for name in ways}
-    for group in groups:
+    for names in [[name] for name in ways] if is_gpu else [[*ways]]:
         runs = {
-            name: engine.stream([request], generation=generation, speculation=way)
-            for name, way in group.items()
+            name: engine.stream([request], generation=generation, speculation=ways[name])
+            for name in names
         }
         for end, (name, run) in itertools.product(ends, runs.items()):
             rows[name].append(advance(run, end))
@@ -83,33 +70,33 @@ def speedups(cell: Json) -> list[float]:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every length."""
-    ends = lengths(scale)
     parts = [{name: windows(rows) for name, rows in it.values.items()} for it in done]
-    whole = [[*row] for row in zip(*(speedups(it.values) for it in done), strict=True)]
-    late = zip(*map(speedups, parts), strict=True)
-    rates = [*zip(*([row[3] / row[2] for row in it["triforce"]] for it in parts), strict=True)]
-    rows = [
-        [f"{end:,}", spread(gains), str(PUBLISHED.get(end, "-")), *map(spread, of_window)]
-        for end, gains, *of_window in zip(ends, whole, late, rates, strict=True)
-    ]
-    columns = ["output, tokens", "speedup", "paper", "since the row above", "accepted since then"]
-    note = f"After {scale.context:,} tokens, T = 0.6, top-p 0.9; median and range over texts."
-    means = [statistics.mean(gains) for gains in whole]
-    first, last = statistics.mean(rates[0]), statistics.mean(rates[-1])
-    is_stable = min(means) > 0.9 * max(means)
-    verdict = f"The speedup is {'' if is_stable else 'not '}stable: {means[0]:.2f} for {ends[0]:,} "
-    verdict += f"tokens, {means[-1]:.2f} for {ends[-1]:,}; of the guesses {first:.2f} are accepted "
-    verdict += f"in the first part and {last:.2f} in the last."
-    if last > first + 0.05:
+    accepted = [[row[3] / row[2] for row in it["triforce"]] for it in parts]
+    ends = lengths(scale)
+    gains, late, rates = (
+        dict(zip(ends, zip(*of_texts, strict=True), strict=True))
+        for of_texts in ((speedups(it.values) for it in done), map(speedups, parts), accepted)
+    )
+    columns = {
+        "output, tokens": lambda it: f"{it:,}",
+        "speedup": lambda it: spread(gains[it]),
+        "paper": lambda it: str(PAPER.get(it, "-")),
+        "since the row above": lambda it: spread(late[it]),
+        "accepted since then": lambda it: spread(rates[it]),
+    }
+    here, by_length = means(gains), [*means(rates).values()]
+    is_stable = min(here.values()) > 0.9 * max(here.values())
+    verdict = f"The speedup is {'' if is_stable else 'not '}stable: {here[ends[0]]:.2f} for "
+    verdict += f"{ends[0]:,} tokens, {here[ends[-1]]:.2f} for {ends[-1]:,}; of the guesses "
+    verdict += f"{by_length[0]:.2f} are accepted in the first part and {by_length[-1]:.2f} in the "
+    verdict += "last."
+    if by_length[-1] > by_length[0] + 0.05:
         verdict += " It gets easier to guess with its length, as a text does that repeats itself."
-
-    def draw(axes: Any) -> None:
-        axes.plot(ends, means, "o-", color="#009E73", label="here")
-        axes.plot([*PUBLISHED], [*PUBLISHED.values()], ":", color="#009E73", label="paper")
-        axes.set(xlabel="output, tokens", ylabel="speedup", ylim=(0, None))
-
-    return Shown([Table(columns, rows, note)], verdict, draw)
+    lines = {"here": {"": here}, "paper": {"": PAPER}}
+    draw = curves(lines, xlabel="output, tokens", **SPEEDUP)
+    return Shown(
+        [table(ends, columns, f"Over autoregressive decoding. {after(scale)}")], verdict, draw
+    )
 
 
-ITEM = Item("outputs", TITLE, CLAIM, cells, measure, show, minutes_here=4, minutes_gpu=45)
+ITEM = Item.of("outputs", speed_texts, measure, show, minutes=(4, 45))

@@ -3,20 +3,15 @@
 import functools
 import itertools
 import statistics
-from typing import Any
 
 from minitri.settings import StepPlan
 from minitri.trees.shape import sequences, shape_of
 from tools.paper.costs import A100, on_chip
-from tools.paper.item import Done, Item, Json, Shown, Table, distinct, select, spread
+from tools.paper.item import Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
+from tools.paper.shapes import curves, distinct, grid, select, spread
 
-TITLE = "Figure 6c: tokens per step by shape of the tree"
-CLAIM = (
-    "Sequoia trees and independent sequences make more tokens per step of the target than chains, "
-    "the more the more guesses there are."
-)
 TEMPERATURES = (0.0, 0.6)
 DEPTHS = {"naive": 4, "retrieval": 6}
 """Guesses of a chain, and levels of a tree: of the drafter, and with the retrieval cache."""
@@ -37,11 +32,8 @@ def plans(method: str) -> dict[str, StepPlan]:
 
 def cells(scale: Scale) -> list[Json]:
     """A cell holds all shapes of a method in turns; the slower method has one text."""
-    texts = range(scale.num_speed_texts)
-    names = ("text", "method", "temperature")
-    found = itertools.product(texts, DEPTHS, TEMPERATURES)
-    cells = [dict(zip(names, it, strict=True)) for it in found]
-    return [it for it in cells if it["method"] == "naive" or it["text"] == 0]
+    found = grid(text=range(scale.num_speed_texts), method=DEPTHS, temperature=TEMPERATURES)
+    return [it for it in found if it["method"] == "naive" or it["text"] == 0]
 
 
 def measure(lab: Lab, settings: Json) -> Json:
@@ -66,20 +58,21 @@ def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    """A row for every shape of every method."""
     temperatures = distinct(done, "temperature")
-    rows, means = [], dict[tuple[str, str, float], float]()
+    rows, columns, means = [], ["guesses by", "shape"], dict[tuple[str, str, float], float]()
+    for T in temperatures:
+        columns += [f"tokens per step, T = {T:g}", "A100, predicted"]
     for method in distinct(done, "method"):
         for name, plan in plans(method).items():
             rows.append([method, name])
             for T in temperatures:
                 found = select(done, method=method, temperature=T)
                 own = [it[name]["tokens_per_step"] for it in found]
-                means[method, name, T] = mean = statistics.mean(own)
-                rows[-1] += [spread(own), f"{gpu_speedup(plan, mean):.2f}"]
-    columns = ["guesses by", "shape"]
-    for T in temperatures:
-        columns += [f"tokens per step, T = {T:g}", "A100, predicted"]
+                predicted = "-"
+                if own:
+                    means[method, name, T] = mean = statistics.mean(own)
+                    predicted = f"{gpu_speedup(plan, mean):.2f}"
+                rows[-1] += [spread(own), predicted]
     note = f"After {scale.context:,} tokens, median and range over texts; next to it the speedup "
     note += "of 7B after 122,880 tokens with so many, by bytes over bandwidth."
     parts = []
@@ -92,18 +85,14 @@ def show(done: list[Done], scale: Scale) -> Shown:
         parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who}")
     verdict = "Over chains of the same depth trees gain, in tokens a step, "
     verdict += f"{' guesses and '.join(parts)}."
-
-    def draw(axes: Any) -> None:
-        widths = (1, *WIDTHS["naive"])
-        for T, style in zip(temperatures, ("-", "--"), strict=False):
-            for kind, color in (("Sequoia", "#009E73"), ("sequences", "#D55E00")):
-                names = ["chain", *(name for name in plans("naive") if kind in name)]
-                ys = [means["naive", name, T] for name in names]
-                xs = [DEPTHS["naive"] * width for width in widths]
-                axes.plot(xs, ys, f"o{style}", color=color, label=f"{kind}, T = {T:g}")
-        axes.set(xlabel="guesses of the drafter in a step", ylabel="tokens per step")
-
+    sizes = [DEPTHS["naive"] * width for width in (1, *WIDTHS["naive"])]
+    lines: dict[str, Json] = {f"T = {T:g}": {} for T in temperatures}
+    for kind, T in itertools.product(("Sequoia", "sequences"), temperatures):
+        names = ["chain", *(name for name in plans("naive") if kind in name)]
+        heights = (means["naive", name, T] for name in names)
+        lines[f"T = {T:g}"][kind] = dict(zip(sizes, heights, strict=True))
+    draw = curves(lines, xlabel="guesses of the drafter in a step", ylabel="tokens per step")
     return Shown([Table(columns, rows, note)], verdict, draw)
 
 
-ITEM = Item("fig6c", TITLE, CLAIM, cells, measure, show, minutes_here=5, minutes_gpu=30)
+ITEM = Item.of("fig6c", cells, measure, show, minutes=(5, 30))

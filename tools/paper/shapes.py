@@ -1,0 +1,105 @@
+"""The shapes that items share: grids of cells, numbers by a setting, tables, curves and bars."""
+
+import itertools
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from tools.paper.item import Done, Draw, Json, Table
+from tools.paper.scale import Scale
+
+Points = Mapping[Any, float]
+"""Of a curve: y by x; of bars: heights by name."""
+Columns = Mapping[str, Callable[[Any], str]]
+"""Of a table: what each makes of a row."""
+COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2", "#E69F00", "#CC79A7")
+STYLES = ("o-", ":", "s--")
+SPEEDUP = {"ylabel": "speedup", "ylim": (0, None)}
+"""Settings of axes."""
+
+
+def grid(**choices: Iterable[Any]) -> list[Json]:
+    """Cells of all combinations of settings, the last of which changes from each to the next."""
+    combinations = itertools.product(*choices.values())
+    return [dict(zip(choices, them, strict=True)) for them in combinations]
+
+
+def select(done: Iterable[Done], **settings: Any) -> list[Json]:
+    """The values of cells with these settings."""
+    return [one.values for one in done if settings.items() <= one.settings.items()]
+
+
+def distinct(done: Iterable[Done], name: str) -> list[Any]:
+    """What a setting is in the cells that have it, in their order."""
+    return list(dict.fromkeys(it.settings[name] for it in done if name in it.settings))
+
+
+def grouped(
+    done: list[Done], name: str, number: Callable[..., float], *arguments: Any
+) -> dict[Any, list[float]]:
+    """A number of the values of each cell, by what a setting is in it."""
+    return {
+        setting: [number(values, *arguments) for values in select(done, **{name: setting})]
+        for setting in distinct(done, name)
+    }
+
+
+def means(groups: Mapping[Any, Iterable[float]]) -> dict[Any, float]:
+    """The mean of every group."""
+    return {name: statistics.mean(numbers) for name, numbers in groups.items()}
+
+
+def spread(values: Iterable[float], digits: int = 2) -> str:
+    """Median and range; one number alone; a dash where there is none."""
+    numbers = sorted(values)
+    if not numbers:
+        return "-"
+    middle = f"{statistics.median(numbers):.{digits}f}"
+    if len(numbers) == 1:
+        return middle
+    return f"{middle} ({numbers[0]:.{digits}f} to {numbers[-1]:.{digits}f})"
+
+
+def table(rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
+    """A line for each of the rows: what every column makes of it."""
+    lines = [[column(row) for column in columns.values()] for row in rows]
+    return Table([*columns], lines, note)
+
+
+def after(scale: Scale) -> str:
+    """What most notes say."""
+    return f"After {scale.context:,} tokens, T = 0.6, top-p 0.9; median and range over texts."
+
+
+def curves(groups: Mapping[str, Mapping[str, Points]], **settings: Any) -> Draw:
+    """Draws curves on axes with these settings: every group (what is measured here, what the paper
+    says) in a style, every name in a color."""
+    names = dict.fromkeys(itertools.chain(*groups.values()))
+    colors = dict(zip(names, itertools.cycle(COLORS), strict=False))
+
+    def draw(axes: Any) -> None:
+        for (group, series), style in zip(groups.items(), STYLES, strict=False):
+            for name, points in series.items():
+                label = ", ".join(filter(None, (name, group)))
+                axes.plot([*points], [*points.values()], style, color=colors[name], label=label)
+        axes.set(**settings)
+
+    return draw
+
+
+def bars(groups: Mapping[str, Points], **settings: Any) -> Draw:
+    """Draws a bar of every group for every name, next to each other."""
+
+    def draw(axes: Any) -> None:
+        names = list(dict.fromkeys(itertools.chain(*groups.values())))
+        width = 0.8 / len(groups)
+        for number, (group, heights) in enumerate(groups.items()):
+            places = [names.index(name) + number * width for name in heights]
+            color = COLORS[number % len(COLORS)]
+            axes.bar(places, [*heights.values()], width, color=color, label=group)
+        middles = [place + 0.4 - width / 2 for place in range(len(names))]
+        axes.set_xticks(middles, [textwrap.fill(name, 12) for name in names], fontsize=7)
+        axes.set(**settings)
+
+    return draw
