@@ -323,8 +323,11 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instru
             steps = [("stopped", b""), (">", half), ("a line", b"\x03"), ("/quit or", b"")]
             for shown_first, typed in (*steps, (">", b"And now?\r")):
                 read_until(shown_first)
-                time.sleep(0.2)  # a Ctrl-C between prompt and waiting is noticed at the next key
+                time.sleep(0.2)
                 os.write(terminal, typed)
+                if typed == b"\x03":  # between prompt and waiting it is noticed at the next key
+                    time.sleep(0.5)
+                    os.write(terminal, b" ")
             read_until("now?")
             time.sleep(0.5)
             os.write(terminal, b"\x04")  # while it answers

@@ -29,7 +29,7 @@ class StoredTensor(NamedTuple):
 
     def release(self) -> None:
         """Lets go of the memory of all that was read so far, which can be read again."""
-        if self.pages is not None:
+        if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
