@@ -303,13 +303,17 @@ def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instru
         before, _, shown = shown.partition(text)
         return before + text
 
+    def own_terminal() -> None:
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits it ignored
+
     command = [sys.executable, "-m", "minitri.chat", "--model", str(instruct), "-n", "1900"]
     with subprocess.Popen(
         [*command, "--dtype", "float32", "--device", "cpu"],
         **dict.fromkeys(("stdin", "stdout", "stderr"), other),
         start_new_session=True,
         env={**os.environ, "TERM": "dumb"},
-        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        preexec_fn=own_terminal,
     ) as process:
         try:
             os.close(other)
