@@ -4,8 +4,7 @@
     DIR/report.html, .md, .json     what they say, with a picture of each item (`report.py`)
 
 A cell is known by its item, settings, scale, model and texts, so a study that was stopped goes on
-with the cells that are missing. What was measured by another commit is kept, and named in the
-report.
+with the cells that are missing. Those of another commit are kept, and named in the report.
 """
 
 import contextlib
@@ -62,10 +61,11 @@ def read(path: Path) -> Cell | None:
 
 def commit() -> str:
     """The commit of this checkout, with a + if files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    command += ["--exclude=*", "--abbrev=10"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    git = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=10"]
+    with contextlib.suppress(OSError):
+        where = Path(__file__).parent
+        done = subprocess.run(git, cwd=where, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
     return "unknown"
 
 
@@ -75,13 +75,12 @@ def machine() -> str:
         return torch.cuda.get_device_name()
     known = Path("/proc/cpuinfo")
     found = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
-    name = found[1] if found else platform.machine()
-    return f"{name}, {torch.get_num_threads()} cores"
+    return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} cores"
 
 
 @dataclass
 class Study:
-    """Measures what is missing, and knows what is there."""
+    """Knows what is there, and measures what is missing."""
 
     out: Path
     lab: Lab
