@@ -13,7 +13,7 @@ from tools.paper.scale import Scale
 
 Points = Mapping[Any, float]
 """Of a curve: y by x; of bars: heights by name."""
-Columns = Mapping[str, Callable[[Any], str]]
+Columns = dict[str, Callable[[Any], str]]
 """Of a table: what each makes of a row."""
 COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2", "#E69F00", "#CC79A7")
 STYLES = ("o-", "x:", "s--")

@@ -48,20 +48,17 @@ def few_texts(scale: Scale) -> range:
 
 
 def window(scale: Scale) -> int:
-    """Tokens that the drafter reads, the sinks included: 256 as in the paper, but after the tiny
-    texts."""
+    """Tokens that the drafter reads, sinks included: 256, but for tiny texts."""
     return min(256, scale.long_context // 16)
 
 
 def measure_divergence(lab: Lab, settings: Json) -> Json:
-    """1 - acceptance by temperature and kind of window. All lengths meet the same model, which is
-    stretched for the longest."""
+    """1 - acceptance by temperature and kind of window; all lengths meet the same model."""
     gamma, width = lab.scale.gamma1, window(lab.scale)
+    place = (settings["text"], settings["context"])
     values: Json = {}
     for T in TEMPERATURES:
-        said = lab.continuation(
-            settings["text"], settings["context"], float(T), **lab.scale.stretched
-        )
+        said = lab.continuation(*place, float(T), **lab.scale.stretched)
         guesses = (
             said.by_drafter(said.drafter, gamma, width - NUM_SINKS),
             said.by_drafter(said.drafter, gamma, 4 * width - NUM_SINKS),
@@ -98,8 +95,8 @@ def show_divergence(done: list[Done], scale: Scale) -> Shown:
 
 
 def measure(lab: Lab, settings: Json) -> Json:
-    """The expected acceptance with a retrieval cache of these settings; by a policy that is named
-    with the first layers whole. Or the speeds by budget."""
+    """The expected acceptance with a retrieval cache of these settings, where a policy is named
+    with the first layers whole; or the speeds by budget."""
     if settings.get("what") == "speed":
         budgets = {str(it): lab.speculation("triforce", budget=it) for it in lab.scale.budgets}
         return lab.speeds(settings["text"], FIRST | budgets)
@@ -126,10 +123,8 @@ def by_policy(
 
 def columns_of_budgets(scale: Scale) -> Columns:
     """What every row is."""
-    return {
-        "budget, tokens": "{:,}".format,
-        "% of the text": lambda it: f"{100 * it / scale.context:.1f}",
-    }
+    percent: Columns = {"% of the text": lambda it: f"{100 * it / scale.context:.1f}"}
+    return {"budget, tokens": "{:,}".format} | percent
 
 
 def show_policies(done: list[Done], scale: Scale) -> Shown:
@@ -189,10 +184,9 @@ def cells_of_chunks(scale: Scale) -> list[Json]:
 
 def show_chunks(done: list[Done], scale: Scale) -> Shown:
     rates = grouped(done, "chunk_size", "mean")
-    columns = {
-        "chunk, tokens": "{:,}".format,
-        "chunks in the budget": lambda it: f"{scale.budget // it:,}",
-    } | spreads({"accepted": rates}, 3)
+    columns: Columns = {"chunk, tokens": "{:,}".format}
+    columns |= {"chunks in the budget": lambda it: f"{scale.budget // it:,}"}
+    columns |= spreads({"accepted": rates}, 3)
     note = f"Accepted / tested with a budget of {scale.budget:,} tokens after {scale.context:,}; "
     note += "medians and ranges over texts, T = 0.6, top-p 0.9. All sizes meet the same tokens; "
     note += "the chunks of the sinks and of the latest tokens, up to a quarter, are always kept."

@@ -1,9 +1,9 @@
 """Table 4: batches, measured at lengths that fit, and by arithmetic at the paper's."""
 
 from minitri import GenerationConfig, Request
-from minitri.requests import ALONE
 from tools.paper.costs import PAPER, on_chip, speedup
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
+from tools.paper.items.speeds import FIRST
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
 from tools.paper.shapes import curves, means, spread
@@ -44,8 +44,8 @@ def measure(lab: Lab, settings: Json) -> Json:
         Request(lab.prompt(b, settings["length"], engine), b, sampling, generation)
         for b in range(settings["rows"])
     ]
-    ways = {"autoregressive": ALONE}
-    ways |= {name: lab.speculation(name, budget=settings["budget"]) for name in METHODS}
+    budget = settings["budget"]
+    ways = FIRST | {name: lab.speculation(name, budget=budget) for name in METHODS}
     speeds: Json = {name: [] for name in ways}
     for name in (*ways, *reversed(ways)):
         run = engine.stream(requests, batch_size=len(requests), speculation=ways[name])

@@ -181,8 +181,7 @@ def show_chosen(done: list[Done], scale: Scale) -> Shown:
         rows[-1] += [", ".join(f"{it:.2f}" for it in own[:NUM_DENSE])]
     columns = ["tokens later", "median layer", "range over layers", "first two layers"]
     note = f"Attention to the {scale.context:,} prompt tokens that the {SHARE:.1%} chosen by the "
-    note += f"last of them recover; means over {len(done)} texts. The median and the range are "
-    note += "from the third layer on."
+    note += f"last of them recover; means over {len(done)} texts; medians from the third layer on."
     verdict = f"What is chosen recovers {medians[0]:.0%} of that token's own attention, "
     verdict += f"{medians[1]:.0%} of the next one's, and {medians[-1]:.0%} after {starts[-1]} to "
     verdict += f"{len(middle) - 1} tokens (median layer): locality "
