@@ -10,7 +10,6 @@ from minitri import SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_of_rows
 from minitri.model.block import read_block
 from tests.conftest import new_cache
-from tools.paper import continuation
 from tools.paper.baselines.bounds import TopAttention, first_layers_whole
 from tools.paper.baselines.policies import NAMES, speculation_with
 from tools.paper.continuation import Continuation, expected_rate
@@ -70,13 +69,6 @@ def test_first_layers_that_are_whole_see_everything_and_no_others_do(said):
     torch.testing.assert_close(none, plain, atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(all_layers, said.probs_NV[: len(plain)], atol=1e-5, rtol=1e-4)
     assert said.rate(none, GAMMA).mean < said.rate(one, GAMMA).mean < 1
-
-
-def test_the_prompts_latest_queries_are_kept_wherever_it_is_cut(engine, said, monkeypatch):
-    monkeypatch.setattr(continuation, "CHUNK", LENGTH - 3)
-    again = Continuation(engine, said.tokens[:LENGTH], WARM, 2)
-    assert again.prompt_queries_LTHD.shape[1] == LENGTH - 1
-    torch.testing.assert_close(again.prompt_queries_LTHD, said.prompt_queries_LTHD)
 
 
 def test_queries_that_choose_for_themselves_are_the_bound(said):

@@ -35,8 +35,6 @@ from tools.paper.baselines.bounds import top_tokens
 
 CHUNK = 1024
 """Tokens of the prompt that are read at a time."""
-MOST_OBSERVED = 1024
-"""The longest observation window whose queries are kept of the prompt."""
 WINDOWS_AT_ONCE = 16
 """What bounds the memory of sliding windows that are read anew."""
 
@@ -69,16 +67,12 @@ class Continuation:
         self._options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         capacity = len(prompt) + new_tokens + LONGEST_BLOCK
         self.full = FullCache.allocate(engine.config, 1, capacity, **self._options)
-        self.prompt_queries_LTHD = empty_queries(model, 1, 0)[:, 0]
-        self._read(self._keep_latest)
+        self._read(0)
         self.say(sampling, new_tokens, seed)
 
-    def _keep_latest(self, queries_LTHD: Tensor) -> None:
-        latest_LTHD = torch.cat((self.prompt_queries_LTHD, queries_LTHD), 1)
-        self.prompt_queries_LTHD = latest_LTHD[:, -MOST_OBSERVED:].clone()
-
-    def _read(self, watch: Callable[[Tensor], None]) -> None:
-        self.full.crop([0])
+    def _read(self, start: int, watch: Callable[[Tensor], None] | None = None) -> None:
+        """Reads the prompt from a token on, anew; `watch` is given the queries."""
+        self.full.crop([start])
         prompt = self.tokens[: self.num_prompt]
         deque(prefill(self.model, prompt, self.full, 0, chunk=CHUNK, watch=watch), 0)
 
@@ -109,11 +103,9 @@ class Continuation:
         budgets = [speculation.budget_for(self.num_prompt)]
         num_heads = self.model.config.num_heads
         cache = RetrievalCache(self.full, speculation, budgets=budgets, num_heads=num_heads)
-        if cache.max_prompt_queries is None:
-            self._read(lambda queries_LTHD: cache.observe(0, queries_LTHD))
-        else:
-            self.full.crop([self.num_prompt - 1])
-            cache.observe(0, self.prompt_queries_LTHD)
+        window = cache.max_prompt_queries
+        start = 0 if window is None else max(0, self.num_prompt - 1 - window)
+        self._read(start, lambda queries_LTHD: cache.observe(0, queries_LTHD))
         runners = [self._runner(ModelRunner, model, cache) for model in models]
 
         def commit(num_tokens: int) -> None:

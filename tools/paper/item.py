@@ -7,7 +7,7 @@ a verdict of all. `show` sees only what was kept, so a report is the same after 
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,9 @@ class Done:
 
     settings: Json
     values: Json
+    seconds: float = 0.0
+    origin: dict[str, str] = field(default_factory=dict)
+    """Commit, machine, version of PyTorch and command."""
 
 
 @dataclass(frozen=True)

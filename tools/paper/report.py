@@ -75,7 +75,7 @@ def verdict(study: Study, item: Item) -> tuple[str, Shown | None]:
     if len(cells) < len(study.cells(item)):
         return "not all is measured yet; the same command goes on.", None
     try:
-        shown = item.show([*cells], study.lab.scale)
+        shown = item.show(cells, study.lab.scale)
     except Exception:
         if all(cell.origin["commit"] == study.commit for cell in cells):
             raise

@@ -74,7 +74,7 @@ def show_divergence(done: list[Done], scale: Scale) -> Shown:
         T: {f"T = {T}, {way}": grouped(done, "context", T, way) for way in WAYS}
         for T in TEMPERATURES
     }
-    columns = {"tokens": "{:,}".format} | spreads(found["0"] | found["1"])
+    columns: Columns = {"tokens": "{:,}".format} | spreads(found["0"] | found["1"])
     note = f"1 - accepted / tested, gamma1 = {scale.gamma1}; window of {window(scale)} tokens; "
     note += "top-p 0.9 at T = 1; median and range over texts. The model is stretched for the "
     note += "longest text throughout."

@@ -8,7 +8,7 @@ from tools.paper.item import PUBLISHED, Done, Item, Json, Shown
 from tools.paper.items.speeds import FIRST, speed_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import SPEEDUP, after, curves, means, spreads, table
+from tools.paper.shapes import SPEEDUP, Columns, after, curves, means, spreads, table
 
 PAPER: dict[int, float] = dict(PUBLISHED["outputs"]["rows"])
 Row = list[float]
@@ -78,7 +78,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
             ([row[3] / row[2] for row in it["triforce"]] for it in parts),
         )
     )
-    columns = {"output, tokens": "{:,}".format} | spreads({"speedup": gains})
+    columns: Columns = {"output, tokens": "{:,}".format} | spreads({"speedup": gains})
     columns |= {"paper": lambda it: str(PAPER.get(it, "-"))}
     columns |= spreads({"since the row above": late, "accepted since then": rates})
     here, by_length = means(gains), [*means(rates).values()]

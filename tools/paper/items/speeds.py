@@ -92,12 +92,11 @@ def show_temperatures(done: list[Done], scale: Scale) -> Shown:
     note = f"Speedup over autoregressive decoding after {scale.context:,} tokens, median and range "
     note += "over texts; accepted / tested by the target."
     ablated = select(done, temperature=ABLATED_AT)
-    others = {f"T = {ABLATED_AT}": str} | spreads(
-        {
-            name: {it: numbers(ablated, "temperature", it)[ABLATED_AT] for it in ABLATIONS}
-            for name, numbers in (("speedup", gained), ("accepted", accepted))
-        }
-    )
+    by_ablation = {
+        name: {it: numbers(ablated, "temperature", it)[ABLATED_AT] for it in ABLATIONS}
+        for name, numbers in (("speedup", gained), ("accepted", accepted))
+    }
+    others: Columns = {f"T = {ABLATED_AT}": str} | spreads(by_ablation)
     others |= {"paper": lambda it: "{} ({})".format(*ABLATIONS[it])}
     here = {way: means(gains[way]) for way in places}
     parts = (f"{way} {min(it.values()):.2f} to {max(it.values()):.2f}" for way, it in here.items())
@@ -122,7 +121,7 @@ def show_contexts(done: list[Done], scale: Scale) -> Shown:
     gains = {name: gained(done, "context", name) for name in METHODS}
     own = {name: means(it) for name, it in gains.items()}
     alone = grouped(done, "context", "autoregressive", "ms_per_token", "median")
-    columns = {"context, tokens": "{:,}".format}
+    columns: Columns = {"context, tokens": "{:,}".format}
     columns |= spreads({"autoregressive, ms/token": alone}, 1) | spreads(gains)
     note = f"Speedups, one text, T = 0.6, top-p 0.9, {scale.new_tokens} tokens, budget of "
     note += f"{scale.budget:,} tokens or half of the context."
@@ -139,11 +138,13 @@ def show_contexts(done: list[Done], scale: Scale) -> Shown:
     more += "where 2.31 was published. Bounds, for guesses that cost nothing and blocks without "
     more += f"limit: 1 / (1 - {rate}) = {bound(rate):.2f}, naive {bound(naive):.2f}."
     short, long = min(alone), max(alone)
-    first, last = (own["triforce"][it] for it in (short, long))
-    verdict = f"The speedup {'grows' if last > first else 'does not grow'} here, from {first:.2f} "
-    verdict += f"after {short:,} tokens to {last:.2f} after {long:,}. The paper's 13.1 is the "
-    verdict += "bound for guesses that cost nothing and blocks without limit; with gammas 2 and 6 "
-    verdict += f"{predicted['gammas 2 and 6'][LENGTHS[-1]]:.1f} are predicted at most."
+    cascade = own["triforce"]
+    most = max(cascade.values())
+    grows = "grows" if cascade[long] == most else "does not grow steadily"
+    verdict = f"The speedup {grows} here, from {cascade[short]:.2f} after {short:,} tokens to "
+    verdict += f"{cascade[long]:.2f} after {long:,}; the most is {most:.2f}. The paper's 13.1 is "
+    verdict += "the bound for guesses that cost nothing and blocks without limit; with gammas 2 "
+    verdict += f"and 6 {predicted['gammas 2 and 6'][LENGTHS[-1]]:.1f} are predicted at most."
     predicted["bound"] = dict.fromkeys(LENGTHS, bound(rate))
     axes = SPEEDUP | {"xlabel": "context, tokens", "xscale": "log"}
     draw = curves({"here": own, "A100, predicted": predicted}, **axes)
@@ -204,7 +205,7 @@ def show_drafters(done: list[Done], scale: Scale) -> Shown:
     own = [Done(it.settings, {"own": it.values[it.settings["drafter"]]}) for it in done]
     gains, rates = (numbers(own, "drafter", "own") for numbers in (gained, accepted))
     tokens = grouped(own, "drafter", "own", "tokens_per_step")
-    columns = {"drafter": str} | spreads({"speedup": gains})
+    columns: Columns = {"drafter": str} | spreads({"speedup": gains})
     columns |= {"paper": lambda it: f"{BY_DRAFTER[it]:.2f}"}
     columns |= spreads({"accepted by the target": rates, "tokens per step": tokens})
     note = f"Over autoregressive decoding. {after(scale)} REST looks words up in the other texts; "
