@@ -49,8 +49,7 @@ def test_a_drafter_that_is_the_target_is_always_accepted_within_its_window(said)
 
 @pytest.mark.parametrize("width", [20, 1000])
 def test_a_sliding_window_is_read_anew_from_position_0_for_every_guess(said, width):
-    """Each distribution is that of the drafter after those tokens alone; a window wider than the
-    prompt is as long as that."""
+    """Each guess is the drafter's after those tokens alone, as many as the prompt has at most."""
     found_NV = said.by_window(said.model, width)
     assert torch.equal(found_NV[0], said.probs_NV[0])
     assert len(found_NV) == NEW
@@ -72,8 +71,7 @@ def test_first_layers_that_are_whole_see_everything_and_no_others_do(said):
 
 
 def test_queries_that_choose_for_themselves_are_the_bound(said):
-    """With all tokens to choose from nothing is missing, and the full cache is as it was; with few
-    they do better than tokens that were chosen once."""
+    """The full cache is as it was; few tokens do better than those that were chosen once."""
     keys = said.full.keys[..., : LENGTH + NEW - 1, :].clone()
     everything = said.by_top_tokens(1000, GAMMA)
     torch.testing.assert_close(everything, said.probs_NV[: len(everything)], atol=1e-5, rtol=1e-4)

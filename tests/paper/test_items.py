@@ -39,12 +39,12 @@ def test_shapes_are_compared_at_equally_many_nodes(method):
 
 
 def test_trees_are_compared_with_chains_of_their_method():
-    done = [
-        Done(it, {name: {"tokens_per_step": 2.0 + (name != "chain")} for name in plans})
-        for it in trees.FIG6C.cells(TINY)
-        for plans in [trees.plans(it["method"])]
-    ]
-    shown = trees.show(done, TINY)
+    values = {
+        name: {"tokens_per_step": 2.0 + (name != "chain")}
+        for method in trees.DEPTHS
+        for name in trees.plans(method)
+    }
+    shown = trees.show([Done(it, values) for it in trees.FIG6C.cells(TINY)], TINY)
     assert shown.tables[0].rows[-1][:4:2] == ["retrieval", "3.00"]
     assert "gain, in tokens a step, 1.00 to 1.00 by the drafter's" in shown.verdict
 
@@ -52,11 +52,8 @@ def test_trees_are_compared_with_chains_of_their_method():
 @pytest.mark.parametrize(
     ("rates", "said"),
     [
-        (
-            [0.5, 0.51, 0.6, 0.7, 0.9],
-            "rises with the budget, from 0.500 to 0.900: the first "
-            "doubling adds 0.010, the last 0.200",
-        ),
+        ([0.5, 0.51, 0.6, 0.7, 0.9], "rises with the budget, from 0.500 to 0.900: the first"),
+        ([0.5, 0.51, 0.6, 0.7, 0.9], "first doubling adds 0.010, the last 0.200"),
         ([0.5, 0.7, 0.6, 0.85, 0.86], "does not always rise"),
     ],
 )

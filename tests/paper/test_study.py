@@ -1,8 +1,5 @@
 """The paper by command: a study loses nothing, whenever it is stopped and whatever it is given; its
-report is whole, and texts are found in the layouts in which data sets are published.
-
-All items at the scale `tiny` take 15 seconds on a core, so that test is one of the default suite.
-"""
+report is whole, and texts are found in the layouts in which data sets are published."""
 
 import errno
 import json
