@@ -45,8 +45,9 @@ def run_command(args: Namespace) -> None:
         print(overview().markdown())
         return
     known = ["all", *(item.name for item in ITEMS)]
-    for name in {*args.items} - {*known}:
-        raise InputError(f"there is no item {shorten(name, 40)}; give {', '.join(known)}")
+    for name in args.items:
+        if name not in known:
+            raise InputError(f"there is no item {shorten(name, 40)}; give {', '.join(known)}")
     items = [item for item in ITEMS if {"all", item.name} & {*args.items}]
     if args.scale == "gpu" and not torch.cuda.is_available():
         raise InputError("--scale gpu needs a CUDA device, and there is none; give --scale cpu")

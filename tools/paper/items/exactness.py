@@ -170,18 +170,17 @@ def show(done: list[Done], scale: Scale) -> Shown:
         if what == "model":
             for rule, found in (("published", published), ("ours", ours)):
                 here[f"{rule}, worst token"] = {T: max(them) for T, them in found.items()}
-    note = "Total variation from the target's distribution: of the next token after each of "
-    note += f"{scale.new_tokens} prefixes per text, where the drafter guesses; of the first 3 "
-    note += f"tokens of {len(TOYS)} toys with 4 tokens, every outcome enumerated. The published "
-    note += "rule is applied to our model."
+    num_tokens = len(select(done, what="model")[0].values["ours"])
+    note = f"Total variation from the target's distribution: of the next token after {num_tokens} "
+    note += f"prefixes per text, where the drafter guesses; of the first {HORIZON} tokens of "
+    note += f"{len(TOYS)} toys with {V} tokens, every outcome enumerated. The published rule is "
+    note += "applied to our model."
     mean = max(here["published, mean of model"].values())
     worst = max(here["published, worst token"].values())
-    verdict = (
-        f"The published rule {'does not keep' if worst > TOLERANCE else 'keeps'} the target's "
-    )
-    verdict += "distribution: the total variation of a token is "
-    verdict += f"{mean:.3f} on average at the worst temperature, and up to "
-    verdict += f"{worst:.2f}; with the residual it is never more than {max(of_ours):.0e}."
+    keeps = "does not keep" if worst > TOLERANCE else "keeps"
+    verdict = f"The published rule {keeps} the target's distribution: the total variation of a "
+    verdict += f"token is {mean:.3f} on average at the worst temperature, and up to {worst:.2f}; "
+    verdict += f"with the residual it is never more than {max(of_ours):.0e}."
     draw = curves({"": here}, xlabel="temperature", ylabel="total variation from the target")
     return Shown([Table(columns, [*rows.values()], note)], verdict, draw)
 
