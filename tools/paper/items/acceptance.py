@@ -87,9 +87,11 @@ def show_divergence(done: list[Done], scale: Scale) -> Shown:
     short, long = contexts[0], contexts[-1]
     parts = (f"{it[short]:.2f} to {it[long]:.2f} at {T}" for T, it in streaming.items())
     rises = all(it[long] > it[short] + 0.05 for it in streaming.values())
+    cold, warm = (sum(it.values()) for it in streaming.values())
     verdict = f"From {short:,} to {long:,} tokens the divergence of the drafter with StreamingLLM "
     verdict += f"cache goes from {', '.join(parts)}: it "
-    verdict += "rises with the length, as in the paper." if rises else "does not rise much here."
+    verdict += "rises with the length, as in the paper" if rises else "does not rise much here"
+    verdict += f", and is {'larger' if warm > cold else 'not larger'} at the higher temperature."
     axes = AXES | {"xlabel": "text, tokens", "ylabel": "1 - accepted / tested", "ylim": (0, 1)}
     return Shown([table(contexts, columns, note)], verdict, curves(here, **axes))
 

@@ -23,8 +23,11 @@ STEPS = 32
 """Tokens that are decoded after each text."""
 SHORT = 64
 """Tokens of a text whose KV cache takes no time, next to the weights."""
-
 COLUMNS = ("weights, MB", "KV, MB", "KV, % of bytes", "ms a token", "attention, % of time")
+NOTES = {
+    "measured": f"Attention: what a token takes longer than after {SHORT} tokens.",
+    "predicted": "By bytes over bandwidth.",
+}
 PAPER = PUBLISHED["fig3a"]["recovered"]
 SHARE = 4 / 120
 SHARES = (0.01, SHARE, 0.1, 0.25)
@@ -89,7 +92,7 @@ def show_lengths(done: list[Done], scale: Scale) -> Shown:  # noqa: ARG001 (part
             + [f"{by_bytes[n]:.0f}", f"{sum(values['ms'].values()):.1f}", f"{by_time[n]:.0f}"]
             for n, values in found.items()
         ]
-        tables.append(Table([f"{where}, {what}: tokens", *COLUMNS], rows))
+        tables.append(Table([f"{where}, {what}: tokens", *COLUMNS], rows, NOTES[what]))
         short, long = min(found), max(found)
         series |= {f"% of bytes, {what}": by_bytes, f"% of time, {what}": by_time}
         parts.append(f"from {by_bytes[short]:.0f}% of the bytes and {by_time[short]:.0f}% of the ")
