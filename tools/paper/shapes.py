@@ -1,8 +1,6 @@
 """The shapes that items share: grids of cells, numbers by a setting, tables, curves and bars."""
 
-import functools
 import itertools
-import operator
 import statistics
 import textwrap
 from collections.abc import Callable, Iterable, Mapping
@@ -37,7 +35,9 @@ def grouped(done: Iterable[Done], name: str, *path: str) -> dict[Any, list[Any]]
     groups = dict[Any, list[Any]]()
     for cell in done:
         if name in cell.settings:
-            value = functools.reduce(operator.getitem, path, cell.values)
+            value: Any = cell.values
+            for key in path:
+                value = value[key]
             groups.setdefault(cell.settings[name], []).append(value)
     return groups
 
