@@ -64,7 +64,11 @@ def table(rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
 
 def spreads(groups: Mapping[str, Mapping[Any, Iterable[float]]], digits: int = 2) -> Columns:
     """Columns of a table, where each row is a key of the groups of numbers."""
-    return {name: lambda it, own=own: spread(own[it], digits) for name, own in groups.items()}
+
+    def column(own: Mapping[Any, Iterable[float]]) -> Callable[[Any], str]:
+        return lambda it: spread(own[it], digits)
+
+    return {name: column(own) for name, own in groups.items()}
 
 
 def after(scale: Scale) -> str:

@@ -88,7 +88,8 @@ def show_temperatures(done: list[Done], scale: Scale) -> Shown:
     columns: Columns = {"T": "{:g}".format}
     for way, n in places.items():
         columns |= spreads({f"{way}, speedup": gains[way], f"{way}, accepted": rates[way]})
-        columns |= {f"{way}, paper": lambda T, n=n: "{} ({})".format(*BY_TEMPERATURE[T][n:])}
+        paper = {T: "{} ({})".format(*it[n:]) for T, it in BY_TEMPERATURE.items()}
+        columns |= {f"{way}, paper": paper.__getitem__}
     note = f"Speedup over autoregressive decoding after {scale.context:,} tokens, median and range "
     note += "over texts; accepted / tested by the target."
     ablated = select(done, temperature=ABLATED_AT)
