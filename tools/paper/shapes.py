@@ -88,6 +88,10 @@ def curves(groups: Mapping[str, Mapping[str, Points]], **settings: Any) -> Draw:
                 label = ", ".join(filter(None, (name, group)))
                 axes.plot([*points], [*points.values()], style, color=colors[name], label=label)
         axes.set(**settings)
+        if settings.get("xscale") == "log":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.tick_params("x", labelsize=8)
 
     return draw
 
