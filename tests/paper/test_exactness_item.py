@@ -6,8 +6,10 @@ import torch
 
 from minitri.decoding.sampling import sample
 from minitri.decoding.verification import Guesses, verify
-from tools.paper.items.exactness import RULES, next_token, total_variation
-from tools.paper.toy import DRAFT, MIDDLE, TARGET, Texts, Toy, residual, toy_distance
+from tools.paper.item import Done
+from tools.paper.items import exactness
+from tools.paper.items.exactness import RULES, Toy, next_token, residual, toy_distance
+from tools.paper.scale import SCALES
 
 V = 4
 
@@ -83,10 +85,11 @@ def test_only_with_the_residual_do_toys_write_what_their_targets_would(temperatu
 @pytest.mark.parametrize("is_exact", [True, False])
 def test_a_toys_first_token_follows_the_formula(is_exact):
     made = Toy(1, 0.6)
-    firsts = Texts()
+    firsts = exactness.Texts()
     for tokens, weight in made.texts(is_exact).items():
         firsts[tokens[:1]] += weight
-    rows = (made.probs(level, ())[None] for level in (DRAFT, MIDDLE, TARGET))
+    levels = (exactness.DRAFT, exactness.MIDDLE, exactness.TARGET)
+    rows = (made.probs(level, ())[None] for level in levels)
     [wanted_V] = next_token(*rows, "ours" if is_exact else "published")
     assert [firsts[(token,)] for token in range(V)] == pytest.approx(wanted_V.tolist(), abs=1e-12)
     assert sum(firsts.values()) == pytest.approx(1, abs=1e-12)
@@ -94,5 +97,13 @@ def test_a_toys_first_token_follows_the_formula(is_exact):
 
 def test_total_variation_is_the_mass_that_moved():
     a, b = torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.5, 0.25]])
-    assert total_variation(a, b).tolist() == [0.25]
-    assert total_variation(a, a).tolist() == [0.0]
+    assert exactness.total_variation(a, b).tolist() == [0.25]
+    assert exactness.total_variation(a, a).tolist() == [0.0]
+
+
+@pytest.mark.parametrize(("distance", "said"), [(0.2, "does not keep"), (1e-12, "keeps")])
+def test_a_rule_is_said_to_keep_the_distribution_only_if_it_does(distance, said):
+    scale = SCALES["tiny"]
+    values = {"published": [distance], "ours": [1e-15]}
+    done = [Done(it, values) for it in exactness.cells(scale)]
+    assert f"The published rule {said} the" in exactness.show(done, scale).verdict

@@ -9,12 +9,11 @@ from minitri.settings import num_nodes
 from tools.paper.item import Done
 from tools.paper.items import acceptance, speeds, trees
 from tools.paper.items.outputs import advance, lengths, speedups, windows
-from tools.paper.items.speeds import other_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
 
-STOPPED = {"method": "retrieval", "temperature": 0.6}
+TINY = SCALES["tiny"]
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
@@ -23,17 +22,6 @@ def test_chunks_fill_the_budget_and_leave_a_choice_of_two(scale):
     assert min(sizes) == 1
     assert max(sizes) == min(scale.budget // 2, 1024)
     assert all(scale.budget % size == 0 for size in sizes)
-
-
-def test_all_chunks_of_the_whole_text_are_always_accepted(folder):
-    """Whatever their size: nothing is left out that could be missed."""
-    text = Text("it", "She had been forced into prudence. " * 40)
-    lab = Lab(SCALES["tiny"], [text], str(folder))
-    continuation = lab.continuation(0, 256)
-    for size in (1, 32):
-        speculation = SpeculationConfig("retrieval", budget=320, chunk_size=size)
-        [probs_NV] = continuation.by_cache(speculation, 6, continuation.model)
-        assert continuation.rate(probs_NV, 6).mean > 0.9999
 
 
 def test_every_pair_of_gammas_is_measured_once():
@@ -50,18 +38,34 @@ def test_shapes_are_compared_at_equally_many_nodes(method):
     assert sizes[1::2] == sizes[2::2] == [trees.DEPTHS[method] * it for it in trees.WIDTHS[method]]
 
 
-def test_trees_are_shown_of_a_study_that_was_stopped_between_temperatures():
-    """Of the slower method only one temperature was measured; its other cells are dashes."""
-    cells = [it for it in trees.ITEM.cells(SCALES["tiny"]) if it != {**STOPPED, "text": 0}]
-    done = [
-        Done(it, {name: {"tokens_per_step": 2.0 + (name != "chain")} for name in plans})
-        for it in cells
-        for plans in [trees.plans(it["method"])]
-    ]
-    shown = trees.show(done, SCALES["tiny"])
+def test_trees_are_compared_with_chains_of_their_method():
+    values = {
+        name: {"tokens_per_step": 2.0 + (name != "chain")}
+        for method in trees.DEPTHS
+        for name in trees.plans(method)
+    }
+    shown = trees.show([Done(it, values) for it in trees.FIG6C.cells(TINY)], TINY)
     assert shown.tables[0].rows[-1][:4:2] == ["retrieval", "3.00"]
-    assert shown.tables[0].rows[-1][4:] == ["-", "-"]
     assert "gain, in tokens a step, 1.00 to 1.00 by the drafter's" in shown.verdict
+
+
+@pytest.mark.parametrize(
+    ("rates", "said"),
+    [
+        ([0.5, 0.51, 0.6, 0.7, 0.9], "rises with the budget, from 0.500 to 0.900: the first"),
+        ([0.5, 0.51, 0.6, 0.7, 0.9], "first doubling adds 0.010, the last 0.200"),
+        ([0.5, 0.7, 0.6, 0.85, 0.86], "does not always rise"),
+    ],
+)
+def test_what_a_budget_adds_is_said_as_it_is(rates, said):
+    done = [
+        Done({"what": "rate", "text": 0, "budget": budget}, {"mean": rate})
+        for budget, rate in zip(TINY.budgets, rates, strict=True)
+    ]
+    gains = {str(it): {"speedup": {"median": float(it == 32)}} for it in TINY.budgets}
+    verdict = acceptance.FIG6A.show([*done, Done({"what": "speed"}, gains)], TINY).verdict
+    assert said in verdict
+    assert "32 tokens are fastest here, 12.5% of the text" in verdict
 
 
 def test_windows_are_what_came_between_two_lengths():
@@ -93,12 +97,14 @@ def test_outputs_are_as_long_as_published():
 
 
 def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
-    """Else it would guess what was memorised."""
-    scale = SCALES["tiny"]
+    """Else it would guess what was memorised; also of a later part of a single text."""
     texts = [Text("a", "abc " * 200), Text("b", "xyz " * 200)]
-    [others] = other_texts(Lab(scale, texts), 2, engine)  # the first, a later part
+    [others] = Lab(TINY, texts).other_texts(2, engine)  # the first, a later part
     assert engine.tokenizer.decode(others).split() == ["xyz"] * 200
     words = " ".join(map(str, range(1000)))
-    [rest] = other_texts(Lab(scale, [Text("a", words)]), 0, engine)
-    ids = engine.tokenizer.encode(words)
-    assert rest == ids[scale.context + 2 * scale.new_tokens :]
+    lab, ids = Lab(TINY, [Text("a", words)]), engine.tokenizer.encode(words)
+    for part in (0, 1):
+        [rest] = lab.other_texts(part, engine)
+        start = part * TINY.context
+        assert lab.prompt(part, TINY.context, engine) == ids[start : start + TINY.context]
+        assert rest == ids[:start] + ids[start + TINY.context + 2 * TINY.new_tokens :]

@@ -6,7 +6,7 @@ import dataclasses
 import pytest
 
 from tools.paper.item import Done
-from tools.paper.items import acceptance, attention, bottlenecks, tasks
+from tools.paper.items import acceptance, observations, tasks
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
@@ -33,37 +33,35 @@ def test_a_text_is_read_once_for_all_temperatures(lab):
 
 
 def test_all_tokens_recover_all_attention_and_fewer_less(lab, monkeypatch):
-    monkeypatch.setattr(attention, "SHARES", (1 / 256, 0.1, 1.0))
-    one, some, everything = attention.measure_best(lab, TEXT)["recovered"]
+    monkeypatch.setattr(observations, "SHARES", (1 / 256, 0.1, 1.0))
+    one, some, everything = observations.measure_best(lab, TEXT)["recovered"]
     assert everything == pytest.approx([1.0, 1.0])
     assert all(0 < a < b < 1 for a, b in zip(one, some, strict=True))
 
 
 def test_tokens_chosen_once_serve_their_own_query_best(lab, monkeypatch):
     """It recovers what the best tokens do; all tokens recover everything for all queries."""
-    monkeypatch.setattr(attention, "SHARES", (attention.SHARE,))
-    monkeypatch.setattr(attention, "NUM_QUERIES", 1)
-    [best] = attention.measure_best(lab, TEXT)["recovered"]
-    chosen = attention.measure_chosen(lab, TEXT)["recovered"]
+    monkeypatch.setattr(observations, "SHARES", (observations.SHARE,))
+    monkeypatch.setattr(observations, "NUM_QUERIES", 1)
+    [best] = observations.measure_best(lab, TEXT)["recovered"]
+    chosen = observations.measure_chosen(lab, TEXT)["recovered"]
     assert [layer[0] for layer in chosen] == pytest.approx(best, abs=1e-5)
     assert all(max(layer) == layer[0] for layer in chosen)
     assert [len(layer) for layer in chosen] == [TINY.new_tokens] * 2
-    monkeypatch.setattr(attention, "SHARE", 1.0)
-    assert (
-        attention.measure_chosen(lab, TEXT)["recovered"]
-        == [pytest.approx([1.0] * TINY.new_tokens)] * 2
-    )
+    monkeypatch.setattr(observations, "SHARE", 1.0)
+    chosen = observations.measure_chosen(lab, TEXT)["recovered"]
+    assert chosen == [pytest.approx([1.0] * TINY.new_tokens)] * 2
 
 
 def test_the_papers_model_reads_more_kv_than_weights_from_26_thousand_tokens_on(lab):
     """Half a MiB a token (32 layers of 32 heads of 128, K and V, 2 bytes); 13.2 GB of weights."""
     for context, is_more in ((16384, False), (32768, True)):
-        values = bottlenecks.measure(lab, {"what": "predicted", "context": context})
+        values = observations.measure_lengths(lab, {"what": "predicted", "context": context})
         assert values["kv"] == context * 2**19
         assert values["weights"] == pytest.approx(13.2e9, rel=0.01)
         assert (values["kv"] > values["weights"]) is is_more
         assert (values["ms"]["attention"] > values["ms"]["rest"]) is is_more
-    measured = bottlenecks.measure(lab, {"what": "measured", "context": 256})
+    measured = observations.measure_lengths(lab, {"what": "measured", "context": 256})
     assert measured["kv"] == 256 * 2 * 2 * 16 * 4
 
 
@@ -80,19 +78,14 @@ def test_with_a_budget_for_the_whole_text_every_policy_is_always_accepted(lab, t
         assert 0 <= values["grade"] == values["triforce_grade"]
 
 
-def done(rows: dict, **settings) -> Done:
-    return Done(settings, rows)
-
-
 def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_not():
     def cells(numbers) -> list[Done]:
         answer = {"grade": 1.0, "triforce_grade": 1.0, "is_same": True}
         return [
-            done(
+            Done(
+                {"task": task, "number": 0},
                 {it: {"first": x, "none": x} for it, x in zip(tasks.POLICIES, row, strict=True)}
                 | answer,
-                task=task,
-                number=0,
             )
             for task, row in numbers.items()
         ]
@@ -110,20 +103,19 @@ def test_the_published_table_is_called_so_and_one_where_all_find_the_needle_is_n
 )
 def test_a_divergence_that_rises_is_called_so(rates, said):
     cells = [
-        done(
+        Done(
+            {"text": 0, "context": context},
             {T: dict.fromkeys(acceptance.WAYS, rate) for T in acceptance.TEMPERATURES},
-            text=0,
-            context=context,
         )
         for context, rate in zip((1000, 32000), rates, strict=True)
     ]
     assert said in acceptance.FIG2A.show(cells, TINY).verdict
 
 
-@pytest.mark.parametrize(("rate", "said"), [(0.95, "is enough"), (0.7, "Not all policies")])
+@pytest.mark.parametrize(("rate", "said"), [(0.95, "are enough"), (0.7, "Not all policies")])
 def test_policies_that_are_accepted_with_a_small_budget_are_called_so(rate, said):
     cells = [
-        done({"mean": rate - 10 / budget}, policy=policy, budget=budget, text=0)
+        Done({"policy": policy, "budget": budget}, {"mean": rate - 10 / budget})
         for policy in acceptance.POLICIES
         for budget in (128, 1024)
     ]
@@ -133,4 +125,4 @@ def test_policies_that_are_accepted_with_a_small_budget_are_called_so(rate, said
 @pytest.mark.parametrize(("last", "said"), [(0.85, "holds, and fades slowly"), (0.3, "not hold")])
 def test_locality_that_lasts_is_called_so(last, said):
     layers = [[0.95, 0.9, *[last] * 14]] * 4
-    assert said in attention.FIG3C.show([done({"recovered": layers}, text=0)], TINY).verdict
+    assert said in observations.FIG3C.show([Done(TEXT, {"recovered": layers})], TINY).verdict

@@ -1,8 +1,5 @@
 """The paper by command: a study loses nothing, whenever it is stopped and whatever it is given; its
-report is whole, and texts are found in the layouts in which data sets are published.
-
-All items at the scale `tiny` take 15 seconds on a core, so that test is one of the default suite.
-"""
+report is whole, and texts are found in the layouts in which data sets are published."""
 
 import errno
 import json
@@ -21,7 +18,7 @@ import torch
 from minitri.errors import InputError
 from tools.paper import __main__ as program
 from tools.paper import report
-from tools.paper.item import Item, Shown, Table
+from tools.paper.item import PUBLISHED, Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
@@ -97,12 +94,12 @@ def visits(monkeypatch, tmp_path):
     def show(done, scale):
         rows = [[str(it.settings["n"]), str(it.values["by"]["0.5"])] for it in done]
         table = Table(["n", "n < 3 & its square"], rows, "Exact.")
-        return Shown([table], "It <holds>.", lambda axes: axes.plot([0, 1]), is_predicted=True)
+        return Shown([table], "It <holds>.", lambda axes: axes.plot([0, 1]))
 
-    items = [
-        Item(it, f"Figure {it}", "Up.", partial(cells, what=it), visits.measure, show, 2, 3)
-        for it in ("one", "two")
-    ]
+    items = []
+    for it in ("one", "two"):
+        items.append(Item(it, partial(cells, what=it), visits.measure, show, 2, 3))
+        monkeypatch.setitem(PUBLISHED, it, {"title": f"Figure {it}", "claim": "Up."})
     for module in (program, report):
         monkeypatch.setattr(module, "ITEMS", items)
     monkeypatch.chdir(tmp_path)
@@ -296,7 +293,7 @@ def test_the_report_is_a_page_and_the_same_in_markdown(visits, undisturbed, run)
     assert "".join(f'<th scope="col">{it}</th>' for it in head.split(" | ")) in text
     assert text.index("<table") < text.index("<h2")
     assert len(page.all("img")) == 1
-    for said in ("Up.", "It <holds>. Predicted, not measured.", "n < 3 & its square", "Exact."):
+    for said in ("Up.", "It <holds>.", "n < 3 & its square", "Exact."):
         assert said in markdown
         assert escape(said) in text
     assert "| 0.0 min for 1 of 3 cells |" in markdown

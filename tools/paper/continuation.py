@@ -2,16 +2,18 @@
 
 The target continues a prompt once with its full cache, and the distribution of every token is kept.
 Then the same continuation is put through a retrieval cache, `gamma` tokens between two commits as
-the method `retrieval` would, or through a drafter. A rate is the expected one: a guess sampled from
-q is accepted by p with probability sum(min(p, q)), and tested if all before it in its block were
-accepted. So no sampling adds noise, and all policies, budgets and drafters meet the same tokens:
-differences are much better known than the rates themselves, of which the standard error is given.
+the method `retrieval` would, or through a drafter. A rate is the expected one along this text: a
+guess sampled from q is accepted by p with probability sum(min(p, q)), and tested if all before it
+in its block were accepted. So no sampling adds noise, and all policies, budgets and drafters meet
+the same tokens: differences are much better known than the rates themselves, of which the standard
+error is given.
 
 Legend: N new tokens, V vocabulary, L layers, T tokens, H query heads, K KV heads, D head dim,
 S prompt tokens, Q queries, B windows.
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +35,6 @@ from tools.paper.baselines.bounds import top_tokens
 
 CHUNK = 1024
 """Tokens of the prompt that are read at a time."""
-MOST_OBSERVED = 1024
-"""The longest observation window whose queries are kept of the prompt."""
 WINDOWS_AT_ONCE = 16
 """What bounds the memory of sliding windows that are read anew."""
 
@@ -59,27 +59,22 @@ class Continuation:
         seed: int = 0,
     ) -> None:
         """Reads and continues the prompt. Raises `InputError` if it is too long."""
-        model = engine.model
         check_prompt(prompt, engine.config, new_tokens)
-        self.model = model
+        self.model = model = engine.model
+        self.drafter = engine.models.draft or model
         self.num_prompt = len(prompt)
         self.tokens = list(prompt)
         self._options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
         capacity = len(prompt) + new_tokens + LONGEST_BLOCK
         self.full = FullCache.allocate(engine.config, 1, capacity, **self._options)
-        self.prompt_queries_LTHD = empty_queries(model, 1, 0)[:, 0]
-        self._read(self._keep_latest)
+        self._read(0)
         self.say(sampling, new_tokens, seed)
 
-    def _keep_latest(self, queries_LTHD: Tensor) -> None:
-        latest_LTHD = torch.cat((self.prompt_queries_LTHD, queries_LTHD), 1)
-        self.prompt_queries_LTHD = latest_LTHD[:, -MOST_OBSERVED:].clone()
-
-    def _read(self, watch: Callable[[Tensor], None]) -> None:
-        self.full.crop([0])
+    def _read(self, start: int, watch: Callable[[Tensor], None] | None = None) -> None:
+        """Reads the prompt from a token on, anew; `watch` is given the queries."""
+        self.full.crop([start])
         prompt = self.tokens[: self.num_prompt]
-        for _ in prefill(self.model, prompt, self.full, 0, chunk=CHUNK, watch=watch):
-            pass
+        deque(prefill(self.model, prompt, self.full, 0, chunk=CHUNK, watch=watch), 0)
 
     @torch.inference_mode()
     def say(self, sampling: SamplingParams, num_new: int, seed: int) -> None:
@@ -108,11 +103,9 @@ class Continuation:
         budgets = [speculation.budget_for(self.num_prompt)]
         num_heads = self.model.config.num_heads
         cache = RetrievalCache(self.full, speculation, budgets=budgets, num_heads=num_heads)
-        if cache.max_prompt_queries is None:
-            self._read(lambda queries_LTHD: cache.observe(0, queries_LTHD))
-        else:
-            self.full.crop([self.num_prompt - 1])
-            cache.observe(0, self.prompt_queries_LTHD)
+        window = cache.max_prompt_queries
+        start = 0 if window is None else max(0, self.num_prompt - 1 - window)
+        self._read(start, lambda queries_LTHD: cache.observe(0, queries_LTHD))
         runners = [self._runner(ModelRunner, model, cache) for model in models]
 
         def commit(num_tokens: int) -> None:
@@ -127,13 +120,12 @@ class Continuation:
     def by_top_tokens(self, budget: int, gamma: int, num_whole: int = 0) -> Tensor:
         """Distributions (N, V) of guesses where every query chooses its own best tokens of the
         whole text, but in the first layers: what no policy can know."""
-        first = self.num_prompt - 1
-        slots = (self.full.keys, self.full.values)
-        exact = [slots_LBKSD[..., first:, :].clone() for slots_LBKSD in slots]
+        slots = [it[..., self.num_prompt - 1 :, :] for it in (self.full.keys, self.full.values)]
+        exact = [it.clone() for it in slots]
 
         def commit(num_tokens: int) -> None:
-            for slots_LBKSD, kept in zip(slots, exact, strict=True):
-                slots_LBKSD[..., first:, :] = kept  # over those of the latest block of guesses
+            for new_LBKTD, exact_LBKTD in zip(slots, exact, strict=True):
+                new_LBKTD.copy_(exact_LBKTD)  # over those of the latest block of guesses
             self.full.hold(0, num_tokens - 1, num_tokens - 1)
 
         model = top_tokens(self.model, budget, num_whole)
@@ -176,9 +168,9 @@ class Continuation:
         scores_KRS = (q_KRD / math.sqrt(q_KRD.shape[2])) @ keys_KSD.transpose(1, 2)
         return scores_KRS.float().softmax(2).unflatten(1, (-1, len(queries_QHD))).flatten(0, 1)
 
-    def rate(self, probs_NV: Tensor, gamma: int, verifier_NV: Tensor | None = None) -> Rate:
-        """How many of these guesses the target, or another verifier, accepts."""
-        return expected_rate(probs_NV, self.probs_NV if verifier_NV is None else verifier_NV, gamma)
+    def rate(self, probs_NV: Tensor, gamma: int) -> Rate:
+        """How many of these guesses the target accepts."""
+        return expected_rate(probs_NV, self.probs_NV, gamma)
 
     def _runner(self, kind: Any, model: Llama, cache: Any, **settings: Any) -> Any:
         size = self.model.config.vocab_size

@@ -1,7 +1,6 @@
-"""What the paper's methods gain on its machines by arithmetic: bytes over bandwidth for a pass, and
-acceptance rates for how many of them a token takes (`minitri/roofline.py`, the autotuner).
-
-Rates are those that the paper prints, so that a curve is what its own numbers imply.
+"""What the paper's methods gain on an A100 by arithmetic: bytes over bandwidth for a pass, and the
+acceptance that the paper prints for how many of them a token takes, so that a curve is what its own
+numbers imply (`minitri/roofline.py`, the autotuner).
 """
 
 import functools
@@ -12,9 +11,11 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.plan import config_of
 from minitri.roofline import Workload
 from minitri.settings import StepPlan
+from tools.paper.item import PUBLISHED
 
-RATES = {"draft": 0.4649, "retrieval": 0.9234}
-"""Acceptance of the naive policy's guesses and of TriForce's at T = 0 in table 2."""
+_, _, TRIFORCE, _, NAIVE = PUBLISHED["table2"]["rows"][0]
+RATES = {"draft": NAIVE, "retrieval": TRIFORCE}
+"""Acceptance of the naive policy's guesses and of TriForce's at T = 0."""
 A100 = SITES["a100-80"].machine
 PAPER = StepPlan("triforce", 2, 6)
 """Gammas of the paper on an A100."""
@@ -22,9 +23,8 @@ PAPER = StepPlan("triforce", 2, 6)
 
 def on_chip(num_tokens: int, budget: int = 4096, batch_size: int = 1) -> Workload:
     """The paper's models, after so many tokens in each row."""
-    target, draft = config_of("llama2-7b-128k"), config_of("llama-68m")
-    slots = (batch_size * num_tokens, batch_size * budget)
-    return Workload(target, draft, *slots, batch_size=batch_size)
+    models = config_of("llama2-7b-128k"), config_of("llama-68m")
+    return Workload(*models, batch_size * num_tokens, batch_size * budget, batch_size=batch_size)
 
 
 def speedup(work: Workload, plans: Sequence[StepPlan]) -> float:

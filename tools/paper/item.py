@@ -7,17 +7,18 @@ a verdict of all. `show` sees only what was kept, so a report is the same after 
 
 import tomllib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tools.paper.scale import Scale
+
 if TYPE_CHECKING:
     from tools.paper.lab import Lab
-    from tools.paper.scale import Scale
 
 Json = dict[str, Any]
 PUBLISHED: Json = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
-"""By item: its title, the paper's claim and numbers."""
+"""By item: its title, what the paper says in one sentence, and the paper's numbers."""
 Draw = Callable[[Any], None]
 """Draws on the axes of matplotlib."""
 
@@ -28,6 +29,9 @@ class Done:
 
     settings: Json
     values: Json
+    seconds: float = 0.0
+    origin: dict[str, str] = field(default_factory=dict)
+    """Commit, machine, version of PyTorch and command."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +56,8 @@ class Shown:
 
     tables: Sequence[Table]
     verdict: str
-    """Does the paper's claim hold here, and if not, why? One or two sentences, from the numbers."""
-    draw: Draw | None = None
-    """None where the tables say it all."""
-    is_predicted: bool = False
-    """Whether numbers are arithmetic, not measurements."""
+    """Does the paper's claim hold here? One or two sentences, from the numbers."""
+    draw: Draw
 
 
 @dataclass(frozen=True)
@@ -65,28 +66,20 @@ class Item:
 
     name: str
     """On the command line."""
-    title: str
-    claim: str
-    """What the paper says, in one sentence with its numbers."""
-    cells: "Callable[[Scale], list[Json]]"
+    cells: Callable[[Scale], list[Json]]
     """Settings of all measurements, those that share a text or a model next to each other."""
     measure: "Callable[[Lab, Json], Json]"
     """Raises `InputError` where a text is too short."""
-    show: "Callable[[list[Done], Scale], Shown]"
+    show: Callable[[list[Done], Scale], Shown]
     minutes_here: float
     """Of all cells on 2 cores of an EPYC at the scale `cpu`, as measured."""
     minutes_gpu: float
     """Of all cells at the scale `gpu` on an H200, as reckoned."""
 
-    @classmethod
-    def of(
-        cls,
-        name: str,
-        cells: "Callable[[Scale], list[Json]]",
-        measure: "Callable[[Lab, Json], Json]",
-        show: "Callable[[list[Done], Scale], Shown]",
-        minutes: tuple[float, float],
-    ) -> "Item":
-        """With what is published of it; minutes here and on a GPU."""
-        published = PUBLISHED[name]
-        return cls(name, published["title"], published["claim"], cells, measure, show, *minutes)
+    @property
+    def title(self) -> str:
+        return str(PUBLISHED[self.name]["title"])
+
+    @property
+    def claim(self) -> str:
+        return str(PUBLISHED[self.name]["claim"])

@@ -24,7 +24,6 @@ from tools.paper.continuation import Continuation
 from tools.paper.item import Json
 from tools.paper.scale import Scale
 from tools.paper.texts import Text
-from tools.serve_load import write_tiny
 
 
 @dataclass
@@ -50,6 +49,8 @@ class Lab:
 
     @cached_property
     def _tiny(self) -> str:
+        from tools.serve_load import write_tiny  # which needs packages that nothing else does
+
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder)
         write_tiny(Path(folder), self.scale.trained_context * 2)
@@ -61,8 +62,8 @@ class Lab:
         scale = self.scale
         model = self.model or scale.model or self._tiny
         options = {"model": model, "dtype": scale.dtype} | options
-        if num_tokens + scale.new_tokens > scale.trained_context and scale.rope_scaling:
-            options["rope_scaling"] = scale.rope_scaling
+        if num_tokens + scale.new_tokens > scale.trained_context:
+            options |= scale.stretched
         if self._engine is None or self._engine[0] != options:
             self._engine = self._continuation = None  # one at a time
             log.info("loading %s", options)
@@ -79,34 +80,50 @@ class Lab:
         """Tokens of a text; numbers beyond the texts are later parts of them. Raises
         `InputError` where it is too short."""
         part, which = divmod(number, len(self.texts))
-        text = self.texts[which]
-        if which not in self._ids:
-            self._ids[which] = engine.tokenizer.encode(text.content)
+        ids = self._tokens(which, engine)
         end = (part + 1) * num_tokens
-        if len(self._ids[which]) < end:
+        if len(ids) < end:
             raise InputError(
-                f"the text {shorten(text.name, 60)} has {len(self._ids[which]):,} tokens, but "
+                f"the text {shorten(self.texts[which].name, 60)} has {len(ids):,} tokens, but "
                 f"{end:,} are needed; give longer --texts, more of them, or a smaller --scale"
             )
-        return self._ids[which][end - num_tokens : end]
+        return ids[end - num_tokens : end]
+
+    def other_texts(self, number: int, engine: Engine) -> list[list[int]]:
+        """Tokens of all other texts; of a single one what stands around a prompt of the scale's
+        context and an output, so that nobody has memorised what is to be guessed."""
+        part, which = divmod(number, len(self.texts))
+        others = [self._tokens(n, engine) for n in range(len(self.texts)) if n != which]
+        if others:
+            return others
+        ids, start = self._tokens(which, engine), part * self.scale.context
+        return [ids[:start] + ids[start + self.scale.context + 2 * self.scale.new_tokens :]]
+
+    def _tokens(self, which: int, engine: Engine) -> list[int]:
+        if which not in self._ids:
+            self._ids[which] = engine.tokenizer.encode(self.texts[which].content)
+        return self._ids[which]
 
     def speeds(
         self,
-        prompt: list[int],
-        speculations: Mapping[str, SpeculationConfig],
+        text: int,
+        ways: Mapping[str, SpeculationConfig],
         *,
+        context: int = 0,
         temperature: float = 0.6,
         engine: Engine | None = None,
         **settings: Any,
     ) -> Json:
-        """Decoding after a prompt by every way in turns, the first for comparison: its
-        `ms_per_token` and `speedup`, each with its median, and `acceptance`. By another `engine` if
-        one is given; `settings` are those of a `GenerationConfig`."""
-        engine = engine or self.engine(len(prompt))
+        """Decoding after a text of a length, or the scale's, by every way in turns, the first for
+        comparison: its `ms_per_token` and `speedup`, each with its median, and `acceptance`. By
+        another `engine` if one is given; `settings` are those of a `GenerationConfig`."""
+        num_tokens = context or self.scale.context
+        engine = engine or self.engine(num_tokens)
+        prompt = self.prompt(text, num_tokens, engine)
         self.release()
         generation = GenerationConfig(self.scale.new_tokens, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
-        timed = {name: dataclasses.replace(it, timed=True) for name, it in speculations.items()}
+        timed = {name: dataclasses.replace(it, timed=True) for name, it in ways.items()}
         return summarise(compare(engine, [request], (0,), timed, {}))
 
     def sampling(self, temperature: float) -> SamplingParams:
@@ -125,13 +142,12 @@ class Lab:
         """What the target says after a text, and everything that guesses may be held against."""
         key = {"text": text, "num_tokens": num_tokens, **options}
         engine = self.engine(num_tokens, **options)
-        sampling = self.sampling(temperature)
+        sampling, num_new = self.sampling(temperature), self.scale.new_tokens
         if self._continuation is None or self._continuation[0] != key:
             self.release()
             prompt = self.prompt(text, num_tokens, engine)
-            made = Continuation(engine, prompt, sampling, self.scale.new_tokens, seed=text)
-            self._continuation = key, made
-        made = self._continuation[1]
-        if made.sampling != sampling:
-            made.say(sampling, self.scale.new_tokens, seed=text)
-        return made
+            self._continuation = key, Continuation(engine, prompt, sampling, num_new, seed=text)
+        said = self._continuation[1]
+        if said.sampling != sampling:
+            said.say(sampling, num_new, seed=text)
+        return said

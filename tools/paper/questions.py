@@ -2,11 +2,9 @@
 
 A needle is one sentence with a seven-digit number at some depth of a text; the question after the
 text asks for it, in the chat format of SmolLM2 and the words of RULER. As there, the answer has
-been begun for the model, so that what is tested is the number and no polite preamble, and so that
-the query by which the retrieval cache is filled is the one that looks for the number.
-
-RULER's own prompts are made by the generators of the package nvidia-long-context-eval, which are
-programs. They are run here, with the model's tokenizer, and ask no network.
+been begun for the model, so that the query by which the retrieval cache is filled is the one that
+looks for the number. RULER's own prompts are made by the programs of the package
+nvidia-long-context-eval, which are run here, with the model's tokenizer, and ask no network.
 """
 
 import contextlib
@@ -85,10 +83,9 @@ def hide(
         most = length - room + len(text_ids)
         text = f"a prompt of {length} tokens needs {room} of text; choose at most {most}"
         raise InputError(f"{text}, or another text")
-    cut = round(depth * room)
-    while cut and not tokenizer.decode(text_ids[cut - 1 : cut]).endswith("\n"):
-        cut -= 1
-    cut = cut or round(depth * room)
+    place = round(depth * room)
+    ends = (n for n in range(place, 0, -1) if tokenizer.decode([text_ids[n - 1]]).endswith("\n"))
+    cut = next(ends, place)
     prompt = head + text_ids[:cut] + needle + text_ids[cut:room] + tail
     return Question(prompt, [str(number)], NEEDLE_TOKENS)
 

@@ -49,7 +49,7 @@ def write_report(study: Study, latest: Item | None = None) -> None:
     sections = [(item, origin(study, item), *verdict(study, item)) for item in items]
     for item, _, _, shown in sections:
         picture = study.out / f"{item.name}.png"
-        if shown and shown.draw and (item is latest or not picture.exists()):
+        if shown and (item is latest or not picture.exists()):
             write(picture, draw(item.title, shown))
     for name in ("report.html", "report.md"):
         page = PAGES.get_template(name)
@@ -71,23 +71,22 @@ def origin(study: Study, item: Item) -> str:
 
 def verdict(study: Study, item: Item) -> tuple[str, Shown | None]:
     """What the cells of an item say: nothing before the last one is there."""
-    if None in study.cells(item):
-        return "not all is measured yet; the same command goes on.", None
     cells = study.done(item)
+    if len(cells) < len(study.cells(item)):
+        return "not all is measured yet; the same command goes on.", None
     try:
-        shown = item.show([*cells], study.lab.scale)
+        shown = item.show(cells, study.lab.scale)
     except Exception:
         if all(cell.origin["commit"] == study.commit for cell in cells):
             raise
         return "these cells of another commit cannot be read; --again measures them anew.", None
-    return shown.verdict + " Predicted, not measured." * shown.is_predicted, shown
+    return shown.verdict, shown
 
 
 def draw(title: str, shown: Shown) -> bytes:
     """The picture as PNG."""
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     axes = figure.subplots()
-    assert shown.draw is not None
     shown.draw(axes)
     axes.set_title(title, loc="left", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,6 +1,7 @@
 """How large a study is: the model, how long its texts are, and how many of them are measured."""
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,12 @@ class Scale:
     @property
     def budgets(self) -> list[int]:
         """Tokens of the retrieval cache: around the usual one, by powers of 2."""
-        return [self.budget >> 3, self.budget >> 2, self.budget >> 1, self.budget, 2 * self.budget]
+        return [2 * self.budget >> n for n in (4, 3, 2, 1, 0)]
+
+    @property
+    def stretched(self) -> dict[str, Any]:
+        """Options of `minitri.load` for texts longer than the model was trained on."""
+        return {"rope_scaling": self.rope_scaling} if self.rope_scaling else {}
 
 
 SCALES = {

@@ -11,10 +11,10 @@ from tools.paper.scale import Scale
 
 Points = Mapping[Any, float]
 """Of a curve: y by x; of bars: heights by name."""
-Columns = Mapping[str, Callable[[Any], str]]
+Columns = dict[str, Callable[[Any], str]]
 """Of a table: what each makes of a row."""
 COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2", "#E69F00", "#CC79A7")
-STYLES = ("o-", ":", "s--")
+STYLES = ("o-", "x:", "s--")
 SPEEDUP = {"ylabel": "speedup", "ylim": (0, None)}
 """Settings of axes."""
 
@@ -25,24 +25,21 @@ def grid(**choices: Iterable[Any]) -> list[Json]:
     return [dict(zip(choices, them, strict=True)) for them in combinations]
 
 
-def select(done: Iterable[Done], **settings: Any) -> list[Json]:
-    """The values of cells with these settings."""
-    return [one.values for one in done if settings.items() <= one.settings.items()]
+def select(done: Iterable[Done], **settings: Any) -> list[Done]:
+    """Cells with these settings."""
+    return [cell for cell in done if settings.items() <= cell.settings.items()]
 
 
-def distinct(done: Iterable[Done], name: str) -> list[Any]:
-    """What a setting is in the cells that have it, in their order."""
-    return list(dict.fromkeys(it.settings[name] for it in done if name in it.settings))
-
-
-def grouped(
-    done: list[Done], name: str, number: Callable[..., float], *arguments: Any
-) -> dict[Any, list[float]]:
-    """A number of the values of each cell, by what a setting is in it."""
-    return {
-        setting: [number(values, *arguments) for values in select(done, **{name: setting})]
-        for setting in distinct(done, name)
-    }
+def grouped(done: Iterable[Done], name: str, *path: str) -> dict[Any, list[Any]]:
+    """What is at a path of keys in the values of each cell that has a setting, by that setting."""
+    groups = dict[Any, list[Any]]()
+    for cell in done:
+        if name in cell.settings:
+            value: Any = cell.values
+            for key in path:
+                value = value[key]
+            groups.setdefault(cell.settings[name], []).append(value)
+    return groups
 
 
 def means(groups: Mapping[Any, Iterable[float]]) -> dict[Any, float]:
@@ -51,20 +48,27 @@ def means(groups: Mapping[Any, Iterable[float]]) -> dict[Any, float]:
 
 
 def spread(values: Iterable[float], digits: int = 2) -> str:
-    """Median and range; one number alone; a dash where there is none."""
+    """Median and range; one number alone."""
     numbers = sorted(values)
-    if not numbers:
-        return "-"
-    middle = f"{statistics.median(numbers):.{digits}f}"
-    if len(numbers) == 1:
-        return middle
-    return f"{middle} ({numbers[0]:.{digits}f} to {numbers[-1]:.{digits}f})"
+    middle, *ends = (
+        f"{it:.{digits}f}" for it in (statistics.median(numbers), numbers[0], numbers[-1])
+    )
+    return f"{middle} ({' to '.join(ends)})" if len(numbers) > 1 else middle
 
 
 def table(rows: Iterable[Any], columns: Columns, note: str = "") -> Table:
     """A line for each of the rows: what every column makes of it."""
     lines = [[column(row) for column in columns.values()] for row in rows]
     return Table([*columns], lines, note)
+
+
+def spreads(groups: Mapping[str, Mapping[Any, Iterable[float]]], digits: int = 2) -> Columns:
+    """Columns of a table, where each row is a key of the groups of numbers."""
+
+    def column(own: Mapping[Any, Iterable[float]]) -> Callable[[Any], str]:
+        return lambda it: spread(own[it], digits)
+
+    return {name: column(own) for name, own in groups.items()}
 
 
 def after(scale: Scale) -> str:
@@ -84,6 +88,10 @@ def curves(groups: Mapping[str, Mapping[str, Points]], **settings: Any) -> Draw:
                 label = ", ".join(filter(None, (name, group)))
                 axes.plot([*points], [*points.values()], style, color=colors[name], label=label)
         axes.set(**settings)
+        if settings.get("xscale") == "log":
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:,.0f}")
+            axes.tick_params("x", labelsize=8)
 
     return draw
 

@@ -4,8 +4,7 @@
     DIR/report.html, .md, .json     what they say, with a picture of each item (`report.py`)
 
 A cell is known by its item, settings, scale, model and texts, so a study that was stopped goes on
-with the cells that are missing. What was measured by another commit is kept, and named in the
-report.
+with the cells that are missing. Those of another commit are kept, and named in the report.
 """
 
 import contextlib
@@ -31,15 +30,6 @@ TINY_PACE = 0.005
 """Time of a tiny model's cell over that of the scale `cpu`, about."""
 
 
-@dataclass(frozen=True)
-class Cell(Done):
-    """A cell as it is kept."""
-
-    seconds: float
-    origin: dict[str, str]
-    """Commit, machine, version of PyTorch and command."""
-
-
 def write(path: Path, content: str | bytes) -> None:
     """Writes a file as a whole: it is the old one until it is the new one. Raises `OSError`."""
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
@@ -50,11 +40,11 @@ def write(path: Path, content: str | bytes) -> None:
         unfinished.unlink(missing_ok=True)
 
 
-def read(path: Path) -> Cell | None:
+def read(path: Path) -> Done | None:
     """A cell that was measured; None if it is to be."""
     with contextlib.suppress(FileNotFoundError):
         try:
-            return Cell(**json.loads(path.read_bytes()))
+            return Done(**json.loads(path.read_bytes()))
         except (ValueError, TypeError):
             log.warning("%s is damaged: it is measured again", path)
     return None
@@ -62,10 +52,11 @@ def read(path: Path) -> Cell | None:
 
 def commit() -> str:
     """The commit of this checkout, with a + if files differ from it."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty=+"]
-    command += ["--exclude=*", "--abbrev=10"]
-    with contextlib.suppress(OSError, subprocess.CalledProcessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    git = ["git", "describe", "--always", "--dirty=+", "--exclude=*", "--abbrev=10"]
+    with contextlib.suppress(OSError):
+        where = Path(__file__).parent
+        done = subprocess.run(git, cwd=where, capture_output=True, text=True, check=False)
+        return done.stdout.strip() or "unknown"
     return "unknown"
 
 
@@ -75,13 +66,12 @@ def machine() -> str:
         return torch.cuda.get_device_name()
     known = Path("/proc/cpuinfo")
     found = re.search("model name.*: (.*)", known.read_text() if known.exists() else "")
-    name = found[1] if found else platform.machine()
-    return f"{name}, {torch.get_num_threads()} cores"
+    return f"{found[1] if found else platform.machine()}, {torch.get_num_threads()} cores"
 
 
 @dataclass
 class Study:
-    """Measures what is missing, and knows what is there."""
+    """Knows what is there, and measures what is missing."""
 
     out: Path
     lab: Lab
@@ -91,7 +81,7 @@ class Study:
     """Of which cells of other commits are measured again."""
     commit: str = field(default_factory=commit)
     machine: str = field(default_factory=machine)
-    _cells: dict[str, list[Cell | None]] = field(default_factory=dict)
+    _cells: dict[str, list[Done | None]] = field(default_factory=dict)
 
     def command(self, item: Item) -> str:
         """What measures an item."""
@@ -103,7 +93,7 @@ class Study:
         key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:16]
         return self.out / "cells" / item.name / f"{key}.json"
 
-    def cells(self, item: Item) -> list[Cell | None]:
+    def cells(self, item: Item) -> list[Done | None]:
         """Those of an item, in its order; None where one is to be measured."""
         if item.name not in self._cells:
             cells = [read(self.file(item, it)) for it in item.cells(self.lab.scale)]
@@ -112,7 +102,7 @@ class Study:
             self._cells[item.name] = cells
         return self._cells[item.name]
 
-    def done(self, item: Item) -> list[Cell]:
+    def done(self, item: Item) -> list[Done]:
         """Those that are there."""
         return [cell for cell in self.cells(item) if cell is not None]
 
@@ -131,7 +121,7 @@ class Study:
             log.info("%s: %s; about %d min left", where, shown, minutes)
             started = time.monotonic()
             values = item.measure(self.lab, settings)
-            cell = Cell(settings, values, round(time.monotonic() - started, 2), origin)
+            cell = Done(settings, values, round(time.monotonic() - started, 2), origin)
             path = self.file(item, settings)
             path.parent.mkdir(parents=True, exist_ok=True)
             write(path, json.dumps(vars(cell), indent=1) + "\n")

@@ -1,10 +1,5 @@
 """The policies that the paper compares its own with, as objects of `minitri.Policy`.
 
-- `TopTokens`: the exact scores of every token, as costly as attention itself.
-- `HeavyHitters` (H2O): attention that a token has received so far, from every query. As published
-  it has a budget, and evicts for good, while the prompt is read already.
-- `LatestTokens` (StreamingLLM): the later, the better; so what has left the window is gone, too.
-
 The importance of a chunk is that of all its tokens; with `chunk_size=1`, as `speculation_with`
 sets it, each token stands for itself.
 
@@ -22,6 +17,7 @@ from torch import Tensor
 import minitri
 from minitri.caches.full import FullCache
 from minitri.caches.policies import attention_received
+from minitri.model.attention import block_rule, fold
 
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""
@@ -42,7 +38,7 @@ def policy_of(name: Any) -> Any:
 
 
 class TopTokens(minitri.Policy):
-    """Attention to every single token."""
+    """Attention to every single token, as costly as attention itself."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         received_KS = attention_received(q_KRD, chunks_KNMD.flatten(1, 2))
@@ -50,7 +46,7 @@ class TopTokens(minitri.Policy):
 
 
 class LatestTokens(minitri.Policy):
-    """Position alone."""
+    """StreamingLLM: the later, the better; so what has left the window is gone, too."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         K, N = chunks_KNMD.shape[:2]
@@ -65,11 +61,11 @@ class Hitters(NamedTuple):
 
 
 class HeavyHitters(minitri.Policy):
-    """Accumulated attention. It costs a second attention pass over the prompt.
+    """Attention received so far from every query, by a second attention pass over the prompt.
 
-    With a budget it is H2O: half of it are the latest tokens, half those that received most from
-    all queries so far; the others are evicted for good, and later queries attend to the rest alone.
-    That happens not after every token but after every `QUERIES_AT_ONCE`.
+    With a budget it is H2O: half of it are the latest tokens, half those that received most; others
+    are evicted for good, and later queries attend to the rest alone. That happens not after every
+    token but after every `QUERIES_AT_ONCE`, while the prompt is read already.
     """
 
     wants_prompt = True
@@ -92,19 +88,19 @@ class HeavyHitters(minitri.Policy):
     ) -> Hitters:
         """What is kept after the tokens from `start` on, which have these queries."""
         T, _, D = queries_THD.shape
-        K = keys_KSD.shape[0]
-        places_KP = torch.arange(start, start + T, device=keys_KSD.device).expand(K, T)
+        K = len(keys_KSD)
+        device = keys_KSD.device
+        places_KP = torch.arange(start, start + T, device=device).expand(K, T)
         if old is not None:
             places_KP = torch.cat((old.places_KP, places_KP), 1)
         P = places_KP.shape[1]
-        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
+        heads_K1 = torch.arange(K, device=device).unsqueeze(1)
         keys_KPD = keys_KSD[heads_K1, places_KP]  # faster than `gather`
-        q_KGTD = queries_THD.unflatten(1, (K, -1)).permute(1, 2, 0, 3) / math.sqrt(D)
-        scores_KRP = (q_KGTD.flatten(1, 2) @ keys_KPD.transpose(1, 2)).float()
-        scores_KGTP = scores_KRP.view(*q_KGTD.shape[:3], P)
-        future_TT = torch.ones(T, T, dtype=torch.bool, device=keys_KSD.device).triu_(1)
-        scores_KGTP[..., -T:].masked_fill_(future_TT, -math.inf)
-        received_KP = scores_KGTP.softmax(-1).sum((1, 2))
+        q_KRD = fold(queries_THD.unsqueeze(0), K)[0] / math.sqrt(D)
+        scores_KRP = (q_KRD @ keys_KPD.transpose(1, 2)).float()
+        future_TT = ~block_rule(T, None, device)
+        scores_KRP.unflatten(1, (-1, T))[..., -T:].masked_fill_(future_TT, -math.inf)
+        received_KP = scores_KRP.softmax(-1).sum(1)
         if old is not None:
             received_KP[:, :-T] += old.received_KP
         if self._budget is None or self._budget >= P:

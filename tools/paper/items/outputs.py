@@ -2,13 +2,13 @@
 
 import itertools
 
-from minitri import GenerationConfig, Request, SpeculationConfig
+from minitri import GenerationConfig, Request
 from minitri.generation import Generation
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown
-from tools.paper.items.speeds import speed_texts
+from tools.paper.items.speeds import FIRST, speed_texts
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import SPEEDUP, after, curves, means, spread, table
+from tools.paper.shapes import SPEEDUP, Columns, after, curves, means, spreads, table
 
 PAPER: dict[int, float] = dict(PUBLISHED["outputs"]["rows"])
 Row = list[float]
@@ -29,11 +29,10 @@ def measure(lab: Lab, settings: Json) -> Json:
     prompt = lab.prompt(settings["text"], lab.scale.context, engine)
     generation = GenerationConfig(ends[-1], ignore_eos=True)
     request = Request(prompt, 0, lab.sampling(0.6), generation)
-    ways = {"autoregressive": SpeculationConfig("autoregressive")}
-    ways["triforce"] = lab.speculation("triforce")
+    ways = FIRST | {"triforce": lab.speculation("triforce")}
     lab.release()
-    is_gpu = engine.model.device.type == "cuda"  # which has memory for one KV cache
     rows: Json = {name: [] for name in ways}
+    is_gpu = engine.model.device.type == "cuda"  # which has memory for one KV cache
     for names in [[name] for name in ways] if is_gpu else [[*ways]]:
         runs = {
             name: engine.stream([request], generation=generation, speculation=ways[name])
@@ -53,8 +52,7 @@ def advance(run: Generation, num_tokens: int) -> Row:
         next(run)
     target = stats.stages[-1]
     num_made = stats.steps_per_plan.total() + target.num_accepted_tokens
-    counts = (target.num_tested_tokens, target.num_accepted_tokens)
-    return [num_made, stats.decode_seconds, *counts]
+    return [num_made, stats.decode_seconds, target.num_tested_tokens, target.num_accepted_tokens]
 
 
 def windows(rows: list[Row]) -> list[Row]:
@@ -70,20 +68,19 @@ def speedups(cell: Json) -> list[float]:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    parts = [{name: windows(rows) for name, rows in it.values.items()} for it in done]
-    accepted = [[row[3] / row[2] for row in it["triforce"]] for it in parts]
     ends = lengths(scale)
+    parts = [{name: windows(rows) for name, rows in it.values.items()} for it in done]
     gains, late, rates = (
         dict(zip(ends, zip(*of_texts, strict=True), strict=True))
-        for of_texts in ((speedups(it.values) for it in done), map(speedups, parts), accepted)
+        for of_texts in (
+            (speedups(it.values) for it in done),
+            map(speedups, parts),
+            ([row[3] / row[2] for row in it["triforce"]] for it in parts),
+        )
     )
-    columns = {
-        "output, tokens": lambda it: f"{it:,}",
-        "speedup": lambda it: spread(gains[it]),
-        "paper": lambda it: str(PAPER.get(it, "-")),
-        "since the row above": lambda it: spread(late[it]),
-        "accepted since then": lambda it: spread(rates[it]),
-    }
+    columns: Columns = {"output, tokens": "{:,}".format} | spreads({"speedup": gains})
+    columns |= {"paper": lambda it: str(PAPER.get(it, "-"))}
+    columns |= spreads({"since the row above": late, "accepted since then": rates})
     here, by_length = means(gains), [*means(rates).values()]
     is_stable = min(here.values()) > 0.9 * max(here.values())
     verdict = f"The speedup is {'' if is_stable else 'not '}stable: {here[ends[0]]:.2f} for "
@@ -91,12 +88,11 @@ def show(done: list[Done], scale: Scale) -> Shown:
     verdict += f"{by_length[0]:.2f} are accepted in the first part and {by_length[-1]:.2f} in the "
     verdict += "last."
     if by_length[-1] > by_length[0] + 0.05:
-        verdict += " It gets easier to guess with its length, as a text does that repeats itself."
+        verdict += " Later tokens are easier to guess, as of a text that repeats itself."
     lines = {"here": {"": here}, "paper": {"": PAPER}}
     draw = curves(lines, xlabel="output, tokens", **SPEEDUP)
-    return Shown(
-        [table(ends, columns, f"Over autoregressive decoding. {after(scale)}")], verdict, draw
-    )
+    note = f"Over autoregressive decoding. {after(scale)}"
+    return Shown([table(ends, columns, note)], verdict, draw)
 
 
-ITEM = Item.of("outputs", speed_texts, measure, show, minutes=(4, 45))
+OUTPUTS = Item("outputs", speed_texts, measure, show, 4, 45)

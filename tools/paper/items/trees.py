@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import statistics
 
 from minitri.settings import StepPlan
 from minitri.trees.shape import sequences, shape_of
@@ -10,7 +9,7 @@ from tools.paper.costs import A100, on_chip
 from tools.paper.item import Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab
 from tools.paper.scale import Scale
-from tools.paper.shapes import curves, distinct, grid, select, spread
+from tools.paper.shapes import curves, grid, means, select, spread
 
 TEMPERATURES = (0.0, 0.6)
 DEPTHS = {"naive": 4, "retrieval": 6}
@@ -42,8 +41,7 @@ def measure(lab: Lab, settings: Json) -> Json:
     for name, plan in plans(settings["method"]).items():
         gammas = {"gamma1": plan.gamma1 or None, "gamma2": plan.gamma2 or None}
         ways[name] = lab.speculation(plan.method, **gammas, tree=plan.tree)
-    prompt = lab.prompt(settings["text"], lab.scale.context, lab.engine(lab.scale.context))
-    return lab.speeds(prompt, ways, temperature=settings["temperature"])
+    return lab.speeds(settings["text"], ways, temperature=settings["temperature"])
 
 
 def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
@@ -58,41 +56,44 @@ def gpu_speedup(plan: StepPlan, tokens_per_step: float) -> float:
 
 
 def show(done: list[Done], scale: Scale) -> Shown:
-    temperatures = distinct(done, "temperature")
-    rows, columns, means = [], ["guesses by", "shape"], dict[tuple[str, str, float], float]()
-    for T in temperatures:
+    found = {
+        (method, name, T): [
+            it.values[name]["tokens_per_step"] for it in select(done, method=method, temperature=T)
+        ]
+        for method in DEPTHS
+        for name in plans(method)
+        for T in TEMPERATURES
+    }
+    here = means(found)
+    columns, rows = ["guesses by", "shape"], []
+    for T in TEMPERATURES:
         columns += [f"tokens per step, T = {T:g}", "A100, predicted"]
-    for method in distinct(done, "method"):
+    for method in DEPTHS:
         for name, plan in plans(method).items():
             rows.append([method, name])
-            for T in temperatures:
-                found = select(done, method=method, temperature=T)
-                own = [it[name]["tokens_per_step"] for it in found]
-                predicted = "-"
-                if own:
-                    means[method, name, T] = mean = statistics.mean(own)
-                    predicted = f"{gpu_speedup(plan, mean):.2f}"
-                rows[-1] += [spread(own), predicted]
+            for T in TEMPERATURES:
+                predicted = gpu_speedup(plan, here[method, name, T])
+                rows[-1] += [spread(found[method, name, T]), f"{predicted:.2f}"]
     note = f"After {scale.context:,} tokens, median and range over texts; next to it the speedup "
     note += "of 7B after 122,880 tokens with so many, by bytes over bandwidth."
     parts = []
     for kind, who in (("naive", "the drafter's"), ("retrieval", "the retrieval cache's")):
         gains = [
-            mean - means[method, "chain", T]
-            for (method, name, T), mean in means.items()
+            mean - here[method, "chain", T]
+            for (method, name, T), mean in here.items()
             if method == kind and name != "chain"
         ]
-        parts.append(f"{min(gains, default=0):.2f} to {max(gains, default=0):.2f} by {who}")
+        parts.append(f"{min(gains):.2f} to {max(gains):.2f} by {who}")
     verdict = "Over chains of the same depth trees gain, in tokens a step, "
     verdict += f"{' guesses and '.join(parts)}."
     sizes = [DEPTHS["naive"] * width for width in (1, *WIDTHS["naive"])]
-    lines: dict[str, Json] = {f"T = {T:g}": {} for T in temperatures}
-    for kind, T in itertools.product(("Sequoia", "sequences"), temperatures):
+    lines: dict[str, Json] = {f"T = {T:g}": {} for T in TEMPERATURES}
+    for kind, T in itertools.product(("Sequoia", "sequences"), TEMPERATURES):
         names = ["chain", *(name for name in plans("naive") if kind in name)]
-        heights = (means["naive", name, T] for name in names)
+        heights = (here["naive", name, T] for name in names)
         lines[f"T = {T:g}"][kind] = dict(zip(sizes, heights, strict=True))
     draw = curves(lines, xlabel="guesses of the drafter in a step", ylabel="tokens per step")
     return Shown([Table(columns, rows, note)], verdict, draw)
 
 
-ITEM = Item.of("fig6c", cells, measure, show, minutes=(5, 30))
+FIG6C = Item("fig6c", cells, measure, show, 5, 30)
