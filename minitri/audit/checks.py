@@ -7,6 +7,7 @@ from typing import Any
 
 from minitri.audit.client import Bursts, Client, Text
 from minitri.audit.scores import Departures
+from minitri.errors import InputError
 from minitri.log import log
 from minitri.selftest.martingale import Martingale
 
@@ -44,6 +45,8 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
 
     texts = {it: sample(temperature=it) for it in TEMPERATURES}
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
+    if not places:
+        raise InputError(f"{client.url} answers with no tokens; audit another model")
     most = max(sum(map(math.exp, it.top.values())) for it in places)
     fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
     if not any(it.logprob for it in places):
@@ -54,7 +57,8 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     if fault:
         return
     greedy = [client.ask(it, NUM_NEW, temperature=0.0) for it in PROMPTS]
-    worst = max(max(it.top.values()) - it.logprob for text in greedy for it in text)
+    gaps = (max(it.top.values()) - it.logprob for text in greedy for it in text)
+    worst = max(gaps, default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
     yield row("greedy", fault, worst, sum(map(len, greedy)), f"{TOLERANCE} nats below the argmax")
     seeded = [client.ask(PROMPTS[0], NUM_NEW, temperature=1.0, seed=1)]

@@ -67,6 +67,8 @@ class Client:
             best = [sorted(top, key=lambda it: -it[1])[:num_top] for top in tops]
             if not all(log <= 0.01 for pairs in (own, *best) for _, log in pairs):
                 raise ValueError("logarithms of probabilities are not above 0")
+            if not all(best):
+                raise ValueError("at some token it names no likely ones")
             return [Place(*pair, dict(top)) for pair, top in zip(own, best, strict=True)]
 
     def burst(self, size: int, prompt: str, *asked: Any, **fields: Any) -> tuple[str, list[Text]]:

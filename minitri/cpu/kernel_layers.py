@@ -22,7 +22,7 @@ from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
-from minitri.model.llama import Attention, Layer, Layers, Llama, Pass
+from minitri.model.llama import Attention, Layer, Layers, Llama, Pass, gate
 from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
@@ -72,6 +72,16 @@ class KernelLinear(Linear):
         if self.form == Form.PLAIN:
             return weight
         return self.kernels.dequantize(weight, self.in_features, self.form, dtype)
+
+
+def gate_on_one_thread(gate_up: Tensor) -> Tensor:
+    """See `model.llama.gate`. In float32 PyTorch's SiLU has other last bits where the numbers of a
+    thread begin and end, which depends on how many rows there are."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    out = gate(gate_up)
+    torch.set_num_threads(num_threads)
+    return out
 
 
 class KernelParts(nn.ModuleDict):
@@ -208,6 +218,9 @@ def weights_of(layer: nn.Module) -> list[Tensor | int | None]:
 def use_kernels(model: Llama, kernels: Kernels) -> None:
     """Puts kernels in the place of a model's linear layers, attention and blocks."""
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
+    if model.dtype == torch.float32:
+        for layer in layers:
+            layer.mlp.gate = gate_on_one_thread
     head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
     heads: Factories = {
         Linear: partial(head, kernels=kernels),

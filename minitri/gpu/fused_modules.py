@@ -20,7 +20,7 @@ from torch import Tensor
 
 from minitri.gpu.attention_backends import TOLERANCES
 from minitri.gpu.kernels import problem_with
-from minitri.model.llama import Layer, Layers, Llama, Pass
+from minitri.model.llama import Layer, Layers, Llama, Pass, gate
 from minitri.model.replace import replace_modules
 from minitri.model.rope import Rotary
 
@@ -31,12 +31,6 @@ def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[T
     """x + change, and the RMSNorm of that."""
     total = x + change
     return total, F.rms_norm(total, weight_E.shape, weight_E, eps)
-
-
-def gate(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half of the last dimension times the second half."""
-    gates, ups = gate_up.chunk(2, dim=-1)
-    return F.silu(gates) * ups
 
 
 def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

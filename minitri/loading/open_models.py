@@ -81,6 +81,7 @@ class OpenModel:
             copy = reading.result()
         if not self.config.tie_word_embeddings:
             copy.embed_tokens = model.embed_tokens
+            copy.num_bytes -= model.embed_tokens.nbytes
         return model, copy
 
     @cached_property
@@ -92,9 +93,11 @@ class OpenModel:
         if not is_open or not isinstance(file, GgufFile) or not file.quantized():
             return self._choice.weights == "native"
         needed, free = file.num_weights() * self._dtype.itemsize, free_host_bytes()
+        if self._choice.draft_weights != "same":
+            needed += file.num_bytes()  # as many as the copy, or more
         if needed <= free or kernels_for(self._device, self.config) is None:
             return False
-        reason = "in %s they take %.1f GB, and %.1f GB of memory are free"
+        reason = "in %s they take %.1f GB with what guesses, and %.1f GB of memory are free"
         dtype = str(self._dtype).removeprefix("torch.")
         problem = f"the weights of %s stay quantized as in their file: {reason}"
         log.info(problem, self.config.name, dtype, needed / 1e9, free / 1e9)

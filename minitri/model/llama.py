@@ -227,7 +227,13 @@ class MLP(nn.Module):
         E, inner = config.hidden_size, config.intermediate_size
         self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, E, dtype=dtype)
+        self.gate = gate
 
     def forward(self, x_BTE: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_BTE).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.gate(self.gate_up_proj(x_BTE)))
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of the last dimension times the second half."""
+    gates, ups = gate_up.chunk(2, dim=-1)
+    return F.silu(gates) * ups

@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import resource
+from contextlib import suppress
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -41,6 +42,7 @@ class Connection(H11Protocol):
 def most_connections() -> int:
     """As many as files may be open here, less some."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < hard:
+    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(16, hard - SPARE_FILES)
+        soft = hard
+    return max(16, soft - SPARE_FILES)

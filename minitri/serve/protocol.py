@@ -25,6 +25,8 @@ NEUTRAL = {"repetition_penalty": 1}
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
 MAX_WARNINGS = 100
+STOP_CHARACTERS = 1024
+"""Most in all stop strings of a request: each is looked for after every token."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Fields(SamplingParams):
     max_tokens: int | None = between(None, 1)
     """Most tokens of the answer. Default: 16, of a chat as many as the context has room for."""
     stop: Any = ()
-    """A text, or a list of texts, before which the answer ends."""
+    """A text, or a list of texts, before which the answer ends. At most 1024 characters in all."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = between(None, 0, MAX_SEED)
@@ -128,6 +130,8 @@ class Protocol:
             if asked.top_logprobs is not None and not asked.logprobs:
                 refuse(asked, "top_logprobs", "set logprobs to true, too")
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
+        if sum(map(len, generation.stop)) > STOP_CHARACTERS:
+            refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         ids = self._ids(asked) if (most or 0) <= self.context else [0]
         room = self.context - len(ids)
         num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))

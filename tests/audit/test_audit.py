@@ -142,6 +142,22 @@ def test_what_cannot_be_audited_is_one_line(call, url, message, engine):
         assert re.search(message, line)
 
 
+@pytest.mark.parametrize(
+    ("kind", "code", "message"),
+    [
+        ("silent", 2, "answers with no tokens"),
+        ("silent if greedy", 0, ""),
+        ("untold", 2, "at some token it names no likely ones"),
+    ],
+)
+def test_servers_that_say_little(call, kind, code, message):
+    with toy_server(kind) as url:
+        done = call(audit.main, url, "--num-tokens", "3072", "-q")
+    assert done.code == code
+    assert message in done.err
+    assert len(done.err.splitlines()) == bool(message)
+
+
 @pytest.mark.parametrize("is_faulty", [True, False])
 def test_what_a_lookup_guesses_comes_too_often_if_recovered_tokens_are_from_p(is_faulty):
     """Of 1,000 tosses of a coin; what no other score sees."""

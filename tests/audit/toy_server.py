@@ -58,7 +58,9 @@ class Toy:
         while len(words) <= body["max_tokens"]:
             words += self._block(words[-1], temperature, source, body.get("speculation", True))
         words = words[1 : body["max_tokens"] + 1]
-        for before in ["", *words[:-1]]:
+        if self.fault == "silent" or (self.fault == "silent if greedy" and not temperature):
+            words = words[:1] * (body["max_tokens"] == 1)
+        for before in ["", *words][: len(words)]:
             told = TARGET[before]
             if self.fault == "told after temperature":
                 told = tempered(told, temperature)
@@ -123,7 +125,10 @@ class Toy:
         logprobs = {
             "tokens": words,
             "token_logprobs": [logs[word] for word, logs in zip(words, tops, strict=True)],
-            "top_logprobs": [best(logs, body["logprobs"]) for logs in tops],
+            "top_logprobs": [
+                best(logs, body["logprobs"] * (self.fault != "untold" or word != " c"))
+                for word, logs in zip(words, tops, strict=True)
+            ],
         }
         return {"choices": [{"text": "".join(words), "logprobs": logprobs}]}
 

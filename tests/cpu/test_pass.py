@@ -1,6 +1,7 @@
 """A pass of all layers in one call of the kernels against the plain network over each cache."""
 
 import copy
+import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -151,6 +152,26 @@ def test_a_cache_of_another_shape_is_refused(spoil):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
     """K and V have the same bits: a text may go on after what an earlier one left."""
+    read_in_chunks(dtype, config)
+
+
+def test_chunks_may_begin_anywhere_on_three_threads(monkeypatch, request):
+    """Which divide few matrices between two rows."""
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    monkeypatch.setattr(load_kernels(), "num_threads", 3)
+    read_in_chunks("float32", replace(WIDE, intermediate_size=2048))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_silu_of_16_bits_is_the_same_wherever_a_number_stands(dtype):
+    """In a vector of a processor or not, so that the borders between threads do not matter."""
+    every = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    every = every[every.isfinite()]
+    alone = torch.cat([F.silu(one) for one in every.split(1)])
+    assert torch.equal(F.silu(every), alone)
+
+
+def read_in_chunks(dtype, config):
     model = tiny_model(config, dtype=getattr(torch, dtype))
     use_kernels(model, load_kernels())
     prompt = torch.randint(0, config.vocab_size, (701,), generator=torch.manual_seed(0)).tolist()
@@ -183,7 +204,7 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
     product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
-    test_chunks_of_a_prompt_may_begin_anywhere("float32", replace(LONG, attention_bias=bias))
+    read_in_chunks("float32", replace(LONG, attention_bias=bias))
     assert product_tile(torch.float32, 64, 32, 1) == TILE
 
 

@@ -227,6 +227,9 @@ def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_pa
     wanted = load(path).model if is_small else quantized_copy(model)
     pair = [dict(one.named_parameters()) for one in (twin, wanted)]
     torch.testing.assert_close(*pair, rtol=0, atol=0)
+    shared = {id(it) for it in model.parameters()}
+    own = (it.nbytes for it in twin.parameters() if id(it) not in shared)
+    assert twin.num_bytes == sum(own)
     error = (logits(twin) - logits(model)).abs()
     assert error.mean() < (ROUNDING["float32"] if is_small else 0.5)
     way = settings_of("triforce", 40, WARM, coupled=True, **SMALL)
@@ -235,16 +238,25 @@ def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_pa
 
 
 def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatch, caplog):
-    """By default, in which case no copy is made, either; the log says why."""
+    """By default, in which case no copy is made, either; the log says why. Without a copy there is
+    more room."""
     path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
-    needed = sum(math.prod(it.shape) for it in gguf.GGUFReader(path).tensors) * 4
-    for free, is_native in ((needed + 1, False), (needed - 1, True)):
+    stored = gguf.GGUFReader(path).tensors
+    alone = sum(math.prod(it.shape) for it in stored) * 4
+    both = alone + sum(int(it.n_bytes) for it in stored)
+    for free, copy, is_native in (
+        (both + 1, "auto", False),
+        (both - 1, "auto", True),
+        (alone + 1, "same", False),
+        (alone - 1, "same", True),
+    ):
+        caplog.clear()
         monkeypatch.setenv("MINITRI_HOST_GIB", repr(float(free) / (1 << 30)))
         with caplog.at_level(logging.INFO, "minitri"):
-            engine = load(path, "auto")
+            engine = load(path, "auto", draft_weights=copy)
         assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
         assert (engine.model.lm_head.form == Form.Q4_K) == is_native
-        assert (engine.models.retrieval is engine.model) == is_native
+        assert (engine.models.retrieval is engine.model) == (is_native or copy == "same")
     dense = write(wide, tmp_path / "dense.gguf", "F16")
     assert load(dense, "auto").model.lm_head.form == Form.PLAIN
 

@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import random
+import resource
 import socket
 import sys
 import threading
@@ -120,6 +121,17 @@ def test_of_a_prompt_that_cannot_fit_a_part_is_tokenized(server, engine, templat
             create(model="tiny", **prompt)
         assert refused.value.code == "context_length_exceeded"
     assert sum(sizes) == 2 * 1600  # four characters for each of 400 tokens
+
+
+def test_stop_strings_take_no_time_of_others(server):
+    """All of them are looked for after every token, by the thread that computes."""
+    fields = {"prompt": "She had", "max_tokens": 3}
+    for stop in (["x" * 1024], [f"{n:04d}" for n in range(256)]):
+        assert server.post(**fields, stop=stop).status_code == 200
+        response = server.post(**fields, stop=[*stop, "y"])
+        assert response.status_code == 400
+        assert "stop is [" in response.text
+        assert "at most 1024 characters" in response.text
 
 
 def test_a_text_of_long_tokens_that_fits_has_all_of_them(server):
@@ -273,6 +285,17 @@ def test_more_connections_than_files_close_silent_ones(engine, monkeypatch):
         silent = [stack.enter_context(connect(server)) for _ in range(40)]
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
         server.wait(lambda: sum(map(is_closed_now, silent)) >= 20)
+
+
+def test_where_files_have_a_limit_that_the_system_does_not_tell(monkeypatch):
+    """On macOS."""
+
+    def refuse(*_) -> None:
+        raise ValueError("current limit exceeds maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 2**63 - 1))
+    monkeypatch.setattr(resource, "setrlimit", refuse)
+    assert connections.most_connections.__wrapped__() == 256 - connections.SPARE_FILES
 
 
 def is_closed_now(connection) -> bool:

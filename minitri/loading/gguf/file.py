@@ -147,6 +147,9 @@ class GgufFile:
     def num_weights(self) -> int:
         return sum(math.prod(stored.shape) for stored in self._tensors.values())
 
+    def num_bytes(self) -> int:
+        return sum(stored.data.nbytes for stored in self._tensors.values())
+
     def tensors(
         self,
         config: ModelConfig,
