@@ -287,6 +287,9 @@ reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_w
 reuse/test_prefixes.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[bfloat16]
   K and V of decoding taken for those of a prompt
     PrefixCache._num_exact: self._reads_alike => True
+cpu/test_pass.py::test_chunks_may_begin_anywhere_on_three_threads
+  SiLU of a prompt by all threads in float32
+    use_kernels: model.dtype == torch.float32 => False
 cpu/test_pass.py::test_chunks_of_a_prompt_may_begin_anywhere[bfloat16-small]
   a short chunk of a prompt read like a block of decoding
     KernelLayers.forward: shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
