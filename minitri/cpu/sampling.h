@@ -15,7 +15,7 @@ typedef double Doubles __attribute__((vector_size(128), aligned(8)));
 struct FilterArguments {
     const float* logits;      // (N, V)
     float* probs;             // (N, V)
-    int64_t N, V, top_k;      // top_k 0: all
+    int64_t N, V, top_k;      // top_k 0, or V: all
     int64_t num_threads;
     double temperature;       // 0: the likeliest token
     double top_p, log_min_p;
@@ -88,7 +88,7 @@ inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float
         store(x + i, power_of_2((load(x + i) - top) / temperature * LOG2_E));
     }
     float least = 0.0f;
-    if (a.top_k > 0) least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });
+    if (0 < a.top_k && a.top_k < a.V) least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });
     if (a.top_p < 1) {
         const double wanted = a.top_p * mass_from(x, n, least).sum;
         least = std::max(least, cutoff(x, n, [&](const Mass& mass) { return mass.sum >= wanted; }));

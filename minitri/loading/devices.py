@@ -86,8 +86,8 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`;
-    nothing of the plain one is kept."""
+    """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`.
+    It keeps none of the plain matrices."""
     is_fast = model.execution.is_row_invariant and model.device.type == "cpu"
     if wanted == "same" or not is_fast:
         return model
