@@ -39,10 +39,10 @@ def load(
     blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 to 8 bits as they are (on a CPU); so does `auto` where memory is short.
     `draft_weights` guess with the retrieval cache: the `same`, or a copy, of which the text does
-    not depend: `int4`, as `auto` with compiled kernels, or on a GPU `int8`, too. `progress` draws
-    bars on standard error. `before_weights` is given tokenizer and config before the weights are
-    read: time to check a prompt. Under torchrun each process holds a share of the model, and all
-    must make the same calls. Raises `InputError`.
+    not depend: `int4`, as `auto` with compiled kernels, which hold the drafter in 4 bits, too, or
+    on a GPU `int8`. `progress` draws bars on standard error. `before_weights` is given tokenizer
+    and config before the weights are read: time to check a prompt. Under torchrun each process
+    holds a share of the model, and all must make the same calls. Raises `InputError`.
     """
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
@@ -69,7 +69,7 @@ def load(
     if before_weights is not None:
         before_weights(tokenizer, config)
     loaded, retrieval_model = target.load_with_copy()
-    draft_model = opened_draft.load(loaded) if opened_draft is not None else None
+    draft_model = opened_draft.load_drafter(loaded) if opened_draft is not None else None
     fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
     join().check_same("model files", (config, defaults, fingerprints))
     return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)

@@ -207,7 +207,7 @@ def workload(needs: Demand, on_chip: int) -> Workload:
         needs.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
-        retrieval_bytes=copy_bytes(needs.config, needs.copy_bits) or None,
+        pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
     )
 
 

@@ -2,7 +2,8 @@
 V once, however few tokens it computes. For the autotuner before it has measured anything, and for
 `python -m minitri.plan`."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -138,9 +139,8 @@ class Workload:
     itemsize: int = 2
     hosted_share: float = 0.0
     """Of the full cache, in host memory."""
-    target_bytes: int | None = None
-    """Of the weights that a pass reads; by default what the config implies."""
-    retrieval_bytes: int | None = None
+    pass_bytes: Mapping[str, int] = field(default_factory=dict)
+    """By stage, of the weights that a pass reads, where the config does not imply them."""
     batch_size: int = 1
 
     @property
@@ -153,8 +153,7 @@ class Workload:
         assert config is not None
         num_weights = weights_per_pass(config)
         whole = num_weights * self.itemsize
-        known = {"target": self.target_bytes, "retrieval": self.retrieval_bytes}
-        weight_bytes = known.get(stage) or whole
+        weight_bytes = self.pass_bytes.get(stage) or whole
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         kv_bytes = slots * self.slot_bytes
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
@@ -166,7 +165,7 @@ class Workload:
             link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
             flops=num_tokens * (2 * num_weights + attention / self.batch_size),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_four_bits=stage == "retrieval" and weight_bytes < whole / 2,
+            is_in_four_bits=stage != "target" and weight_bytes < whole / 2,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:

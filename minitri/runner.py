@@ -116,7 +116,7 @@ class ModelRunner:
         device = self.model.device
         hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
         logits_BNV = self.passes.logits(hidden_BNE)
-        probs_BNV = probs_of_rows(logits_BNV, self.sampling)
+        probs_BNV = probs_of_rows(logits_BNV, self.sampling, self.model.execution.probs)
         return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:

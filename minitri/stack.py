@@ -6,7 +6,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,8 +45,11 @@ class Stack:
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
         least = self.target.execution.ranks.least  # shares may be uneven
-        both = (self.target, memory.models.retrieval)
-        self._pass_bytes = tuple(int(least(bytes_per_pass(it))) for it in both)
+        models = memory.models
+        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+        self._pass_bytes = {
+            stage: int(least(bytes_per_pass(it))) for stage, it in stages.items() if it is not None
+        }
         kind = shape.speculation.verification  # of chains
         self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
@@ -234,17 +237,16 @@ class Stack:
 
 
 def prior_seconds(
-    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Sequence[int]
+    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
 ) -> Callable[[str, float], float]:
     """What a round of each stage takes over texts with such prompts, by bytes over bandwidth; a
-    pass of target and retrieval reads weights of `pass_bytes`."""
+    pass of a stage reads weights of `pass_bytes`."""
     target = memory.models.target
     work = Workload(
         target.config,
         memory.draft.model.config if memory.draft is not None else None,
         itemsize=target.dtype.itemsize,
-        target_bytes=pass_bytes[0],
-        retrieval_bytes=pass_bytes[1],
+        pass_bytes=pass_bytes,
         num_tokens=sum(prompt_lengths),
         num_retrieved=sum(map(shape.budget_for, prompt_lengths)),
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,

@@ -72,8 +72,8 @@ test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
-    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling)
-    => probs_of_rows(logits_BNV.bfloat16(), self.sampling).float()
+    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling, self.model.execution.probs)
+    => probs_of_rows(logits_BNV.bfloat16().float(), self.sampling, self.model.execution.probs)
 caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
     Attention.mix: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
@@ -304,7 +304,7 @@ serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
 test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
-    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling)
+    ModelRunner._run: probs_of_rows(logits_BNV, self.sampling, self.model.execution.probs)
     => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self.passes.vocab_size]
 decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed

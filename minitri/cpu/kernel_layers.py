@@ -230,7 +230,10 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     model.lm_head = replace_modules(model.lm_head, heads)
     model.attend = kernels.attend
     model.execution = Execution(
-        is_row_invariant=True, decoding=kernels.decoding, reading=kernels.reading
+        is_row_invariant=True,
+        decoding=kernels.decoding,
+        reading=kernels.reading,
+        probs=kernels.probs,
     )
 
 
@@ -299,7 +302,7 @@ def quantized_copy(model: Llama) -> Llama:
         return type(layer)(layer, layer.kernels, packed_NX, form)
 
     factories: Factories = {
-        **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead), quantized),
+        **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
         KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),
     }
     return copy_with(model, factories)

@@ -1,4 +1,4 @@
-// The kernels of a short forward pass on a CPU: attention, linear layers, RoPE.
+// The kernels of a short forward pass on a CPU: attention, linear layers, RoPE; and filters of logits.
 //
 // Decoding is bound by memory, so each kernel reads weights, K and V once, as they lie, for all rows
 // of the block. Row invariance: every number of a row's result is computed by the same operations in
@@ -20,6 +20,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "sampling.h"
 
 namespace {
 
@@ -222,6 +223,10 @@ int minitri_pass(int dtype, const PassArguments* p) {
         if (dtype == 1) pass<BFloat16Operand>(*p);
         if (dtype == 2) pass<Widened<Float16>>(*p);
     });
+}
+
+int minitri_filter(int, const FilterArguments* a) {
+    return outcome([&] { filter(*a); });
 }
 
 int minitri_rotate(int dtype, const RotateArguments* a) {

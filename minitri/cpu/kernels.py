@@ -4,7 +4,8 @@ All kernels of a pass are row-invariant: the bits of a row depend neither on the
 block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
 number of threads is one for the process.
 
-Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features.
+Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features,
+V vocab.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from minitri.cpu.build import SOURCE, load_library
 from minitri.cpu.quantized import GROUP, Form, row_widths
 from minitri.errors import shorten
 from minitri.log import log
+from minitri.settings import SamplingParams
 
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()
@@ -161,6 +163,16 @@ class Kernels:
         arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
         self.call("rotate", x_BTHD.dtype, arguments)
         return out_BTHD
+
+    def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
+        """`probs_from_logits` of float32 logits, but for the last bits."""
+        require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
+        logits_NV = logits_NV.contiguous()
+        probs_NV = torch.empty_like(logits_NV)
+        sizes = (*logits_NV.shape, params.top_k, self.num_threads)
+        arguments = struct_of(logits_NV, probs_NV, *sizes, *map(float, params.numbers))
+        self.call("filter", logits_NV.dtype, arguments)
+        return probs_NV
 
     def call(self, kernel: str, dtype: torch.dtype, *arguments: bytes | int) -> None:
         """Raises `MemoryError` or `RuntimeError` where the kernel has no result."""

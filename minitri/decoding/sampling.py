@@ -1,6 +1,7 @@
 """From logits to next-token distributions, and samples from them.
 
-This is the one place where temperature and filters act, the same for every level of a cascade.
+This is the one place where temperature and filters act, the same for every level of a cascade
+(`cpu/sampling.h` has a kernel that does the same).
 Filters compare with a cut-off value: tokens of equal probability are kept or dropped together,
 whatever order a sort leaves them in. Pure functions: all randomness is an argument.
 
@@ -8,7 +9,7 @@ Legend: N rows, V vocab.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -38,13 +39,19 @@ def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tenso
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
 
-def probs_of_rows(logits_BNV: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """`probs_from_logits` of B rows, each with its own filters; (B, N, V)."""
+def probs_of_rows(
+    logits_BNV: Tensor,
+    params: Sequence[SamplingParams],
+    probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
+) -> Tensor:
+    """`probs_from_logits`, or another function that does the same, of B rows, each with its own
+    filters; (B, N, V)."""
+    probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if len(set(params)) == 1:
-        return probs_from_logits(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
+        return probs(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
     pairs = zip(logits_BNV, params, strict=True)
-    return torch.stack([probs_from_logits(logits_NV, own) for logits_NV, own in pairs])
+    return torch.stack([probs(logits_NV, own) for logits_NV, own in pairs])
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:

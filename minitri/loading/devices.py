@@ -85,6 +85,18 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     return copy if copy.num_bytes else None  # None: the model has as few bits itself
 
 
+def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
+    """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`.
+    It keeps none of the plain matrices."""
+    is_fast = model.execution.is_row_invariant and model.device.type == "cpu"
+    if wanted == "same" or not is_fast:
+        return model
+    copy = quantized_copy(model)
+    copy.lent_embedding = model.lent_embedding
+    copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
+    return copy
+
+
 def attention_name(attend: Attend) -> str:
     """The name of a model's attention, for the log and the statistics."""
     if isinstance(attend, GpuAttention):

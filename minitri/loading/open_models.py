@@ -17,6 +17,7 @@ from minitri.loading.devices import (
     attention_name,
     choose_device,
     choose_dtype,
+    drafter_in_few_bits,
     kernels_for,
     retrieval_copy,
 )
@@ -102,6 +103,10 @@ class OpenModel:
         problem = f"the weights of %s stay quantized as in their file: {reason}"
         log.info(problem, self.config.name, dtype, needed / 1e9, free / 1e9)
         return True
+
+    def load_drafter(self, target: Llama) -> Llama:
+        """Reads the weights of a drafter, to which its target lends what it lacks."""
+        return drafter_in_few_bits(self.load(target), self._choice.draft_weights)
 
     def load(self, target: Llama | None = None) -> Llama:
         """Reads the weights. `target` lends its embedding table to a drafter that has none."""

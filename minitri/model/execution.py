@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minitri.settings import SamplingParams
+
 T = TypeVar("T")
 
 
@@ -41,6 +43,8 @@ class Execution:
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered around every step, and around every chunk of a prompt."""
+    probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
+    """Does the same as `probs_from_logits`, faster."""
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
     """Of the files that the weights were read from; empty: of none."""

@@ -96,6 +96,14 @@ std::vector<T> results(int dtype, int threads) {
     RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
     ok(minitri_rotate(dtype, &r));
     keep(turned);
+    const int64_t N = 3, V = 33001;
+    const auto logits = filled<float>(N * V, 19);
+    for (double temperature : {0.0, 0.7}) {
+        std::vector<float> probs(N * V);
+        FilterArguments f{logits.data(), probs.data(), N, V, 999, threads, temperature, 0.9, -1.0};
+        ok(minitri_filter(0, &f));
+        for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
+    }
     return all;
 }
 

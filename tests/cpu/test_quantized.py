@@ -5,12 +5,22 @@ import torch
 
 from minitri import load
 from minitri.cpu import quantized
-from minitri.cpu.kernel_layers import KernelTiedHead, quantized_copy
+from minitri.cpu.kernel_layers import (
+    KernelLinear,
+    KernelPartialHead,
+    KernelTiedHead,
+    quantized_copy,
+    use_kernels,
+)
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import GROUP, quantize, row_widths
+from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
+from minitri.loading.devices import drafter_in_few_bits
 from minitri.model.linear import TiedHead
 from minitri.model.llama import Block
-from tests.conftest import new_cache
+from minitri.roofline import bytes_per_pass
+from minitri.settings import SamplingParams
+from tests.cascades import random_prompt, settings_of, trimmed_copy
+from tests.conftest import new_cache, tiny_config, tiny_model, write_hf_folder
 from tests.cpu.test_kernels import every_dtype, random
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
@@ -65,3 +75,52 @@ def test_a_copy_in_4_bits_is_small_and_guesses_like_its_model(folder):
     exact, rough, again = (m.logits(m(block, cache)) for m in (model, twin, model))
     assert 0 < (exact - rough).norm() / exact.norm() < 0.6  # random weights: worse than any
     assert torch.equal(exact, again)  # a pass of the model does not take the copy's weights
+
+
+def forms_of(model) -> tuple[set[Form], Form]:
+    """Of a model's blocks, and of its LM head."""
+    *forms, head = [it.form for it in model.modules() if isinstance(it, KernelLinear)]
+    return {*forms}, head
+
+
+@needs_kernels
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied, tmp_path):
+    """It takes less memory, and the texts are those of the model alone."""
+    draft = write_hf_folder(tmp_path / "draft", seed=1, tie_word_embeddings=tied)
+    names = {"draft": str(draft), "device": "cpu", "dtype": "float32"}
+    small = load(folder, **names)
+    plain = load(folder, draft_weights="same", **names)
+    assert forms_of(small.models.draft) == ({Form.Q4}, Form.Q8)
+    assert forms_of(plain.models.draft) == ({Form.PLAIN}, Form.PLAIN)
+    num_bytes = small.models.draft.num_bytes
+    assert num_bytes == sum(it.nbytes for it in small.models.draft.parameters())
+    assert num_bytes < plain.models.draft.num_bytes * (0.3 if tied else 0.6)
+    assert bytes_per_pass(small.models.draft) < bytes_per_pass(plain.models.draft) / 3
+    prompt = random_prompt(small.config, 60)
+    for params in (SamplingParams(), SamplingParams(0.9, 40, top_p=0.95)):
+        ways = [
+            settings_of(method, 40, params, budget=32, coupled=True)
+            for method in ("autoregressive", "naive", "triforce")
+        ]
+        texts = {it.complete(prompt, **way).token_ids for it in (small, plain) for way in ways}
+        assert len(texts) == 1
+
+
+@needs_kernels
+def test_a_drafter_in_4_bits_keeps_a_lent_table_and_a_trimmed_head():
+    target = tiny_model(tiny_config())
+    plain = trimmed_copy(target, range(3, 40))
+    use_kernels(plain, load_kernels())
+    twin = drafter_in_few_bits(plain, "auto")
+    assert drafter_in_few_bits(plain, "same") is plain
+    assert isinstance(twin.lm_head.linear, KernelPartialHead)
+    assert forms_of(twin) == ({Form.Q4, Form.PLAIN}, Form.Q8)  # 48 columns are no whole groups
+    assert twin.num_bytes == sum(it.nbytes for it in twin.parameters()) < plain.num_bytes
+    tokens = torch.arange(5).unsqueeze(0)
+    assert torch.equal(twin.embed(tokens), target.embed(tokens))
+    block = Block(tokens, tokens)
+    exact, rough = (it.logits(it(block, new_cache(it.config))) for it in (plain, twin))
+    assert torch.equal(rough.isfinite(), exact.isfinite())
+    known = exact.isfinite()
+    assert 0 < (exact - rough)[known].norm() / exact[known].norm() < 0.6

@@ -5,9 +5,10 @@ import itertools
 import pytest
 import torch
 
-from minitri.decoding import random_source, sampling
+from minitri import runner
+from minitri.decoding import random_source
 from minitri.decoding.noise import gumbel_argmax, noise_keys
-from minitri.decoding.sampling import probs_from_logits, sample
+from minitri.decoding.sampling import probs_from_logits, probs_of_rows, sample
 from minitri.decoding.verification import verify
 from minitri.selftest import __main__ as selftest
 from minitri.selftest import comparisons
@@ -84,14 +85,14 @@ def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monke
 def swap_top_two(monkeypatch, low: float, high: float):
     """Where positions are read together, the two best logits change places over such gaps."""
 
-    def broken(logits_NV, params, *numbers_3):
-        best = logits_NV.topk(2)
-        gap_N1 = best.values[:, :1] - best.values[:, 1:]
-        is_swapped_N1 = (gap_N1 >= low) & (gap_N1 < high) & torch.tensor(len(logits_NV) > 1)
-        swapped_NV = logits_NV.scatter(1, best.indices, best.values.flip(1))
-        return probs_from_logits(swapped_NV.where(is_swapped_N1, logits_NV), params, *numbers_3)
+    def broken(logits_BNV, *others):
+        best = logits_BNV.topk(2)
+        gap_BN1 = best.values[..., :1] - best.values[..., 1:]
+        is_swapped_BN1 = (gap_BN1 >= low) & (gap_BN1 < high) & (logits_BNV.shape[1] > 1)
+        swapped_BNV = logits_BNV.scatter(2, best.indices, best.values.flip(2))
+        return probs_of_rows(swapped_BNV.where(is_swapped_BN1, logits_BNV), *others)
 
-    monkeypatch.setattr(sampling, "probs_from_logits", broken)
+    monkeypatch.setattr(runner, "probs_of_rows", broken)
 
 
 @pytest.mark.parametrize(
