@@ -231,8 +231,8 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
             log.warning("%s is ignored: --method %s has no use for it", as_flag(name), args.method)
     if "draft" in unused:
         options["draft"] = "suffix"
-    if "budget" in unused:
-        options["draft_weights"] = "same"
+    if "budget" in unused and options["draft_weights"] != "same":
+        options["draft_weights"] = "drafter"
     return options
 
 

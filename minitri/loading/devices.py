@@ -72,7 +72,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
     the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
     has_kernels = model.execution.is_row_invariant
-    if wanted == "same" or (wanted == "auto" and not has_kernels):
+    if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
         return None
     if model.device.type == "cuda":
         return copy_in_few_bits(model, int(wanted.removeprefix("int")))

@@ -31,9 +31,10 @@ class ModelChoice:
     """Of short blocks on a GPU. Default: the first that works."""
     weights: str = one_of("auto", "auto", "native")
     """Native keeps the 4 to 8 bits of a GGUF file. Default: in --dtype, if memory suffices."""
-    draft_weights: str = one_of("auto", "auto", "int4", "int8", "same")
+    draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
-    the text stays the same. Default: int4 where compiled kernels run, for the drafter, too."""
+    the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for
+    it alone (drafter)."""
     device: str = "auto"
     """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
     rope_scaling: str | None = None

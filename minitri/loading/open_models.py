@@ -94,7 +94,7 @@ class OpenModel:
         if not is_open or not isinstance(file, GgufFile) or not file.quantized():
             return self._choice.weights == "native"
         needed, free = file.num_weights() * self._dtype.itemsize, free_host_bytes()
-        if self._choice.draft_weights != "same":
+        if self._choice.draft_weights in ("auto", "int4"):
             needed += file.num_bytes()  # as many as the copy, or more
         if needed <= free or kernels_for(self._device, self.config) is None:
             return False

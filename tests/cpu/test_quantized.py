@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minitri import load
+from minitri.cli.arguments import model_of
 from minitri.cpu import quantized
 from minitri.cpu.kernel_layers import (
     KernelLinear,
@@ -14,6 +15,7 @@ from minitri.cpu.kernel_layers import (
 )
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
+from minitri.generate import build_parser
 from minitri.loading.devices import drafter_in_few_bits
 from minitri.model.linear import TiedHead
 from minitri.model.llama import Block
@@ -105,6 +107,17 @@ def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied,
         ]
         texts = {it.complete(prompt, **way).token_ids for it in (small, plain) for way in ways}
         assert len(texts) == 1
+
+
+@needs_kernels
+@pytest.mark.parametrize(("wanted", "form"), [("auto", Form.Q4), ("same", Form.PLAIN)])
+def test_where_no_level_retrieves_the_drafter_alone_is_copied(folder, wanted, form, tmp_path):
+    draft = write_hf_folder(tmp_path / "draft", seed=1)
+    flags = f"--method naive --draft-weights {wanted} --device cpu --dtype float32"
+    paths = ("--model", str(folder), "--draft", str(draft))
+    engine = load(**model_of(build_parser().parse_args([*flags.split(), *paths])))
+    assert engine.models.retrieval is engine.model
+    assert forms_of(engine.models.draft)[0] == {form}
 
 
 @needs_kernels
