@@ -40,9 +40,10 @@ def load(
     leaves a GGUF file's 4 to 8 bits as they are (on a CPU); so does `auto` where memory is short.
     `draft_weights` guess with the retrieval cache: the `same`, or a copy, of which the text does
     not depend: `int4`, as `auto` with compiled kernels, which hold the drafter in 4 bits, too
-    (`drafter`: it alone), or on a GPU `int8`. `progress` draws bars on standard error. `before_weights` is given tokenizer
-    and config before the weights are read: time to check a prompt. Under torchrun each process
-    holds a share of the model, and all must make the same calls. Raises `InputError`.
+    (`drafter`: it alone), or on a GPU `int8`. `progress` draws bars on standard error.
+    `before_weights` is given tokenizer and config before the weights are read: time to check a
+    prompt. Under torchrun each process holds a share of the model, and all must make the same
+    calls. Raises `InputError`.
     """
     if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
         given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
