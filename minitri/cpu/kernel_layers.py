@@ -74,14 +74,11 @@ class KernelLinear(Linear):
         return self.kernels.dequantize(weight, self.in_features, self.form, dtype)
 
 
-def gate_on_one_thread(gate_up: Tensor) -> Tensor:
+def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
     """See `model.llama.gate`. In float32 PyTorch's SiLU has other last bits where the numbers of a
     thread begin and end, which depends on how many rows there are."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    out = gate(gate_up)
-    torch.set_num_threads(num_threads)
-    return out
+    with kernels.decoding():
+        return gate(gate_up)
 
 
 class KernelParts(nn.ModuleDict):
@@ -220,7 +217,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
     if model.dtype == torch.float32:
         for layer in layers:
-            layer.mlp.gate = gate_on_one_thread
+            layer.mlp.gate = partial(gate_on_one_thread, kernels)
     head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
     heads: Factories = {
         Linear: partial(head, kernels=kernels),

@@ -213,7 +213,7 @@ def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
     engines = [load(folder, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16")]
 
     def run(engine):
-        prompt = torch.randint(0, 90, (60,), generator=torch.manual_seed(1)).tolist()
+        prompt = torch.randint(0, 90, (60,), generator=torch.Generator().manual_seed(1)).tolist()
         events = engine.generate(prompt, generation=GenerationConfig(12, prefill_chunk=7))
         text = [event.token_id for event in events if isinstance(event, Token)]
         cache = new_cache(engine.config, dtype=engine.model.dtype)
