@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from minitri.caches.tiles import empty_slots
 from minitri.config import ModelConfig
 from minitri.model.cache import Cache
 from minitri.settings import round_up_to_stride
@@ -27,12 +28,12 @@ class FullCache(Cache):
         *,
         dtype: torch.dtype,
         device: torch.device,
+        tiled: bool = False,
     ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
-        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        return cls(keys, values)
+        return cls(*empty_slots(shape, dtype, device, tiled=tiled))
 
     @property
     def on_chip(self) -> int:
@@ -41,7 +42,8 @@ class FullCache(Cache):
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
-        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+        for layer in range(len(self.keys)):
+            yield self.keys[layer, b], self.values[layer, b]
 
     held_layers = layers
     """The same of all slots of row b, whatever its length."""

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from minitri.caches.full import FullCache
 from minitri.caches.policies import make_policy
+from minitri.caches.tiles import Tiles, empty_slots
 from minitri.model.cache import Cache
 from minitri.settings import SpeculationConfig, round_up_to_stride
 
@@ -57,10 +58,11 @@ class RetrievalCache(Cache):
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        empty = full.keys.new_empty
-        super().__init__(empty(L, B, K, slots, D), empty(L, B, K, slots, D))
+        where = (full.keys.dtype, full.device)
+        tiled = isinstance(full.keys, Tiles)
+        super().__init__(*empty_slots((L, B, K, slots, D), *where, tiled=tiled))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        self._queries = [empty(L, 0, num_heads, D) for _ in budgets]
+        self._queries = [torch.empty(L, 0, num_heads, D, dtype=where[0], device=where[1]) for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property

@@ -26,8 +26,15 @@ struct AttentionArguments {
     int64_t B, T, H, K, D;
     int64_t q_batch, q_token, q_head;         // strides, in numbers
     int64_t kv_batch, kv_head, kv_slot;
+    int64_t is_tiled;         // keys and values lie as `Op` multiplies them, see `caches/tiles.py`
     int64_t num_threads;
 };
+
+// Where number d of slot s stands, in keys or values of D numbers a slot in tiles of P slots, each a
+// matrix of units of W numbers.
+inline int64_t place_in_tiles(int64_t s, int64_t d, int64_t D, int64_t P, int64_t W) {
+    return s / P * P * D + d / W * W * P + s % P * W + d % W;
+}
 
 template <class Number>
 struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
@@ -104,6 +111,19 @@ void update_softmax(float* scores, float scale, const Part& part, int64_t r, int
     store(part.totals + r * LANES, total);
 }
 
+// Values of n slots in tiles; zeros in the places of the others of a BLOCK, whatever they are.
+template <class Op>
+void copy_tiled(const typename Op::Stored* values, int n, int D, typename Op::Unit* block) {
+    auto* to = reinterpret_cast<typename Op::Stored*>(block);
+    std::memset(block, 0, size_t(BLOCK) / Op::STEP * D * sizeof(*block));
+    for (int s = 0; s < n; ++s) {
+        for (int d = 0; d < D; ++d) {
+            const int64_t at = place_in_tiles(s, d, D, Op::STEP, 1);
+            to[at] = values[at];
+        }
+    }
+}
+
 // Rows [first, first + R) of one KV head over the slots [begin, end).
 template <class Op>
 void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t first, int R,
@@ -117,6 +137,7 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
     const size_t block_units = size_t(steps) * BLOCK;
     Unit* block_keys = memory.get(2 * block_units + size_t(R) * steps);
     Unit *block_values = block_keys + block_units, *queries = block_values + block_units;
+    const bool is_tiled = Op::AS_STORED && a.is_tiled;
     copy_queries<Op>(a, b, k, first, R, width, queries);
     if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // what pads a head
     std::fill(part.sums, part.sums + int64_t(R) * width, 0.0f);
@@ -125,20 +146,30 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
     for (int64_t s = begin; s < end; s += BLOCK) {
         const int n = int(std::min<int64_t>(BLOCK, end - s));
         const int64_t at = b * a.kv_batch + k * a.kv_head + s * a.kv_slot;
-        Op::transpose(static_cast<const T*>(a.keys) + at, a.kv_slot, n, D, block_keys);
-        Op::interleave(static_cast<const T*>(a.values) + at, a.kv_slot, n, D, width, block_values);
+        const T *slot_keys = static_cast<const T*>(a.keys) + at;
+        const T *slot_values = static_cast<const T*>(a.values) + at;
+        Columns<Op> keys{block_keys, BLOCK}, values{block_values, width};
+        if (is_tiled) {
+            keys = {reinterpret_cast<const Unit*>(slot_keys), LANES, steps * LANES};
+            if (n == BLOCK) values.at = reinterpret_cast<const Unit*>(slot_values);
+            else copy_tiled<Op>(slot_values, n, D, block_values);
+        } else {
+            Op::transpose(slot_keys, a.kv_slot, n, D, block_keys);
+            Op::interleave(slot_values, a.kv_slot, n, D, width, block_values);
+        }
         for (int r = 0; r < R; r += TILE_ROWS) {
             const int M = std::min(TILE_ROWS, R - r);
             alignas(64) float scores[TILE_ROWS * BLOCK];
             alignas(64) Unit probs[TILE_ROWS * BLOCK];
-            multiply<Op>(M, queries + r * steps, steps, block_keys, BLOCK, steps, scores, true);
+            if (is_tiled) keys.ahead = values.ahead = r == 0 ? int64_t(block_units) : 0;
+            multiply<Op>(M, queries + r * steps, steps, keys, BLOCK, steps, scores, true);
             for (int m = 0; m < M; ++m) {
                 float* row = scores + m * BLOCK;
                 if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
                 update_softmax<Op>(row, scale, part, r + m, width);
                 Op::from_floats(row, BLOCK, probs + m * prob_steps);
             }
-            multiply<Op>(M, probs, prob_steps, block_values, width, prob_steps,
+            multiply<Op>(M, probs, prob_steps, values, width, prob_steps,
                          part.sums + int64_t(r) * width, false);
         }
     }

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.kernels import Kernels, require, struct_of
+from minitri.caches.tiles import Tiles
+from minitri.cpu.kernels import Kernels, memory_of, require, struct_of
 from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.execution import Execution
@@ -164,7 +165,8 @@ class KernelLayers(Layers):
         turns = (shared.rotary.cos, shared.rotary.signed_sin)
         like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
         require(
-            *((it.shape, it.stride(), it.dtype) == like and it.stride(4) == 1 for it in slots),
+            *((it.shape, it.stride(), it.dtype) == like and it.stride()[4] == 1 for it in slots),
+            self.kernels.can_read(slots),
             *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in turns),
             all(it.is_contiguous() for it in turns),
             len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
@@ -172,17 +174,18 @@ class KernelLayers(Layers):
             shared.rule_TT is None or shared.rule_TT.shape == (T, T),
             queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
             queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
-            tensors=(x_BTE, *slots, *turns, queries),
+            tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
         )
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         lengths = torch.tensor(cache.lengths)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
         arguments = struct_of(
             *(self._weights, x_BTE, shared.rotary.cos, shared.rotary.signed_sin),
-            *(cache.keys, cache.values, raw_keys, queries, lengths, rule),
+            *(memory_of(cache.keys), memory_of(cache.values), raw_keys, queries, lengths, rule),
             *(L, B, T, queries.shape[2] if queries is not None else 0),
             *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
             queries.stride(0) if queries is not None else 0,
+            isinstance(cache.keys, Tiles),
             *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
         )
         self.kernels.call("pass", x_BTE.dtype, arguments)
@@ -231,6 +234,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         decoding=kernels.decoding,
         reading=kernels.reading,
         probs=kernels.probs,
+        tiles_kv=model.dtype in kernels.tiled_dtypes,
     )
 
 

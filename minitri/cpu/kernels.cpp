@@ -85,13 +85,14 @@ struct PassArguments {
     const uint8_t* rule;      // (T, T), or null: causal
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
+    int64_t is_tiled;         // as for attention
     int64_t num_threads;
     double eps;
     double* seconds;          // of linear layers and of attention, added up; or null
 };
 
 // Queries and keys of a layer turned by their positions, K and V written into the cache.
-template <class T>
+template <class Op, class T = typename Op::Stored>
 void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries) {
     const T *q_norm = static_cast<const T*>(p.layers[layer].q_norm);
     const T *k_norm = static_cast<const T*>(p.layers[layer].k_norm);
@@ -111,11 +112,21 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
         }
         for (int64_t k = 0; k < p.K; ++k) {
             const T *key = qkv + (p.H + k) * D, *value = key + p.K * D;
-            const int64_t at = layer * p.kv_layer + b * p.kv_batch + k * p.kv_head +
-                               (p.lengths[b] + t) * p.kv_slot;
-            rotate_head(key, cos, sin, static_cast<T*>(p.keys) + at, D);
-            std::copy(value, value + D, static_cast<T*>(p.values) + at);
-            if (p.raw_keys) std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at);
+            const int64_t slot = p.lengths[b] + t;
+            const int64_t at = layer * p.kv_layer + b * p.kv_batch + k * p.kv_head;
+            T *keys = static_cast<T*>(p.keys) + at, *values = static_cast<T*>(p.values) + at;
+            if (p.is_tiled) {
+                T rotated[MAX_WIDTH];
+                rotate_head(key, cos, sin, rotated, D);
+                for (int64_t d = 0; d < D; ++d) {
+                    keys[place_in_tiles(slot, d, D, LANES, Op::STEP)] = rotated[d];
+                    values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
+                }
+                continue;
+            }
+            rotate_head(key, cos, sin, keys + slot * p.kv_slot, D);
+            std::copy(value, value + D, values + slot * p.kv_slot);
+            if (p.raw_keys) std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot);
         }
     }
 }
@@ -149,12 +160,12 @@ void pass(const PassArguments& p) {
             if (m.N > 0) project(p.x, layer.input_norm, m, nullptr, part, width, false);
             part += m.N;
         }
-        rotate_and_write(p, i, qkv, queries);
+        rotate_and_write<Op>(p, i, qkv, queries);
         const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer;
         const T *values = static_cast<T*>(p.values) + i * p.kv_layer;
         timed(1, [&] {
             attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
-                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.num_threads}, true);
+                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled, p.num_threads}, true);
         });
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);

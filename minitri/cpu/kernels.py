@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from minitri.caches.tiles import Tiles
 from minitri.cpu.build import SOURCE, load_library
 from minitri.cpu.quantized import GROUP, Form, row_widths
 from minitri.errors import shorten
@@ -29,6 +30,9 @@ MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()
 """All engines of a process have the same kernels, also if they are loaded at the same time."""
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
+BLOCK = 64
+"""Slots whose scores are computed at once: those of a cache in tiles are a multiple of it."""
+Slots = Tensor | Tiles
 
 
 class Kernels:
@@ -39,6 +43,9 @@ class Kernels:
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
+        has_pairs = self.instructions == "AVX-512 BF16"
+        self.tiled_dtypes = (torch.float32, torch.bfloat16) if has_pairs else (torch.float32,)
+        """Those whose K and V may lie in tiles."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
         """Two float64, for a profile: what linear layers and attention of passes take."""
@@ -72,8 +79,8 @@ class Kernels:
     def attend(
         self,
         q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
+        keys_BKSD: Slots,
+        values_BKSD: Slots,
         prefix_lengths: list[int],
         rule_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,  # noqa: ARG002 (the contract's)
@@ -83,25 +90,37 @@ class Kernels:
         """See `Attend`; row-invariant, among blocks computed as short ones and among all others."""
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
+        slots = (keys_BKSD, values_BKSD)
         require(
             keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
             q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
-            q_BTHD.stride(3) == keys_BKSD.stride(3) == 1,
+            q_BTHD.stride(3) == keys_BKSD.stride()[3] == 1,
             keys_BKSD.stride() == values_BKSD.stride() and len(prefix_lengths) == B,
             min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
             rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
-            tensors=(q_BTHD, keys_BKSD, values_BKSD, rule_TT),
+            self.can_read(slots),
+            tensors=(q_BTHD, *map(memory_of, slots), rule_TT),
         )
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         lengths = torch.tensor(prefix_lengths)
         rule_TT = rule_TT.contiguous() if rule_TT is not None else None
         arguments = struct_of(
-            *(q_BTHD, keys_BKSD, values_BKSD, out_BTHD, lengths, rule_TT),
+            *(q_BTHD, *map(memory_of, slots), out_BTHD, lengths, rule_TT),
             *(B, T, H, K, D),
-            *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], self.num_threads),
+            *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], isinstance(keys_BKSD, Tiles)),
+            self.num_threads,
         )
         self.call("attention", q_BTHD.dtype, is_short, arguments)
         return out_BTHD
+
+    def can_read(self, slots: Sequence[Slots]) -> bool:
+        """Whether K, V and what belongs to them lie alike, in tiles only of dtypes that allow it."""
+        in_tiles = [it for it in slots if isinstance(it, Tiles)]
+        return not in_tiles or (
+            len(in_tiles) == len(slots)
+            and {it.dtype for it in in_tiles} <= {*self.tiled_dtypes}
+            and all(it.shape[-2] % BLOCK == 0 for it in in_tiles)
+        )
 
     def linear(
         self,
@@ -189,6 +208,11 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
     if not all(facts) or not all(it.is_cpu for it in given):
         seen = "; ".join(f"{it.dtype} {tuple(it.shape)}, strides {it.stride()}" for it in given)
         raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
+
+
+def memory_of(slots: Slots) -> Tensor:
+    """Where K or V lie."""
+    return slots.units if isinstance(slots, Tiles) else slots
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:

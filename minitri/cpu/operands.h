@@ -15,6 +15,7 @@ struct Widened {
     using Stored = T;
     using Unit = float;           // what one row contributes to one step
     static constexpr int STEP = 1;  // numbers per lane and step
+    static constexpr bool AS_STORED = sizeof(T) == sizeof(Unit);
     static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
         return sum + *rows * load(columns);
     }
@@ -80,6 +81,7 @@ struct Pairs {
     using Stored = BFloat16;
     using Unit = uint32_t;
     static constexpr int STEP = 2;
+    static constexpr bool AS_STORED = true;
     static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*rows)),
                                      (__m512bh)_mm512_loadu_si512(columns));
@@ -224,24 +226,34 @@ using BFloat16Operand = Pairs;
 using BFloat16Operand = Widened<BFloat16>;
 #endif
 
-// sums (M, 16 V) += rows (M, steps) x columns (steps, 16 V), all in registers but for the operands.
+// Columns (steps, 16 V) of a product, as units: a vector of 16 of them every `vector` units, the next
+// step every `step`. What lies `ahead` is fetched on the way; 0: nothing.
+template <class Op>
+struct Columns {
+    const typename Op::Unit* at;
+    int64_t step, vector = LANES, ahead = 0;
+};
+
+// sums (M, 16 V) += rows (M, steps) x columns, all in registers but for the operands.
 template <class Op, int M, int V>
-inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
-                          const typename Op::Unit* columns, int64_t column_stride, int steps,
-                          float* sums, int64_t sum_stride, bool from_zero) {
+inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
+                          int steps, float* sums, int64_t sum_stride, bool from_zero) {
     Vec sum[M][V];
     for (int m = 0; m < M; ++m) {
         for (int v = 0; v < V; ++v) {
             sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
         }
     }
-    for (int k = 0; k < steps; ++k) {
+    for (int k = 0; k < steps; ++k, columns.at += columns.step) {
+        if (columns.ahead) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) __builtin_prefetch(columns.at + v * columns.vector + columns.ahead);
+        }
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
-                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k,
-                                         columns + k * column_stride + v * LANES);
+                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k, columns.at + v * columns.vector);
             }
         }
     }
@@ -253,11 +265,10 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
 constexpr int TILE_ROWS = 6;  // times 4 vectors: 24 sums in registers
 
 template <class Op, int V>
-void multiply_columns(int M, const typename Op::Unit* rows, int64_t row_stride,
-                      const typename Op::Unit* columns, int64_t column_stride, int steps, float* sums,
-                      int64_t sum_stride, bool from_zero) {
+void multiply_columns(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
+                      int steps, float* sums, int64_t sum_stride, bool from_zero) {
     auto call = [&](auto tile) {
-        tile(rows, row_stride, columns, column_stride, steps, sums, sum_stride, from_zero);
+        tile(rows, row_stride, columns, steps, sums, sum_stride, from_zero);
     };
     switch (M) {
         case 1: return call(multiply_tile<Op, 1, V>);
@@ -271,17 +282,14 @@ void multiply_columns(int M, const typename Op::Unit* rows, int64_t row_stride,
 
 // For any number of columns that is a multiple of 16.
 template <class Op>
-void multiply(int M, const typename Op::Unit* rows, int64_t row_stride,
-              const typename Op::Unit* columns, int num_columns, int steps, float* sums,
-              bool from_zero) {
+void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
+              int num_columns, int steps, float* sums, bool from_zero) {
     int v = 0;
-    for (; v + 4 * LANES <= num_columns; v += 4 * LANES) {
-        multiply_columns<Op, 4>(M, rows, row_stride, columns + v, num_columns, steps, sums + v,
-                                num_columns, from_zero);
+    for (; v + 4 * LANES <= num_columns; v += 4 * LANES, columns.at += 4 * columns.vector) {
+        multiply_columns<Op, 4>(M, rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
     }
-    for (; v < num_columns; v += LANES) {
-        multiply_columns<Op, 1>(M, rows, row_stride, columns + v, num_columns, steps, sums + v,
-                                num_columns, from_zero);
+    for (; v < num_columns; v += LANES, columns.at += columns.vector) {
+        multiply_columns<Op, 1>(M, rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
     }
 }
 

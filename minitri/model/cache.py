@@ -124,7 +124,8 @@ class Cache:
 def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
     """`Cache.keep_path` for keys or values of a block that begins at slot `start`."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
-    slots_LBKSD[:, b, :, start + 1 :][:, :, : len(path)] = slots_LBKSD[:, b].index_select(2, places)
+    row_LKSD = slots_LBKSD[:, b]
+    row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]
 
 
 def write_block(

@@ -45,6 +45,8 @@ class Execution:
     """Entered around every step, and around every chunk of a prompt."""
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
     """Does the same as `probs_from_logits`, faster."""
+    tiles_kv: bool = False
+    """K and V are best kept in tiles, see `caches/tiles.py`."""
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
     """Of the files that the weights were read from; empty: of none."""

@@ -1,0 +1,112 @@
+"""Slots of a KV cache in tiles: as compiled CPU kernels multiply them, so that none are transposed.
+
+In a tile, neighbours in memory are slots, not the numbers of one. It is read and written like a
+tensor (..., S, D), but for its last axis; what is read is a copy.
+
+Legend: L layers, B rows, K KV heads, S slots, T of them, D head dim, N tiles, P slots of a tile,
+U units (numbers, or pairs of them) of a slot.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LANES = 16
+"""Slots whose scores are the lanes of a vector."""
+COLUMNS = 32
+"""Numbers of which a head dim must be a multiple."""
+PAIRS = {torch.bfloat16: 2, torch.float32: 1}
+"""Numbers that a lane multiplies at once, of dtypes that kernels read as they lie."""
+
+
+class Tiles:
+    """Keys or values of some rows."""
+
+    def __init__(self, units: Tensor, dtype: torch.dtype) -> None:
+        """Units (..., N, U, P), whose last two axes are contiguous, of numbers of a dtype."""
+        self.units = units
+        self.dtype = dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        """(..., S, D)."""
+        *rows, N, U, P = self.units.shape
+        return torch.Size([*rows, N * P, U * self.units.itemsize // self.dtype.itemsize])
+
+    @property
+    def device(self) -> torch.device:
+        return self.units.device
+
+    @property
+    def nbytes(self) -> int:
+        return self.units.nbytes
+
+    def stride(self) -> tuple[int, ...]:
+        """Numbers from a place to the next along each axis of `shape`; a tile has whole slots."""
+        *rows, _, _, _ = self.units.stride()
+        pair = self.units.itemsize // self.dtype.itemsize
+        return (*(it * pair for it in rows), self.shape[-1], 1)
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    def __getitem__(self, index: Any) -> Any:
+        """The same of some rows, where the index says nothing of slots; else a tensor."""
+        rows, slots = self._split(index)
+        if slots is None:
+            return Tiles(self.units[rows], self.dtype)
+        P = self.units.shape[-1]
+        if isinstance(slots, Tensor):
+            found = self.units.transpose(-2, -1)[(*rows, slots // P, slots % P)]
+            return found.contiguous().view(self.dtype)
+        start, end, _ = slots.indices(self.shape[-2])
+        first = start // P * P
+        some_NUP = self.units[rows][..., first // P : -(-end // P), :, :]
+        slots_SU = some_NUP.transpose(-2, -1).flatten(-3, -2).contiguous()
+        return slots_SU[..., start - first : end - first, :].view(self.dtype)
+
+    def __setitem__(self, index: Any, values: Any) -> None:
+        rows, slots = self._split(index)
+        start, end, _ = (slots or slice(None)).indices(self.shape[-2])
+        units_NPU = self.units[rows].transpose(-2, -1)
+        P = self.units.shape[-1]
+        shape = (*units_NPU.shape[:-3], end - start, self.shape[-1])
+        values_TD = torch.as_tensor(values, dtype=self.dtype).expand(shape).contiguous()
+        new_TU = values_TD.view(self.units.dtype)
+        whole = min(-(-start // P) * P, end)  # from where tiles are written whole
+        rest = max(end // P * P, whole)
+        for first, last in ((start, whole), (whole, rest), (rest, end)):
+            n, p = divmod(first, P)
+            some_TU = new_TU[..., first - start : last - start, :]
+            if p == 0 and last % P == 0:
+                units_NPU[..., n : last // P, :, :] = some_TU.unflatten(-2, (-1, P))
+            elif first < last:
+                units_NPU[..., n, p : p + last - first, :] = some_TU
+
+    def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
+        """What an index says of rows, and of slots."""
+        index = index if isinstance(index, tuple) else (index,)
+        num_axes = len(self.shape)
+        if (hole := next((i for i, it in enumerate(index) if it is Ellipsis), None)) is not None:
+            fill = [slice(None)] * (num_axes + 1 - len(index))
+            index = (*index[:hole], *fill, *index[hole + 1 :])
+        rows = index[: num_axes - 2]
+        slots, *numbers = index[num_axes - 2 :] or (None,)
+        assert numbers in ([], [slice(None)])
+        return rows, slots
+
+
+def empty_slots(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, tiled: bool
+) -> tuple[Any, Any]:
+    """Keys and values of this shape, (..., S, D); in tiles if wanted, and if D allows them."""
+    *rows, S, D = shape
+    if not (tiled and dtype in PAIRS and D % COLUMNS == S % LANES == 0):
+        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+        return keys, values
+    pair = PAIRS[dtype]
+    keys = torch.empty(*rows, S // LANES, D // pair, LANES, pair, dtype=dtype)
+    values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)
+    units = torch.int32 if pair == 2 else dtype
+    return Tiles(keys.view(units).squeeze(-1), dtype), Tiles(values, dtype)
