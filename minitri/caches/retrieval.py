@@ -62,7 +62,9 @@ class RetrievalCache(Cache):
         tiled = isinstance(full.keys, Tiles)
         super().__init__(*empty_slots((L, B, K, slots, D), *where, tiled=tiled))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        self._queries = [torch.empty(L, 0, num_heads, D, dtype=where[0], device=where[1]) for _ in budgets]
+        self._queries = [
+            torch.empty(L, 0, num_heads, D, dtype=where[0], device=where[1]) for _ in budgets
+        ]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property

@@ -72,8 +72,9 @@ class Tiles:
         units_NPU = self.units[rows].transpose(-2, -1)
         P = self.units.shape[-1]
         shape = (*units_NPU.shape[:-3], end - start, self.shape[-1])
-        values_TD = torch.as_tensor(values, dtype=self.dtype).expand(shape).contiguous()
-        new_TU = values_TD.view(self.units.dtype)
+        new_TD = torch.empty(shape, dtype=self.dtype)
+        new_TD[...] = values
+        new_TU = new_TD.view(self.units.dtype)
         whole = min(-(-start // P) * P, end)  # from where tiles are written whole
         rest = max(end // P * P, whole)
         for first, last in ((start, whole), (whole, rest), (rest, end)):

@@ -114,7 +114,7 @@ class Kernels:
         return out_BTHD
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
-        """Whether K, V and what belongs to them lie alike, in tiles only of dtypes that allow it."""
+        """Whether K and V lie alike, in tiles only of dtypes that allow it."""
         in_tiles = [it for it in slots if isinstance(it, Tiles)]
         return not in_tiles or (
             len(in_tiles) == len(slots)

@@ -20,6 +20,7 @@ from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.cpu import test_kernels as claims
+from tests.cpu import test_tiles as tiles
 from tests.cpu.conftest import compiled
 from tests.cpu.test_kernels import TOLERANCE, every_dtype
 
@@ -243,10 +244,14 @@ halves_of(unit + units) * as => halves_of(unit) * as
 as_floats(load_bytes<uint8_t>(in_units + units * 8)); => as_floats(load_bytes<uint8_t>(in_units));
 others, _mm256_set1_epi32(at + half => others, _mm256_set1_epi32(at - half
 first, 0xff00, => first, 0xffff,
-(p.values) + at) => (p.values) + at + p.kv_slot)
-std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at)
-    => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at, D)
-(p.lengths[b] + t) * p.kv_slot => (p.lengths[0] + t) * p.kv_slot
+values + slot * p.kv_slot) => values + (slot + 1) * p.kv_slot)
+std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
+    => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
+slot = p.lengths[b] + t => slot = p.lengths[0] + t
+if (n == BLOCK) values.at => if (n > 0) values.at
+LANES, steps * LANES}; => LANES, LANES};
+(slot, d, D, LANES, Op::STEP) => (slot, d, D, LANES, 1)
+(slot, d, D, Op::STEP, 1)] => (slot, d, D, 1, 1)]
 (p.keys) + i * p.kv_layer => (p.keys)
 (p.queries) + layer * p.queries_layer => (p.queries) + layer
 layer.post_norm => layer.input_norm
@@ -275,3 +280,5 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
             test_a_pass_computes_and_writes_what_the_plain_layers_do(
                 wrong, "streaming", torch.float32, *case
             )
+        tiles.test_attention_over_tiles_has_the_bits_of_plain_slots(wrong, 64)
+        tiles.test_a_pass_over_tiles_has_the_bits_of_plain_slots(wrong)
