@@ -21,6 +21,7 @@ from torch import Tensor
 
 from minitri.bench import spread
 from minitri.caches.full import FullCache
+from minitri.caches.tiles import Tiles
 from minitri.cli.arguments import model_of, positive, speculation_of, taken
 from minitri.cli.report import where
 from minitri.config import ModelConfig
@@ -331,7 +332,8 @@ def random_model(config: ModelConfig, setup: Setup) -> Llama:
 
 def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
-    tensors = [full.keys, full.values]
+    slots = (full.keys, full.values)
+    tensors = [it.units.view(it.dtype) if isinstance(it, Tiles) else it for it in slots]
     if isinstance(full, OffloadedFullCache):
         tensors += [full.host_LBSPKD, full.latest_LBTPKD]
     for tensor in tensors:
