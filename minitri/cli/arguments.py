@@ -164,7 +164,8 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             continue
         text = texts[field.name]
         options: dict[str, Any] = {"default": field.default}
-        options["help"] = text[0].lower() + text[1:-1]
+        begins_with_a_name = text[1].isupper()
+        options["help"] = (text[0] if begins_with_a_name else text[0].lower()) + text[1:-1]
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif field.type == Sequence[str]:
