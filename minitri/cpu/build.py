@@ -2,7 +2,7 @@
 
 A library's name holds a digest of the sources, the flags, $CXX, and the processor with all its
 instructions, so that one of another machine or version is not found. To use one that is built takes
-no compiler.
+no compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
 """
 
 import ctypes
@@ -20,6 +20,8 @@ from minitri.log import log
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
+VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+"""By MINITRI_KERNELS, what a compiler calls the instructions to use."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -55,9 +57,18 @@ def has_kernels() -> bool:
 def built_library(source: Path) -> Path:
     """Where the library is once it is built. Raises `OSError` or `InputError`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
-    depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, *_instructions()]
+    depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
     digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()
     return _cache_folder() / f"{source.stem}-{digest[:16]}.so"
+
+
+def architecture() -> str:
+    """The instructions to compile for. Raises `InputError`."""
+    name = os.environ.get("MINITRI_KERNELS", "")
+    if name not in VARIANTS:
+        got = f"MINITRI_KERNELS is {shorten(name, 20)}"
+        raise InputError(f"{got}; give avx2, avx512 or off, or unset it: all of this processor")
+    return VARIANTS[name]
 
 
 def _instructions() -> list[str]:
@@ -80,8 +91,9 @@ def _compiler() -> list[str]:
 
 def _compile(compiler: list[str], *arguments: str) -> str:
     """Standard output of the compiler, made to use all of this processor if it knows how."""
-    for native in (["-march=native"], []):
-        command = [*compiler, *native, "-x", "c++", *arguments]
+    wanted = architecture()
+    for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
+        command = [*compiler, *target, "-x", "c++", *arguments]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode == 0:
             return done.stdout.decode(errors="replace")

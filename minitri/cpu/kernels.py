@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.tiles import Tiles
-from minitri.cpu.build import SOURCE, load_library
+from minitri.cpu.build import SOURCE, architecture, load_library
 from minitri.cpu.quantized import GROUP, Form, row_widths
 from minitri.errors import shorten
 from minitri.log import log
@@ -224,7 +224,8 @@ def struct_of(*fields: Tensor | float | None) -> bytes:
 def load_kernels() -> Kernels | None:
     """The kernels, built for this machine if need be, with as many threads as PyTorch has now.
 
-    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off."""
+    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off. Raises
+    `InputError` if it says what nobody knows."""
     with LOADING:
         return _load_once()
 
@@ -233,6 +234,7 @@ def load_kernels() -> Kernels | None:
 def _load_once() -> Kernels | None:
     if os.environ.get("MINITRI_KERNELS") == "off":
         return None
+    architecture()
     try:
         return Kernels(load_library(SOURCE), torch.get_num_threads())
     except OSError as error:

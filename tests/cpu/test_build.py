@@ -1,10 +1,14 @@
 """Kernels are built once per machine, never wrong; one line where it cannot be done."""
 
 import os
+import platform
 import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +16,7 @@ import pytest
 from minitri.cli import exits
 from minitri.cpu import build, kernels
 from minitri.cpu.build import load_library
+from minitri.errors import InputError
 
 REAL = next((path for name in build.COMPILERS if (path := shutil.which(name))), "")
 needs_compiler = pytest.mark.skipif(not REAL, reason="needs a C++ compiler (c++, g++, clang++)")
@@ -78,6 +83,34 @@ def test_a_library_is_built_once_for_each_source_compiler_and_processor(
         load_library(source)
         load_library(source)
     assert len(caplog.messages) == 10
+
+
+@needs_compiler
+def test_a_library_of_fewer_instructions_is_another_one(source, monkeypatch, caplog):
+    libraries = set()
+    for name in ("", "avx2", "avx512"):
+        monkeypatch.setenv("MINITRI_KERNELS", name)
+        libraries.add(build.built_library(source))
+        if platform.machine() == "x86_64":
+            assert load_library(source).answer() == 42
+    assert len(libraries) == 3
+    monkeypatch.setenv("MINITRI_KERNELS", "avx9")
+    kernels._load_once.cache_clear()
+    with pytest.raises(InputError, match="avx9; give avx2, avx512 or off"):
+        kernels.load_kernels()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not find_spec("ziglang"), reason="needs the compiler of the wheel ziglang")
+def test_the_kernels_compile_for_arm(tmp_path):
+    """For NEON, by clang; nothing runs them here."""
+    target = ["-target", "aarch64-linux-gnu", "-O0", "-Wno-psabi", "-Werror=return-type"]
+    command = [sys.executable, "-m", "ziglang", "c++", "-std=c++17", "-c", *target]
+    done = subprocess.run(
+        [*command, kernels.SOURCE, "-o", tmp_path / "kernels.o"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"NEON" in (tmp_path / "kernels.o").read_bytes()
 
 
 @needs_compiler

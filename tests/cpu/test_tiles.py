@@ -1,6 +1,11 @@
 """K and V in tiles: read and written like plain tensors, and multiplied to the same bits."""
 
+import json
+import os
+import platform
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,4 +128,24 @@ def test_a_run_over_tiles_says_what_plain_slots_say(tmp_path, monkeypatch, dtype
         texts.append(engine.complete(prompt[:120], **asked | small | tree).token_ids)
         assert isinstance(engine._pool._kept.full.keys, Tiles) is is_tiled
     assert texts[:4] == texts[4:]
+    assert texts[0] == texts[1] == texts[2]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a processor with AVX2")
+def test_a_seed_has_one_text_on_fewer_instructions(tmp_path):
+    """In bfloat16 on kernels for AVX2, which multiply no pairs."""
+    folder = write_hf_folder(tmp_path / "model", head_dim=32)
+    environment = os.environ | {"MINITRI_KERNELS": "avx2"}
+    texts = []
+    for method in ("autoregressive", "retrieval", "triforce"):
+        flags = ["--coupled", "--temperature", "1", "--seed", "3", "-n", "40", "--budget", "64"]
+        flags += ["--dtype", "bfloat16", "--method", method, "--json", "--bitwise", "-q"]
+        done = subprocess.run(
+            [sys.executable, "-m", "minitri", "the sea " * 60, "--model", folder, *flags],
+            capture_output=True,
+            text=True,
+            env=environment,
+        )
+        texts.append(json.loads(done.stdout)["token_ids"])
     assert texts[0] == texts[1] == texts[2]
