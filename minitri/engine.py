@@ -14,8 +14,10 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
+import torch
 from torch import Tensor
 
+from minitri.decoding.sampling import log_probs
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, filters_of, make_rows
@@ -26,7 +28,7 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, Models, check_process, running
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
-from minitri.runner import score
+from minitri.runner import read_chunk
 from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
@@ -115,6 +117,7 @@ class Engine:
         places of those of `sampling`, `generation` and `speculation`; with `speculation` False
         nothing is guessed. Without a `seed` each row draws one, which its `End` tells, and what is
         open of the speculation follows the clock. A single `seed` gives row b the seed `seed + b`.
+        What prompts begin with in common is read once: `[prompt] * 4` are four texts of one prompt.
         A row's tokens depend on its own prompt and seed alone, up to the last bits of the
         arithmetic; but where method or gammas are open, at a temperature above 0 and uncoupled,
         rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
@@ -150,7 +153,7 @@ class Engine:
         from minitri.worker import Job
 
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
-        job = Job(request, shape)
+        job = Job([request], shape)
         worker.submit(job)
         try:
             async for event in job.events():
@@ -177,7 +180,14 @@ class Engine:
             # No guesses follow, and nothing after the last token.
             shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
             full = allocate_full_cache(self.model, None, shape)
-            return score(self.model, ids, full, chunk=run.prefill_chunk)
+            found: list[float] = []
+
+            def take(logits_NV: Tensor, tokens: list[int]) -> None:
+                found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
+
+            while full.lengths[0] < len(ids) - 1:
+                read_chunk(self.model, ids, full, 0, run.prefill_chunk, score=take)
+            return torch.tensor(found)
 
     def stream(
         self,

@@ -11,6 +11,8 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
+from torch import Tensor
+
 from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
@@ -245,7 +247,12 @@ class Generation(Iterator[Event]):
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        chunks = stack.prefill(b)
+        num_top = row.request.generation.logprobs or 0
+
+        def score(logits_NV: Tensor, tokens: list[int]) -> None:
+            row.prompt_scores += log_probs(logits_NV, tokens, num_top)
+
+        chunks = stack.prefill(b, score if row.request.score_prompt else None)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
         for end in chunks:
             synchronize(self._model.device)
@@ -301,6 +308,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     expect(request.speculation, bool)
     expect(request.owner, str)
     expect(request.client, str)
+    expect(request.score_prompt, bool)
     ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first

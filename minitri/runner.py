@@ -31,6 +31,8 @@ from minitri.settings import LONGEST_BLOCK, SamplingParams
 
 SCORED_AT_ONCE = 256
 """Rows of logits in memory while a text is scored."""
+Score = Callable[[Tensor, list[int]], None]
+"""Takes logits (N, V), and the N tokens of a text that follow."""
 
 
 class ModelRunner:
@@ -212,24 +214,6 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     return torch.empty(shape, dtype=model.dtype, device=model.device)
 
 
-def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
-    """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
-    those before it, float32 on the CPU. The cache is empty."""
-    found: list[Tensor] = []
-    for start in range(0, len(ids) - 1, chunk):
-        piece = ids[start : min(start + chunk, len(ids) - 1)]
-        with model.execution.reading():
-            hidden_1TE = read_block(model, [piece], full, is_prompt=True)
-        full.advance([len(piece)])
-        following_T1 = torch.tensor(ids[start + 1 :][: len(piece)]).unsqueeze(1).to(model.device)
-        for hidden_NE, tokens_N1 in zip(
-            hidden_1TE[0].split(SCORED_AT_ONCE), following_T1.split(SCORED_AT_ONCE), strict=True
-        ):
-            scores_NV = model.logits(hidden_NE).log_softmax(-1)
-            found.append(scores_NV.gather(1, tokens_N1).squeeze(1).cpu())
-    return torch.cat(found)
-
-
 def prefill(
     model: Llama,
     prompt: list[int],
@@ -256,18 +240,24 @@ def read_chunk(
     full: FullCache,
     b: int,
     chunk: int,
-    watch: Callable[[Tensor], None] | None,
-    max_queries: int | None,
+    watch: Callable[[Tensor], None] | None = None,
+    max_queries: int | None = None,
+    score: Score | None = None,
 ) -> int:
-    """One step of `prefill`; returns how many tokens row b holds then."""
+    """One step of `prefill`; returns how many tokens row b holds then. `score` is given the logits
+    after each token that is read, some at a time."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None
     if watch is not None:
         queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
     with model.execution.reading():
-        read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+        hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
     full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+    if score is not None:
+        for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+            start += len(hidden_NE)
+            score(model.logits(hidden_NE), prompt[start - len(hidden_NE) + 1 : start + 1])
     if watch is not None and queries_LBTHD is not None:
         watch(queries_LBTHD[:, 0])
     return full.lengths[b]

@@ -26,7 +26,7 @@ from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, Models
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, prefill, read_chunk
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, Score, prefill, read_chunk
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees
@@ -129,9 +129,10 @@ class Stack:
         for runner in memory.runners:
             runner.sample_by(b, request.sampling)
 
-    def prefill(self, b: int) -> Iterator[int]:
+    def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that
         other texts left, then after every chunk; at the end all, though `start` reads the last.
+        With `score` (see `read_chunk`) nothing is taken of other texts.
         In between other rows may go on, unless K and V are in host memory and the run takes no
         requests."""
         memory = self.memory
@@ -145,10 +146,12 @@ class Stack:
             max_queries = cache.max_prompt_queries
             # What is always read: tokens whose queries choose what the retrieval cache holds.
             most = 0 if max_queries is None else last - max_queries
+        if score is not None:
+            most = 0
         yield memory.prefix.take(b, self.sequences, most)
         where = (self.target, prompt, memory.full, b)
-        if self._is_open or type(memory.full) is FullCache:
-            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries), None)
+        if self._is_open or type(memory.full) is FullCache or score is not None:
+            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries, score), None)
         else:
             chunk = self.shape.generation.prefill_chunk
             chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)

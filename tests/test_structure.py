@@ -38,7 +38,8 @@ MAY_IMPORT = {
     "loading": "errors log config fields folders settings model caches cpu gpu parallel",
     "generation": "errors fields settings stats model decoding gpu loading requests memory stack",
     "worker": "errors log settings requests generation",
-    "engine": "errors settings model drafters gpu loading requests runner memory generation worker",
+    "engine": "errors settings model decoding drafters gpu loading requests runner memory "
+    "generation worker",
     "loader": "errors config drafters loading parallel engine",
 }
 """By room or file, the others that it may import. Programs and cli may import all."""

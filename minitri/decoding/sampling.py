@@ -16,9 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.settings import SamplingParams
-
-LogProbs = tuple[float, tuple[tuple[int, float], ...]]
-"""Of a token; and of the likeliest ones at its place, the best first."""
+from minitri.stats import LogProbs
 
 TOP_P_PREFIXES = (512, 4096)
 """Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""

@@ -1,0 +1,69 @@
+"""From texts to token ids and back: `/tokenize` and `/detokenize`, which are vLLM's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from minitri.fields import check_fields, refuse
+from minitri.serve.protocol import ChatFields, Protocol, is_ids
+
+
+@dataclass(frozen=True)
+class TokenizeFields:
+    """Those of /tokenize."""
+
+    model: str | None = None
+    """One of the names at /v1/models. Default: the first."""
+    prompt: str = ""
+    """A text."""
+    messages: Any = ()
+    """In its place, those of a chat, and what an answer begins with."""
+    add_special_tokens: bool = True
+    """Begin a text with the token that the model wants there, if it wants one."""
+    add_generation_prompt: bool = True
+    """True for messages, or false with continue_final_message."""
+    continue_final_message: bool = False
+    """End messages with the text of the last one."""
+    return_token_strs: bool = False
+    """Tell also how the vocabulary spells each token."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.messages and not (self.add_generation_prompt or self.continue_final_message):
+            refuse(self, "add_generation_prompt", "it must be true, as the templates are used")
+
+
+@dataclass(frozen=True)
+class DetokenizeFields:
+    """Those of /detokenize."""
+
+    model: str | None = None
+    """One of the names at /v1/models. Default: the first."""
+    tokens: Any = ()
+    """A list of token ids."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+def tokenize(protocol: Protocol, body: bytes) -> dict[str, Any]:
+    """What is answered. Raises as `Protocol.read`."""
+    asked = protocol.parsed(body, TokenizeFields())
+    tokenizer = protocol.engine.tokenizer
+    if asked.messages:
+        goes_on = asked.continue_final_message
+        ids = protocol.chat_ids(ChatFields(messages=asked.messages, continue_final_message=goes_on))
+    else:
+        encode = tokenizer.encode if asked.add_special_tokens else tokenizer.encode_marked
+        ids = encode(asked.prompt)
+    spelled = [tokenizer.token(token) for token in ids] if asked.return_token_strs else None
+    counts = {"count": len(ids), "max_model_len": protocol.context}
+    return counts | {"tokens": ids, "token_strs": spelled}
+
+
+def detokenize(protocol: Protocol, body: bytes) -> dict[str, Any]:
+    """What is answered. Raises as `Protocol.read`."""
+    asked = protocol.parsed(body, DetokenizeFields())
+    num_tokens = protocol.engine.config.vocab_size
+    if not (is_ids(asked.tokens) and all(0 <= it < num_tokens for it in asked.tokens)):
+        refuse(asked, "tokens", f"it must be a list of token ids, from 0 to {num_tokens - 1}")
+    return {"prompt": protocol.engine.tokenizer.decode(asked.tokens)}
