@@ -18,7 +18,7 @@ from minitri import End, Engine, Event, Idle, Request, Token
 from minitri.loading.text_stream import IncrementalDecoder
 from minitri.requests import PrefillProgress
 from minitri.serve.access import ApiError
-from minitri.serve.protocol import Fields, TextFields
+from minitri.serve.protocol import Fields
 from minitri.stats import LogProbs
 
 LEAST_LOGPROB = -9999.0
@@ -104,7 +104,7 @@ class Writer:
 
     def _best(self) -> list[Json]:
         """The choices: of each prompt's texts as many as are wanted, the best first."""
-        num, found = self._asked.num_answers, []
+        num, found = self._asked.n, []
         for number, group in enumerate(self._groups()):
             pairs = [*zip(self._choices[number * len(group) :], group, strict=False)]
             if num < len(group):
@@ -124,17 +124,14 @@ class Choice:
         self._ends = () if request.generation.ignore_eos else engine.config.eos_token_ids
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
-        is_echo = isinstance(asked, TextFields) and asked.echo
-        self._echo = (
-            engine.tokenizer.decode(self._prompt) if is_echo else ""
-        )  # so is what is repeated
+        self._echo = engine.tokenizer.decode(self._prompt) if asked.echo else ""  # so is this
 
     def whole(self, first: End, end: End) -> Json:
         """All of it; `first` was made of the same prompt, whose scores it has."""
         if self._asked.max_tokens == 0:  # of the one token that a text has at least
             end = replace(end, text="", tokens=(), finish_reason="length")
         tokens = end.tokens
-        if self._asked.scores_prompt:
+        if self._asked.echo and self._asked.num_logprobs is not None:
             tokens = (*self._prompt_tokens(first.prompt_scores), *tokens)
         return self.piece(0, end.text, tokens, end)
 

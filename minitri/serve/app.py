@@ -3,12 +3,13 @@ the client gets OpenAI's error JSON; the others do not notice. A client that lea
 """
 
 import asyncio
+import contextlib
 import functools
 import os
 import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -100,12 +101,9 @@ class Service:
 
     async def convert(self, request: Request) -> Response:
         client, body = await self._asked(request)
-        self.clients.append(client)
-        try:
-            _, conversion = CONVERSIONS[request.url.path]
+        _, conversion = CONVERSIONS[request.url.path]
+        with self._counted(client, 1):
             return answer(await run_in_threadpool(conversion, self.protocol, body))
-        finally:
-            self.clients.remove(client)
 
     async def _asked(self, request: Request) -> tuple[str, bytes]:
         """Who asks, and the body. Raises `ApiError`."""
@@ -120,41 +118,36 @@ class Service:
         except TimeoutError:
             message = f"the body was not there in {BODY_SECONDS} s; send it faster"
             raise ApiError(408, "request_timeout", message) from None
-        self._check_room(client, 1)
         return client, body
 
-    def _check_room(self, client: str, num: int) -> None:
-        """Raises `ApiError` where a client may not ask for so many texts more."""
+    @contextlib.contextmanager
+    def _counted(self, client: str, num: int) -> Iterator[None]:
+        """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
+        num_own = self.clients.count(client)
         if num > share:
-            message = (
-                f"n and prompts ask for {num} texts, and {share} may run or wait; ask for fewer"
-            )
+            message = f"n and prompt ask for {num} texts, and {share} may run or wait; ask for less"
             raise ApiError(400, "invalid_request", message, "n")
         if self.num_open + num > self.max_open:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
-        num_own = self.clients.count(client)
         if num_own + num > share:
             message = f"{num_own} requests of yours run or wait, the most of a client; try later"
             raise ApiError(429, "rate_limit_exceeded", message)
+        self.clients += [client] * num
+        try:
+            yield
+        finally:
+            for _ in range(num):
+                self.clients.remove(client)
 
     async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
-        """Counts each text from before its prompt is tokenized to the end of the answer."""
-        texts = [client]
-        self.clients += texts
-        try:
+        """Counts texts from before a prompt is tokenized to the end of the answer."""
+        with self._counted(client, 1):
             call = await run_in_threadpool(read)
-            self.clients.remove(client)
-            texts = []
-            self._check_room(client, len(call[0]))
-            texts = [client] * len(call[0])
-            self.clients += texts
+        with self._counted(client, len(call[0])):
             await self._answer(call, *ends)
-        finally:
-            for _ in texts:
-                self.clients.remove(client)
 
     async def _body(self, request: Request) -> bytes:
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take

@@ -20,8 +20,9 @@ from minitri.serve.body import read_object
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 IGNORED = ("metadata", "service_tier", "parallel_tool_calls", "store")
-USAGE = ({"include_usage": True}, {"include_usage": False})
-NEUTRAL = {"repetition_penalty": 1, "truncation": "disabled"}
+STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
+NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "truncation": "disabled"}
+NEUTRAL |= {"include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
@@ -38,6 +39,7 @@ class Fields(SamplingParams):
     """What may be asked for at all endpoints that answer with a text."""
 
     is_chat = False
+    echo = False
     model: str | None = None
     """One of the names at /v1/models. Default: the first."""
     max_tokens: int | None = between(None, 1)
@@ -50,11 +52,11 @@ class Fields(SamplingParams):
     """The same request with the same seed has the same answer; answer i has that of seed + i. Of 64
     bits (those of a negative number, too) the upper 32 are combined with the lower ones by
     exclusive or. Default: drawn, and told."""
-    n: int | None = between(None, 1, MAX_ANSWERS)
+    n: int = between(1, 1, MAX_ANSWERS)
     """How many answers to each prompt."""
     stream: bool = False
     """Send the answer in pieces, as they are made."""
-    stream_options: Mapping[str, bool] | None = one_of(None, *USAGE)
+    stream_options: Mapping[str, bool] | None = one_of(None, *STREAMS)
     """Whether a stream ends with counts of tokens."""
     details: bool = False
     """In a stream, tell how much of the prompt is read, and who guessed each token."""
@@ -68,24 +70,14 @@ class Fields(SamplingParams):
     """The same, if there is no user."""
 
     @property
-    def num_answers(self) -> int:
-        """To each prompt."""
-        return self.n or 1
-
-    @property
     def num_texts(self) -> int:
-        """That are made of each prompt, of which the best are its answers."""
-        return self.num_answers
+        """That are made of each prompt; the n best are its answers."""
+        return self.n
 
     @property
     def num_logprobs(self) -> int | None:
         """Of how many likely tokens log-probabilities are told; None: of no token."""
         return None
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether they are told of the prompt's tokens, too."""
-        return False
 
     def as_chat(self) -> dict[str, Any] | None:
         """The body of a chat that asks for the same; None where it is no other."""
@@ -109,26 +101,22 @@ class TextFields(Fields):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.num_texts < self.num_answers:
-            refuse(self, "best_of", f"it must be at least n, which is {self.num_answers}")
-        if self.stream and self.num_texts > self.num_answers:
+        if self.num_texts < self.n:
+            refuse(self, "best_of", f"it must be at least n, which is {self.n}")
+        if self.stream and self.num_texts > self.n:
             refuse(self, "best_of", "a stream does not wait for the best; leave one of them out")
-        if self.stream and self.scores_prompt:
+        if self.stream and self.echo and self.logprobs is not None:
             refuse(self, "echo", "a stream has no log-probabilities of a prompt; leave one out")
         if self.max_tokens == 0 and (self.stream or not self.echo):
             refuse(self, "max_tokens", "nothing would be answered; add echo, without stream")
 
     @property
     def num_texts(self) -> int:
-        return self.best_of or self.num_answers
+        return self.best_of or self.n
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
-
-    @property
-    def scores_prompt(self) -> bool:
-        return self.echo and self.logprobs is not None
 
 
 @dataclass(frozen=True)
@@ -193,7 +181,8 @@ class Protocol:
         most, logprobs = asked.max_tokens, asked.num_logprobs
         if isinstance(asked, ChatFields):
             most = asked.max_completion_tokens or most
-        if asked.num_texts > asked.num_answers:
+        scores_prompt = asked.echo and logprobs is not None
+        if asked.num_texts > asked.n:
             logprobs = logprobs or 0
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
         if sum(map(len, generation.stop)) > STOP_CHARACTERS:
@@ -222,7 +211,7 @@ class Protocol:
                     asked.speculation,
                     f"{salt}/{user}" if salt else "",
                     client,
-                    asked.scores_prompt and i == 0,
+                    scores_prompt and i == 0,
                 )
                 requests.append(request)
         return requests

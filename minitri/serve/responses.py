@@ -11,24 +11,18 @@ from typing import Any
 
 from minitri import End, Engine, Event, Idle, InputError, Request, Token
 from minitri.errors import shorten
-from minitri.fields import between, one_of, refuse
+from minitri.fields import between, refuse
 from minitri.serve.access import ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json, usage
 from minitri.serve.protocol import ChatFields, Fields
 
 TEXTS = ("input_text", "output_text")
 """Types of parts that are texts."""
-ITEMS = {
-    "reasoning_content": ("reasoning", "reasoning_text"),
-    "content": ("message", "output_text"),
+ITEMS: dict[str, tuple[str, str, Json]] = {
+    "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),
+    "content": ("message", "output_text", {"role": "assistant"}),
 }
-"""By what a message of a chat tells: types of items and of their only part."""
-EMPTY: dict[str, Json] = {
-    "reasoning": {"summary": [], "content": []},
-    "message": {"role": "assistant", "content": []},
-    "function_call": {"arguments": ""},
-}
-"""Items by their types, as they begin."""
+"""By what a message of a chat tells: types of an item and its only part, and what else it has."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +43,11 @@ class ResponseFields(Fields):
     """Functions that may be called; tools of other types are left out."""
     tool_choice: Any = None
     """Whether functions are called: auto, none, required, or which one."""
-    n: int | None = one_of(None, 1)
+    n: int = between(1, 1, 1)
     """How many answers."""
-    stream_options: Mapping[str, bool] | None = one_of(None, {"include_obfuscation": False})
-    """A stream is not padded."""
-    include: Any = ()
-    """May name reasoning.encrypted_content, of which there is none."""
-    previous_response_id: str = ""
-    """May not be given: nothing is stored."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.previous_response_id:
-            refuse(self, "previous_response_id", "nothing is stored; send all items as input")
-        if self.include and self.include != ["reasoning.encrypted_content"]:
-            refuse(self, "include", "it may name reasoning.encrypted_content")
         if self.details:
             refuse(self, "details", "events have none; leave it out")
         form = self.text or {}
@@ -135,20 +119,15 @@ class ResponseWriter(Writer):
     ) -> None:
         super().__init__(requests, asked, model, engine)
         self.id = f"resp_{secrets.token_hex(12)}"
-        names = ("max_output_tokens", "temperature", "top_p")
         self._head = {
             "id": self.id,
             "object": "response",
             "created_at": self._head["created"],
             "model": model,
             "seed": requests[0].seed,
-            "instructions": asked.instructions or None,
-            "text": asked.text or {"format": {"type": "text"}},
             "tools": [*asked.tools],
             "tool_choice": asked.tool_choice or "auto",
             "parallel_tool_calls": True,
-            "store": False,
-            **{name: getattr(asked, name) for name in names},
         }
         self._items: list[Json] = []
         self._number = 0  # of the next event
@@ -204,40 +183,38 @@ class ResponseWriter(Writer):
 
     def _of_item(self, kind: str, **fields: Any) -> bytes:
         """An event about the latest item."""
-        where = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        if self._items[-1]["type"] != "function_call":
-            where["content_index"] = 0
+        item = self._items[-1]
+        where = {"item_id": item["id"], "output_index": len(self._items) - 1, "content_index": 0}
         return self._event(kind, **where, **fields)
 
     def _add(self, said: Json) -> bytes:
         """Events about what a chat tells of its message."""
         told = b""
-        for name, (kind, part) in ITEMS.items():
+        for name, (kind, part, own) in ITEMS.items():
             if text := said.get(name):
                 if not self._items or self._items[-1]["type"] != kind:
-                    told += self._open(kind)
+                    told += self._open(kind, content=[], **own)
                     content = {"type": part, "text": "", "annotations": [], "logprobs": []}
-                    self._items[-1]["content"] = [content]
+                    self._items[-1]["content"] += [content]
                     told += self._of_item("content_part.added", part=content)
                 self._items[-1]["content"][0]["text"] += text
                 told += self._of_item(f"{part}.delta", delta=text, logprobs=[])
         for call in said.get("tool_calls") or ():
             function = call["function"]
             if "id" in call:
-                told += self._open("function_call", call_id=call["id"], name=function["name"])
+                own = {"call_id": call["id"], "name": function["name"], "arguments": ""}
+                told += self._open("function_call", **own)
             if text := function.get("arguments"):
                 self._items[-1]["arguments"] += text
                 told += self._of_item("function_call_arguments.delta", delta=text)
         return told
 
-    def _open(self, kind: str, **fields: str) -> bytes:
+    def _open(self, kind: str, **fields: Any) -> bytes:
         """Begins an item."""
         told = self._close("completed")
         item = {"id": f"{kind}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
-        self._items.append({**item, **EMPTY[kind], **fields})
-        return told + self._event(
-            "output_item.added", output_index=len(self._items) - 1, item=self._items[-1]
-        )
+        self._items.append(item | fields)
+        return told + self._of_item("output_item.added", item=self._items[-1])
 
     def _close(self, status: str) -> bytes:
         """Ends the latest item, if there is one."""
@@ -246,10 +223,10 @@ class ResponseWriter(Writer):
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            whole = {"arguments": item["arguments"], "name": item["name"]}
-            told = self._of_item("function_call_arguments.done", **whole)
+            own = {"arguments": item["arguments"], "name": item["name"]}
+            told = self._of_item("function_call_arguments.done", **own)
         else:
             [part] = item["content"]
             told = self._of_item(f"{part['type']}.done", text=part["text"], logprobs=[])
             told += self._of_item("content_part.done", part=part)
-        return told + self._event("output_item.done", output_index=len(self._items) - 1, item=item)
+        return told + self._of_item("output_item.done", item=item)

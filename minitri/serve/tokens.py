@@ -16,20 +16,18 @@ class TokenizeFields:
     prompt: str = ""
     """A text."""
     messages: Any = ()
-    """In its place, those of a chat, and what an answer begins with."""
+    """In its place, those of a chat."""
     add_special_tokens: bool = True
     """Begin a text with the token that the model wants there, if it wants one."""
     add_generation_prompt: bool = True
-    """True for messages, or false with continue_final_message."""
-    continue_final_message: bool = False
-    """End messages with the text of the last one."""
+    """End messages with what an answer begins with; may not be false."""
     return_token_strs: bool = False
     """Tell also how the vocabulary spells each token."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.messages and not (self.add_generation_prompt or self.continue_final_message):
-            refuse(self, "add_generation_prompt", "it must be true, as the templates are used")
+        if not self.add_generation_prompt:
+            refuse(self, "add_generation_prompt", "messages are always followed by an answer")
 
 
 @dataclass(frozen=True)
@@ -41,21 +39,15 @@ class DetokenizeFields:
     tokens: Any = ()
     """A list of token ids."""
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-
 
 def tokenize(protocol: Protocol, body: bytes) -> dict[str, Any]:
     """What is answered. Raises as `Protocol.read`."""
     asked = protocol.parsed(body, TokenizeFields())
     tokenizer = protocol.engine.tokenizer
-    if asked.messages:
-        goes_on = asked.continue_final_message
-        ids = protocol.chat_ids(ChatFields(messages=asked.messages, continue_final_message=goes_on))
-    else:
-        encode = tokenizer.encode if asked.add_special_tokens else tokenizer.encode_marked
-        ids = encode(asked.prompt)
-    spelled = [tokenizer.token(token) for token in ids] if asked.return_token_strs else None
+    encode = tokenizer.encode if asked.add_special_tokens else tokenizer.encode_marked
+    chat = ChatFields(messages=asked.messages)
+    ids = protocol.chat_ids(chat) if asked.messages else encode(asked.prompt)
+    spelled = [*map(tokenizer.token, ids)] if asked.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": protocol.context}
     return counts | {"tokens": ids, "token_strs": spelled}
 
