@@ -53,7 +53,11 @@ class ResponseFields(Fields):
         form = self.text or {}
         if not isinstance(form, dict) or form.keys() - {"format"}:
             refuse(self, "text", "it may have a format")
-        if not all(isinstance(it, dict) for it in self.tools):
+        if not isinstance(self.input, str | list):
+            refuse(self, "input", "give a text, or a list of items")
+        if not (
+            isinstance(self.tools, list | tuple) and all(isinstance(it, dict) for it in self.tools)
+        ):
             refuse(self, "tools", "it must be a list of objects with a type")
 
     def as_chat(self) -> Json:

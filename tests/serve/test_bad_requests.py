@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets one clear error, and the server goes on."""
 
 import json
+import re
 import threading
 
 import openai
@@ -19,13 +20,23 @@ USER = {"role": "user", "content": "a"}
     ("setting", "fields"),
     [
         ("prompt", {"prompt": ""}),
-        ("prompt", {"prompt": ["a", "b"]}),
+        ("prompt is ['a', [5], 6]", {"prompt": ["a", [5], 6]}),
+        ("prompt", {"prompt": ["a", ""]}),
         ("prompt", {"prompt": [1, True]}),
         ("prompt", {"prompt": [1, 320]}),
         ("prompt", {"prompt": [5] * CONTEXT}),
         ("prompt", {"prompt": "\ud800"}),
-        ("n", {"n": 2}),
-        ("echo", {"echo": True}),
+        ("n is 9; it must be a whole number from 1 to 8", {"n": 9}),
+        ("n", {"messages": [USER], "n": 0}),
+        ("best_of", {"best_of": 9}),
+        ("best_of is 2; it must be at least n, which is 3", {"best_of": 2, "n": 3}),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("echo is 1", {"echo": 1}),
+        ("echo", {"echo": True, "logprobs": 1, "stream": True}),
+        ("echo", {"messages": [USER], "echo": True}),
+        ("suffix", {"suffix": "the end"}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 0, "echo": True, "stream": True}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("max_tokns", {"max_tokns": 3}),
         ("repetition_penalty", {"repetition_penalty": 1.1}),
@@ -35,7 +46,8 @@ USER = {"role": "user", "content": "a"}
         ("max_completion_tokens", {"messages": [USER], "max_completion_tokens": 0}),
         ("stop is [1]; it must be strings", {"stop": [1]}),
         ("temperature is -1; it must be a number from 0", {"temperature": -1}),
-        ("seed", {"seed": -1}),
+        ("seed", {"seed": 1 << 64}),
+        ("seed", {"seed": -(1 << 63) - 1}),
         ("logprobs", {"logprobs": 21}),
         ("stream", {"stream": "yes"}),
         ("stream_options", {"stream_options": {"x": 1}}),
@@ -51,7 +63,7 @@ USER = {"role": "user", "content": "a"}
         ("prompt", {"messages": [USER], "prompt": "She"}),
         ("Unicode", {"messages": [{**USER, "content": "\ud800"}]}),
         ("logprobs", {"messages": [USER], "logprobs": 2}),
-        ("logprobs", {"messages": [USER], "top_logprobs": 2}),
+        ("top_logprobs", {"messages": [USER], "top_logprobs": 2}),
     ],
 )
 def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, setting, fields):
@@ -59,9 +71,12 @@ def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, 
     body = json.dumps(fields if is_chat else {"prompt": "She had", **fields}).encode()
     headers = {"content-type": "application/json; charset=utf-8"}
     response = server.http.post(CHAT if is_chat else TEXT, content=body, headers=headers)
-    message = response.json()["error"]["message"]
-    assert (response.status_code, "\n" in message) == (400, False)
-    assert setting in message
+    error = response.json()["error"]
+    assert (response.status_code, "\n" in error["message"]) == (400, False)
+    assert setting in error["message"]
+    if setting != "Unicode":
+        param = re.findall(r"\w+", setting)[0]
+        assert error["param"] in (param, "messages" if is_chat else "prompt")
 
 
 @pytest.mark.parametrize(
@@ -95,8 +110,8 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
         for _ in range(2):
             answer = server.openai.completions.create(**fields, extra_body=extra)
             assert answer.choices[0].text == plain.choices[0].text
-        with pytest.raises(openai.BadRequestError, match="n is 2; it must be one of 1"):
-            server.openai.completions.create(**fields, n=2)
+        with pytest.raises(openai.BadRequestError, match="n is 9; it must be a whole number"):
+            server.openai.completions.create(**fields, n=9)
         for name in (*extra, "n"):
             assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)
         server.post(prompt="She had", max_tokens=1, **{f"x{i}": 1 for i in range(300)})
