@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import Generation
+    from minitri.grammar import Grammar
     from minitri.loader import load
     from minitri.loading.named_models import MODELS
     from minitri.requests import Completion, End, Event, Idle, PrefillProgress, Request, Token
@@ -58,10 +59,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["MODELS", "Completion", "Drafter", "End", "Engine", "Event", "Generation"]
-__all__ += ["GenerationConfig", "Idle", "InputError", "ModelConfig", "Policy", "PrefillProgress"]
-__all__ += ["Request", "RowStats", "SamplingParams", "SpeculationConfig", "Stats", "Token", "load"]
+__all__ += ["GenerationConfig", "Grammar", "Idle", "InputError", "ModelConfig", "Policy"]
+__all__ += ["PrefillProgress", "Request", "RowStats", "SamplingParams", "SpeculationConfig"]
+__all__ += ["Stats", "Token", "load"]
 
-_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models", "requests")
+_LIGHT = ("errors", "grammar", "settings", "config", "stats", "loading.named_models", "requests")
 _HEAVY = ("drafters.plugin", "caches.policies", "generation", "engine", "loader")
 """Where the names are; importing these takes seconds."""
 
