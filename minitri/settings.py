@@ -112,6 +112,15 @@ class SamplingParams:
             refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
 
     @property
+    def reads_text(self) -> bool:
+        """Whether there are filters that look at the text, or at tokens by their numbers."""
+        plain = (1, 0, 0, (), (), 0, None)
+        return plain != (
+            *(self.repetition_penalty, self.presence_penalty, self.frequency_penalty),
+            *(self.logit_bias, self.bad_words, self.min_tokens, self.grammar),
+        )
+
+    @property
     def form(self) -> tuple[int, bool, bool]:
         """What a captured step fixes: top-k, and whether there are top-p and min-p."""
         return self.top_k, self.top_p < 1, self.min_p > 0

@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "settings": "errors fields grammar",
     "config": "errors fields",
     "stats": "fields",
-    "requests": "errors fields settings stats loading",
+    "requests": "errors fields settings stats decoding loading",
     "model": "errors config settings",
     "parallel": "errors config model",
     "decoding": "errors settings stats",
@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "memory": "errors settings model drafters caches gpu runner",
     "stack": "settings stats model decoding drafters trees caches roofline gpu runner memory "
     "requests",
-    "loading": "errors log config fields folders settings model caches cpu gpu parallel",
+    "loading": "errors log config fields folders settings model decoding caches cpu gpu parallel",
     "generation": "errors fields settings stats model decoding gpu loading requests memory stack",
     "worker": "errors log settings requests generation",
     "engine": "errors settings model drafters gpu loading requests runner memory generation worker",

@@ -101,6 +101,15 @@ class Tokenizer:
             ids.insert(0, self.bos_token_id)
         return ids
 
+    def spellings(self, word: str) -> list[list[int]]:
+        """Token ids of a word at the beginning of a text, after a space, and in a line."""
+        line = self._backend.encode("\n")
+        after_line = self._backend.encode(f"\n{word}")
+        found = [self._backend.encode(text) for text in (word, f" {word}")]
+        if after_line[: len(line)] == line:  # as sentencepiece spells it within a word
+            found.append(after_line[len(line) :])
+        return [ids for n, ids in enumerate(found) if ids and ids not in found[:n]]
+
     @functools.cached_property
     def chat_template(self) -> "ChatTemplate | None":
         """The model's chat template, if it has one. Raises `InputError` if that is broken."""
