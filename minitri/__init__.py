@@ -24,7 +24,8 @@ What an engine does; all take the same keywords, and texts or lists of token ids
     engine.save_kv(file), load_kv    what was read is kept over a restart
     engine.close()                   frees everything; `with` does it
 
-Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p; greedy by default), of
+Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias,
+bad_words, grammar=minitri.Grammar("regex", "[0-9]+"), ...; greedy by default), of
 GenerationConfig (max_new_tokens, stop, ignore_eos, logprobs, ...) and of SpeculationConfig (method,
 gamma1, budget, coupled, ...), which can be given whole, as `sampling=`, `generation=` and
 `speculation=`, too. Without `seed=` one is drawn; `Completion.seed` tells it. A prompt that begins

@@ -15,10 +15,10 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
+from minitri.filters.matcher import text_filters
 from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
-from minitri.loading.matcher import text_filters
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, as_fault, running

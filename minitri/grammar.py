@@ -1,4 +1,4 @@
-"""What a whole output must be, as someone writes it; `loading/matcher.py` compiles it."""
+"""What a whole output must be, as someone writes it; `filters/matcher.py` compiles it."""
 
 import json
 from dataclasses import dataclass, field

@@ -15,7 +15,7 @@ from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, Spec
 from minitri.stats import RowStats, Stats
 
 if TYPE_CHECKING:
-    from minitri.decoding.text_filters import TextFilters
+    from minitri.filters.text_filters import TextFilters
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
 """Colors of tokens in HTML, by their origins."""

@@ -20,8 +20,8 @@ from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.text_filters import TextFilters, filtered_logits, paths_of, tree_paths
 from minitri.decoding.verification import Proposal, Rows
+from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of, tree_paths
 from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache

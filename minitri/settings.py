@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minitri.errors import MAX_COUNT, check_unicode
-from minitri.fields import between, check_fields, one_of, refuse
+from minitri.fields import between, brief, check_fields, one_of, refuse
 from minitri.grammar import Grammar
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
@@ -72,6 +72,8 @@ def _texts(settings: Any, name: str) -> tuple[str, ...]:
 class SamplingParams:
     """The filters that, with the logits, define the next-token distribution: first those that look
     at the text so far, bias, penalties, forbidden tokens and grammar, then these in this order."""
+
+    __repr__ = brief
 
     temperature: float = between(0.0, 0.0, 100)
     """Divides the logits; 0 is greedy decoding, 1 is the model's own distribution."""

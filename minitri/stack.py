@@ -17,10 +17,10 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Emitted, Level, Stage
 from minitri.decoding.meter import Meter
-from minitri.decoding.text_filters import TextFilters
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
+from minitri.filters.text_filters import TextFilters
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of

@@ -16,8 +16,8 @@ from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
-from minitri.decoding.text_filters import filtered_logits, paths_of, tree_paths
 from minitri.decoding.verification import Proposal, verify, verify_block
+from minitri.filters.text_filters import filtered_logits, paths_of, tree_paths
 from minitri.settings import StepPlan
 from minitri.stats import Clock, LevelStats, Stats
 from minitri.trees.shape import TreeShape

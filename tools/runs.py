@@ -5,7 +5,7 @@ from typing import Any
 
 from minitri.decoding.level import Level
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.text_filters import TextFilters
+from minitri.filters.text_filters import TextFilters
 from minitri.gpu.placement import MemoryShape
 from minitri.memory import Models, allocate
 from minitri.requests import Request

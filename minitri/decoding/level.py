@@ -14,8 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
-from minitri.decoding.text_filters import TextFilters
 from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.filters.text_filters import TextFilters
 from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 

@@ -19,9 +19,9 @@ from minitri.decoding.level import Runner, Stage
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.sampling import probs_of_rows
-from minitri.decoding.text_filters import filtered_logits, paths_of
 from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.errors import explain
+from minitri.filters.text_filters import filtered_logits, paths_of
 from minitri.stats import LevelStats
 
 TOLERANCE = 1e-3

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from minitri.decoding.text_filters import TextFilters
 from minitri.decoding.verification import verify_block
+from minitri.filters.text_filters import TextFilters
 from minitri.settings import SamplingParams, StepPlan
 from tests.exactness import PROMPT, Table, exactly, largest_error
 from tests.trees.test_tree_enumeration import SHAPES

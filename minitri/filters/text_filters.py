@@ -25,7 +25,7 @@ from minitri.settings import SamplingParams
 
 
 class Matcher(Protocol):
-    """Knows which tokens a grammar allows next; see `loading/matcher.py`."""
+    """Knows which tokens a grammar allows next; see `filters/matcher.py`."""
 
     def extend(self, tokens: list[int]) -> None:
         """Adds tokens that are certain."""
