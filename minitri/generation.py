@@ -267,7 +267,8 @@ class Generation(Iterator[Event]):
             scores: list[Any] = [()] * len(new.tokens)
             try:
                 if not new.tokens:
-                    raise new.error or NotFiniteError
+                    filters = row.text_filters
+                    raise new.error or NotFiniteError(filters.error if filters else "")
                 if num_top is not None:
                     scores = log_probs(new.logits_NV, new.tokens, num_top)
             except (RuntimeError, MemoryError, NotFiniteError) as error:

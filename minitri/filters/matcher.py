@@ -167,5 +167,5 @@ def error_of(matcher: Any) -> str:
     """What a matcher of the library says of its error, in one line."""
     text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
-    text = re.sub("NoExtensionBias.*", "it allows no text", text)
+    text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)
     return shorten(text.replace("failed to compile JSON schema: ", ""))

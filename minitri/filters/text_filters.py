@@ -33,6 +33,10 @@ class Matcher(Protocol):
     def allowed(self, path: list[int]) -> Tensor | None:
         """Which tokens (V,) may follow the certain ones and these; None where it has given up."""
 
+    @property
+    def error(self) -> str:
+        """Why it has given up, in one line."""
+
 
 class TextFilters:
     """The filters of one row that look at its text, and what they know of that."""
@@ -67,6 +71,11 @@ class TextFilters:
             self._penalties.add(new)
             if self._matcher is not None:
                 self._matcher.extend(new)
+
+    @property
+    def error(self) -> str:
+        """Why the row cannot go on, if that is for its grammar; else empty."""
+        return self._matcher.error if self._matcher is not None else ""
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
         """Changes the logits after each path, in place. Forbidden tokens get minus infinity. What
