@@ -35,8 +35,8 @@ MAY_IMPORT = {
     "gpu": "errors config settings stats model decoding caches roofline",
     "runner": "errors settings filters model decoding caches gpu",
     "memory": "errors settings model drafters caches gpu runner",
-    "stack": "settings stats filters model decoding drafters trees caches roofline gpu runner memory "
-    "requests",
+    "stack": "settings stats filters model decoding drafters trees caches roofline gpu runner "
+    "memory requests",
     "loading": "errors log config fields folders settings model caches cpu gpu parallel",
     "generation": "errors fields settings stats filters model decoding gpu loading requests "
     "memory stack",

@@ -56,12 +56,13 @@ class Shaped:
         return kept if max(kept) > -math.inf else scores
 
 
-def error(params, *sizes, words=(), **settings) -> float:
+def error(params, *sizes, words=(), make_matcher=lambda: None, allowed=None, **settings) -> float:
     def make_filters():
-        return TextFilters(params, PROMPT, sizes[0], end_tokens=[END], bad_words=words)
+        options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
+        return TextFilters(params, PROMPT, sizes[0], **options)
 
     def by_definition(table):
-        return Shaped(table, params, words)
+        return Shaped(table, params, words, allowed)
 
     settings |= {"make_filters": make_filters, "by_definition": by_definition}
     return largest_error(*sizes, **settings)
