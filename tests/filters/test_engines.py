@@ -1,0 +1,166 @@
+"""Filters that look at the text, through the real engine: next to `transformers`, in batches, on
+compiled kernels, in open runs, in captured ones; texts of schemas."""
+
+import json
+
+import pytest
+import torch
+
+import minitri
+from minitri import End, Grammar, InputError, Request, SamplingParams
+from tests.cascades import random_prompt, texts_of
+from tests.strategies import GRAMMARS
+
+METHODS = {
+    "auto": {},
+    "naive": {"method": "naive", "gamma1": 3},
+    "retrieval": {"method": "retrieval", "gamma2": 4, "budget": 32},
+    "triforce": {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": 32},
+    "by token": {"method": "triforce", "gamma1": 2, "gamma2": 4, "verification": "token"},
+    "tree": {"method": "triforce", "gamma2": 3, "tree": "8"},
+}
+SHAPES = {
+    "repetition": SamplingParams(repetition_penalty=1.3),
+    "counts": SamplingParams(presence_penalty=0.7, frequency_penalty=0.4),
+    "bias": SamplingParams(logit_bias={7: 5.0, 30: -100}, min_tokens=9),
+    "words": SamplingParams(bad_words=["She", "e", " had been"], min_tokens=20),
+    **{grammar.kind: SamplingParams(grammar=grammar, presence_penalty=0.5) for grammar in GRAMMARS},
+}
+
+
+@pytest.fixture(scope="module")
+def theirs(folder):
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+BIAS = {5: 4.0, 40: -20.0, 99: 2.5}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("method", ["autoregressive", "triforce"])
+@pytest.mark.parametrize(
+    ("ours", "options"),
+    [
+        ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+        ({"repetition_penalty": 0.7}, {"repetition_penalty": 0.7}),
+        ({"logit_bias": BIAS}, {"sequence_bias": [[[it], bias] for it, bias in BIAS.items()]}),
+        ({"min_tokens": 12}, {"min_new_tokens": 12}),
+        ({"bad_words": ["e", "the", "in"]}, {"bad_words_ids": ["e", "the", "in"]}),
+        (
+            {"repetition_penalty": 1.3, "logit_bias": BIAS, "min_tokens": 5, "bad_words": ["s"]},
+            {
+                "repetition_penalty": 1.3,
+                "sequence_bias": [[[it], bias] for it, bias in BIAS.items()],
+                "min_new_tokens": 5,
+                "bad_words_ids": ["s"],
+            },
+        ),
+    ],
+    ids=["penalty", "reward", "bias", "least number", "bad words", "all"],
+)
+def test_greedy_texts_are_those_of_transformers(engine, theirs, ours, options, method, seed):
+    prompt = random_prompt(engine.config, 40, seed=seed)
+    if words := options.get("bad_words_ids"):
+        spelled = [ids for word in words for ids in engine.tokenizer.spellings(word)]
+        options = options | {"bad_words_ids": spelled}
+    settings = {"do_sample": False, "max_new_tokens": 40, "pad_token_id": 0, **options}
+    ids = torch.tensor([prompt])
+    wanted = theirs.generate(ids, attention_mask=torch.ones_like(ids), **settings)
+    wanted = wanted[0, len(prompt) :].tolist()
+    got = engine.complete(prompt, max_new_tokens=40, method=method, **ours)
+    assert list(got.token_ids) == wanted
+    plain = engine.complete(prompt, max_new_tokens=40, method=method)
+    assert got.token_ids != plain.token_ids or not {"logit_bias", "repetition_penalty"} & {*ours}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype, method):
+    """Greedy and coupled, for every kind of filter, as one batch."""
+    engine = minitri.load(folder, dtype=dtype, device="cpu")
+    if not engine.model.execution.is_row_invariant:
+        pytest.skip("no compiled kernels here")
+    if dtype == "bfloat16" and method == "tree":
+        pytest.skip("the order of slots in a tree decides its last bits")
+    for coupled in (False, True):
+        found = []
+        for settings in ({"method": "autoregressive"}, METHODS[method]):
+            requests = [
+                Request(
+                    random_prompt(engine.config, 60 + b, seed=b), b, sampling, max_new_tokens=30
+                )
+                for b, sampling in enumerate(shapes(0.8 if coupled else 0))
+            ]
+            found.append(texts_of(engine.stream(requests, coupled=coupled, **settings)))
+        assert found[0] == found[1]
+
+
+def shapes(temperature: float) -> list[SamplingParams]:
+    return [
+        SamplingParams(**{**vars(params), "temperature": temperature}) for params in SHAPES.values()
+    ]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do(engine, method):
+    """Requests that come and go in two places, by chance; each gets what it gets alone."""
+    requests = [
+        Request(random_prompt(engine.config, 30 + 7 * b, seed=b), b, params, max_new_tokens=12 + b)
+        for b, params in enumerate([SamplingParams(0.9), *shapes(0.9)])
+    ]
+    settings = {"method": "autoregressive"} if method == "auto" else METHODS[method]
+    together = texts_of(engine.stream(requests, batch_size=2, **settings))
+    alone = [texts_of(engine.stream([it], **settings))[0] for it in requests]
+    assert together == alone
+
+
+def test_an_output_follows_its_grammar_and_says_so(engine):
+    for grammar in GRAMMARS:
+        for seed in range(5):
+            end = engine.complete(
+                "She", grammar=grammar, temperature=1.0, seed=seed, max_new_tokens=300
+            )
+            assert end.finish_reason in ("eos", "length")
+            if end.finish_reason == "eos" and grammar.kind == "json_object":
+                assert isinstance(json.loads(end.text), dict)
+            if grammar.kind == "choice":
+                assert end.finish_reason == "eos"
+                assert end.text in json.loads(grammar.text)
+
+
+def test_after_the_end_only_end_tokens_follow(engine):
+    end = engine.complete(
+        "She", grammar=Grammar("choice", '["She"]'), ignore_eos=True, max_new_tokens=12, seed=1
+    )
+    [eos] = engine.config.eos_token_ids
+    assert end.text == "She"
+    assert set(end.token_ids[-5:]) == {eos}
+
+
+def test_a_bias_for_a_token_that_is_not_there_is_refused(engine):
+    with pytest.raises(InputError, match="logit_bias has token 320, but .* has 320 tokens"):
+        engine.complete("She", logit_bias={320: 1.0})
+
+
+EXPLODING = Grammar("regex", "(.*a){40}.*b.{200}c")
+
+
+def test_a_row_whose_grammar_gives_up_ends_alone_and_says_why(engine):
+    """A pattern with more states than memory has room for is refused step by step."""
+    run = engine.open(batch_size=2, reserve=400)
+    other = Request([5] * 9, 1, SamplingParams(1.0), max_new_tokens=20, ignore_eos=True)
+    run.submit(Request([7] * 9, 1, SamplingParams(1.0, grammar=EXPLODING), max_new_tokens=300))
+    run.submit(other)
+    ends = {}
+    for event in run:
+        if isinstance(event, End):
+            ends[event.row] = event
+        if len(ends) == 2:
+            break
+    run.close()
+    assert ends[1].token_ids == engine.stream([other], method="auto").results()[0].token_ids
+    assert ends[0].finish_reason in ("failed", "length")
+    if ends[0].error is not None:
+        assert "too complex" in str(ends[0].error)
