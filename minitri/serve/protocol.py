@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
+from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.errors import shorten
-from minitri.fields import between, changed, one_of, refuse
+from minitri.fields import between, changed, one_of, refuse, with_fields
+from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
-from minitri.serve.body import read_object
+from minitri.serve.body import grammar_of, is_ids, read_object
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 IGNORED = ("metadata", "service_tier", "parallel_tool_calls", "store")
 STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
-NEUTRAL: dict[str, Any] = {"repetition_penalty": 1, "truncation": "disabled"}
-NEUTRAL |= {"include": ["reasoning.encrypted_content"]}
+NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
@@ -40,6 +40,9 @@ class Fields(SamplingParams):
 
     is_chat = False
     echo = False
+    grammar: Any = None
+    """What the whole answer must be, as {"kind": "regex", "text": "a+"}; kinds are json_schema,
+    json_object, regex, lark and choice. Needs minitri[grammar]."""
     model: str | None = None
     """One of the names at /v1/models. Default: the first."""
     max_tokens: int | None = between(None, 1)
@@ -68,6 +71,12 @@ class Fields(SamplingParams):
     """The same, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The same, if there is no user."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.grammar, Mapping):
+            [grammar] = with_fields(self.grammar, Grammar())
+            object.__setattr__(self, "grammar", grammar)
+        super().__post_init__()
 
     @property
     def num_texts(self) -> int:
@@ -136,8 +145,9 @@ class ChatFields(Fields):
     """Go on with the text of the last message."""
     tool_choice: str | None = one_of(None, "none", "auto")
     """Whether tools are called, of which there are none."""
-    response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
-    """Form of the answer."""
+    response_format: Any = None
+    """Form of the answer: text, any object of JSON by {"type": "json_object"}, or what a schema
+    allows by {"type": "json_schema", "json_schema": {"schema": {}}}. Needs minitri[grammar]."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
     """Kinds of answers."""
 
@@ -145,6 +155,8 @@ class ChatFields(Fields):
         super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
             refuse(self, "top_logprobs", "set logprobs to true, too")
+        if (grammar := grammar_of(self, "response_format", self.response_format)) is not None:
+            object.__setattr__(self, "grammar", grammar)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -187,6 +199,8 @@ class Protocol:
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
         if sum(map(len, generation.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
+        sampling = changed(self.sampling, vars(asked))
+        text_filters(sampling, [], self.engine.tokenizer, self.engine.config)  # may take a while
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
         requests: list[Request] = []
@@ -206,7 +220,7 @@ class Protocol:
                 request = Request(
                     ids,
                     (seed + len(requests)) % (MAX_SEED + 1),
-                    changed(self.sampling, vars(asked)),
+                    sampling,
                     replace(generation, max_new_tokens=num_new),
                     asked.speculation,
                     f"{salt}/{user}" if salt else "",
@@ -276,11 +290,6 @@ class Protocol:
                 return ids
             size *= 2
         return encode(text)
-
-
-def is_ids(prompt: Any) -> bool:
-    """Whether it is a list of whole numbers."""
-    return isinstance(prompt, list) and all(type(token) is int for token in prompt)
 
 
 def _turn(message: Any) -> dict[str, str]:

@@ -14,6 +14,7 @@ from minitri.errors import shorten
 from minitri.fields import between, refuse
 from minitri.serve.access import ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json, usage
+from minitri.serve.body import grammar_of
 from minitri.serve.protocol import ChatFields, Fields
 
 TEXTS = ("input_text", "output_text")
@@ -50,9 +51,9 @@ class ResponseFields(Fields):
         super().__post_init__()
         if self.details:
             refuse(self, "details", "events have none; leave it out")
-        form = self.text or {}
-        if not isinstance(form, dict) or form.keys() - {"format"}:
+        if self.text and not (isinstance(self.text, dict) and {*self.text} == {"format"}):
             refuse(self, "text", "it may have a format")
+        grammar_of(self, "text", self._form)
         if not isinstance(self.input, str | list):
             refuse(self, "input", "give a text, or a list of items")
         if not (
@@ -67,10 +68,15 @@ class ResponseFields(Fields):
         tools = [nested(it, "function") for it in self.tools if it.get("type") == "function"]
         is_by_name = isinstance(self.tool_choice, dict)
         choice = nested(self.tool_choice, "function") if is_by_name else self.tool_choice
-        form = (self.text or {}).get("format")
+        return chat | {"tools": tools, "tool_choice": choice, "response_format": self._form}
+
+    @property
+    def _form(self) -> Any:
+        """Of the answer, as a chat has it."""
+        form = self.text["format"] if self.text else None
         if isinstance(form, dict) and form.get("type") == "json_schema":
-            form = nested(form, "json_schema")
-        return chat | {"tools": tools, "tool_choice": choice, "response_format": form}
+            return nested(form, "json_schema")
+        return form
 
     def _messages(self) -> list[Json]:
         """Those of a chat; calls that follow one another are of one message."""

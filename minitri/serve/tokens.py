@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from minitri.fields import check_fields, refuse
-from minitri.serve.protocol import ChatFields, Protocol, is_ids
+from minitri.serve.body import is_ids
+from minitri.serve.protocol import ChatFields, Protocol
 
 
 @dataclass(frozen=True)

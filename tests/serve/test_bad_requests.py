@@ -39,7 +39,7 @@ USER = {"role": "user", "content": "a"}
         ("max_tokens", {"max_tokens": 0, "echo": True, "stream": True}),
         ("response_format", {"response_format": {"type": "json_object"}}),
         ("max_tokns", {"max_tokns": 3}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"x": 1}}),
         ("max_tokens is '3'; it must be a whole number", {"max_tokens": "3"}),
         ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
@@ -106,7 +106,7 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
     with serving(engine, ignored=set()) as server:
         fields = {"model": "tiny", "prompt": "She had", "max_tokens": 2, "seed": 3}
         plain = server.openai.completions.create(**fields)
-        extra = {"repetition_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
+        extra = {"length_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
         for _ in range(2):
             answer = server.openai.completions.create(**fields, extra_body=extra)
             assert answer.choices[0].text == plain.choices[0].text
