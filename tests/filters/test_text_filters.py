@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from minitri.decoding.sampling import probs_from_logits
 from minitri.decoding.verification import verify_block
 from minitri.filters.text_filters import TextFilters
 from minitri.settings import SamplingParams, StepPlan
@@ -23,18 +24,17 @@ END = 1
 
 
 class Shaped:
-    """A table's distributions under filters, by their definitions."""
+    """Distributions under filters, by their definitions; `scores` are logits after a text."""
 
-    def __init__(self, table: Table, params: SamplingParams, words=(), allowed=None) -> None:
-        self.V, self.table, self.params = table.V, table, params
+    def __init__(self, V, scores, params: SamplingParams, words=(), allowed=None, start=2) -> None:
+        self.V, self.scores, self.params, self.start = V, scores, params, start
         self.words, self.allowed = words, allowed
         self.row = functools.cache(self._row)
 
     def _row(self, context: tuple[int, ...]) -> torch.Tensor:
-        params, output = self.params, context[len(PROMPT) :]
+        params, output = self.params, context[self.start :]
         scores = []
-        for token, p in enumerate(self.table.row(context).tolist()):
-            x = math.log(p) if p else -math.inf
+        for token, x in enumerate(self.scores(context)):
             x += dict(params.logit_bias).get(token, 0)
             if token in context:
                 x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
@@ -49,7 +49,8 @@ class Shaped:
             or (token == END and len(output) < params.min_tokens)
             for token in range(self.V)
         ]
-        return exactly(self.without(scores, [not it for it in is_bad])).softmax(0)
+        left_V = exactly(self.without(scores, [not it for it in is_bad]))
+        return probs_from_logits(left_V.unsqueeze(0), params)[0]
 
     def without(self, scores, are_kept):
         kept = [x if is_kept else -math.inf for x, is_kept in zip(scores, are_kept, strict=True)]
@@ -61,8 +62,8 @@ def error(params, *sizes, words=(), make_matcher=lambda: None, allowed=None, **s
         options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
         return TextFilters(params, PROMPT, sizes[0], **options)
 
-    def by_definition(table):
-        return Shaped(table, params, words, allowed)
+    def by_definition(table: Table) -> Shaped:
+        return Shaped(table.V, lambda text: table.row(text).log().tolist(), params, words, allowed)
 
     settings |= {"make_filters": make_filters, "by_definition": by_definition}
     return largest_error(*sizes, **settings)
