@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from minitri.decoding.sampling import probs_from_logits
-from minitri.decoding.verification import verify_block
+from minitri.decoding.verification import Proposal, verify_block
 from minitri.filters.text_filters import TextFilters
+from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams, StepPlan
+from tests.cascades import fresh_read, random_prompt
+from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import PROMPT, Table, exactly, largest_error
 from tests.trees.test_tree_enumeration import SHAPES
 
@@ -100,3 +103,27 @@ def test_nothing_leaks_from_one_step_into_the_next():
     assert error(PENALTIES, 3, 1, 1, num_steps=2) < ROUNDING
     plans = StepPlan("autoregressive"), StepPlan("naive", 1), StepPlan("triforce", 1, 1)
     assert error(FORBIDDEN, 3, 1, 1, words=WORDS, num_steps=2, plans=plans) < ROUNDING
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {}])
+def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
+    """By a model's runner, one block of four places."""
+    model = tiny_model(tiny_config(vocab_size=20))
+    bias = {3: 2.0, 9: -3.0, 11: 100}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "logit_bias": bias}
+    params = SamplingParams(0.6, **filters, **penalties)
+    prompt, guesses = random_prompt(model.config, 12), [3, 4, 4]
+    runner = ModelRunner(model, new_cache(model.config), params, vocab_size=20)
+    runner.sample_by(0, params, TextFilters(params, prompt, 20))
+    proposal = Proposal.of([guesses], torch.ones(1, 3, 1), [["draft"] * 3])
+    output = runner.next_probs([prompt], [True], proposal)
+
+    def scores(text):
+        return output.logits_BNV[0, len(text) - 12].tolist()
+
+    shaped = Shaped(20, scores, params, start=12)
+    for n in range(4):
+        wanted_V = shaped.row((*prompt, *guesses[:n]))
+        assert torch.allclose(output.probs_BNV[0, n].double(), wanted_V, atol=1e-6)
+        raw_V = fresh_read(model, [*prompt, *guesses[:n]])[1][-1]
+        assert torch.allclose(output.logits_BNV[0, n], raw_V, atol=1e-4)
