@@ -3,11 +3,9 @@
 import json
 from typing import Any
 
-from minitri import Grammar
 from minitri.errors import explain
-from minitri.fields import refuse
 
-SCHEMAS = ("schema", "parameters")
+SCHEMAS = ("schema", "parameters", "json")
 """Names of what is JSON Schema, in which null is a value."""
 
 
@@ -32,19 +30,3 @@ def without_nulls(value: Any) -> Any:
 def is_ids(prompt: Any) -> bool:
     """Whether it is a list of whole numbers."""
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
-
-
-def grammar_of(asked: Any, name: str, form: Any) -> Grammar | None:
-    """Of a form of answers, as chats have it, in a field of this name; None for a text. Raises
-    `InputError`."""
-    found = None
-    match form or {"type": "text"}:
-        case {"type": "text"}:
-            pass
-        case {"type": "json_object"}:
-            found = Grammar("json_object")
-        case {"type": "json_schema", "json_schema": {"schema": schema}}:
-            found = Grammar("json_schema", json.dumps(schema))
-        case _:
-            refuse(asked, name, "its type is text, json_object, or json_schema with a schema")
-    return found

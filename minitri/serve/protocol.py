@@ -5,18 +5,20 @@ Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`,
 fields here, `/docs` says, too.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.errors import shorten
-from minitri.fields import between, changed, one_of, refuse, with_fields
+from minitri.fields import between, changed, one_of, refuse
 from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
-from minitri.serve.body import grammar_of, is_ids, read_object
+from minitri.serve.body import is_ids, read_object
+from minitri.settings import MAX_ROWS
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
@@ -24,11 +26,11 @@ IGNORED = ("metadata", "service_tier", "parallel_tool_calls", "store")
 STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
 NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Of grammars, by vLLM's names."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
 MAX_WARNINGS = 100
-MAX_ANSWERS = 8
-"""To one prompt."""
 F = TypeVar("F", bound=Any)
 STOP_CHARACTERS = 1024
 """Most in all stop strings of a request: each is looked for after every token."""
@@ -40,9 +42,6 @@ class Fields(SamplingParams):
 
     is_chat = False
     echo = False
-    grammar: Any = None
-    """What the whole answer must be, as {"kind": "regex", "text": "a+"}; kinds are json_schema,
-    json_object, regex, lark and choice. Needs minitri[grammar]."""
     model: str | None = None
     """One of the names at /v1/models. Default: the first."""
     max_tokens: int | None = between(None, 1)
@@ -55,7 +54,7 @@ class Fields(SamplingParams):
     """The same request with the same seed has the same answer; answer i has that of seed + i. Of 64
     bits (those of a negative number, too) the upper 32 are combined with the lower ones by
     exclusive or. Default: drawn, and told."""
-    n: int = between(1, 1, MAX_ANSWERS)
+    n: int = between(1, 1, MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
     """Send the answer in pieces, as they are made."""
@@ -71,12 +70,31 @@ class Fields(SamplingParams):
     """The same, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The same, if there is no user."""
+    response_format: Any = None
+    """Form of the answer: of type text, json_object, or json_schema, with a schema."""
+    structured_outputs: Any = None
+    """The same in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.grammar, Mapping):
-            [grammar] = with_fields(self.grammar, Grammar())
-            object.__setattr__(self, "grammar", grammar)
         super().__post_init__()
+        object.__setattr__(self, "grammar", self._asked_grammar() or self.grammar)
+
+    def _asked_grammar(self) -> Grammar | None:
+        """What the form of the answer says. Raises `InputError`."""
+        match self.response_format, self.structured_outputs:
+            case None | {"type": "text"}, None:
+                return None
+            case {"type": "json_object"}, None:
+                return Grammar("json_object")
+            case {"type": "json_schema", "json_schema": {"schema": schema}}, None:
+                return Grammar("json_schema", json.dumps(schema))
+            case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
+                text = one[name]
+                return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
+        given = shorten(repr(self.response_format or self.structured_outputs), 60)
+        raise InputError(
+            f"response_format or structured_outputs is {given}; see /docs for what they may be"
+        )
 
     @property
     def num_texts(self) -> int:
@@ -105,7 +123,7 @@ class TextFields(Fields):
     """Begin with the prompt, and if logprobs are asked for with those of its tokens."""
     logprobs: int | None = between(None, 0, 20)
     """Tell log-probabilities: of each token, and of so many that are likeliest."""
-    best_of: int | None = between(None, 1, MAX_ANSWERS)
+    best_of: int | None = between(None, 1, MAX_ROWS)
     """How many answers the n with the highest mean log-probability are chosen from."""
 
     def __post_init__(self) -> None:
@@ -145,9 +163,6 @@ class ChatFields(Fields):
     """Go on with the text of the last message."""
     tool_choice: str | None = one_of(None, "none", "auto")
     """Whether tools are called, of which there are none."""
-    response_format: Any = None
-    """Form of the answer: text, any object of JSON by {"type": "json_object"}, or what a schema
-    allows by {"type": "json_schema", "json_schema": {"schema": {}}}. Needs minitri[grammar]."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
     """Kinds of answers."""
 
@@ -155,8 +170,6 @@ class ChatFields(Fields):
         super().__post_init__()
         if self.top_logprobs is not None and not self.logprobs:
             refuse(self, "top_logprobs", "set logprobs to true, too")
-        if (grammar := grammar_of(self, "response_format", self.response_format)) is not None:
-            object.__setattr__(self, "grammar", grammar)
 
     @property
     def num_logprobs(self) -> int | None:
@@ -207,15 +220,11 @@ class Protocol:
         for ids in self._prompts(asked) if (most or 0) <= self.context else [[0]]:
             room = self.context - len(ids)
             num_new = (room if asked.is_chat else min(room, TEXT_TOKENS)) if most is None else most
-            num_new = max(1, num_new)
-            if num_new > room:
-                raise ApiError(
-                    400,
-                    "context_length_exceeded",
-                    f"prompt and answer have at least {len(ids)} + {num_new} tokens of "
-                    f"{self.context}; shorten the prompt, or lower max_tokens",
-                    "messages" if asked.is_chat else "prompt",
-                )
+            if (num_new := max(1, num_new)) > room:
+                got = f"prompt and answer have at least {len(ids)} + {num_new} tokens"
+                text = f"{got} of {self.context}; shorten the prompt, or lower max_tokens"
+                name = "messages" if asked.is_chat else "prompt"
+                raise ApiError(400, "context_length_exceeded", text, name)
             for i in range(asked.num_texts):
                 request = Request(
                     ids,

@@ -14,7 +14,6 @@ from minitri.errors import shorten
 from minitri.fields import between, refuse
 from minitri.serve.access import ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json, usage
-from minitri.serve.body import grammar_of
 from minitri.serve.protocol import ChatFields, Fields
 
 TEXTS = ("input_text", "output_text")
@@ -51,14 +50,20 @@ class ResponseFields(Fields):
         super().__post_init__()
         if self.details:
             refuse(self, "details", "events have none; leave it out")
-        if self.text and not (isinstance(self.text, dict) and {*self.text} == {"format"}):
-            refuse(self, "text", "it may have a format")
-        grammar_of(self, "text", self._form)
+        match self.text or None:
+            case None:
+                form = self.response_format
+            case {"format": {"type": "json_schema", "schema": _} as form, **others} if not others:
+                form = nested(form, "json_schema")
+            case {"format": {"type": "text" | "json_object"} as form, **others} if not others:
+                pass
+            case _:
+                refuse(self, "text", "give a format: text, json_object, json_schema with a schema")
+        object.__setattr__(self, "response_format", form)
         if not isinstance(self.input, str | list):
             refuse(self, "input", "give a text, or a list of items")
-        if not (
-            isinstance(self.tools, list | tuple) and all(isinstance(it, dict) for it in self.tools)
-        ):
+        tools = self.tools if isinstance(self.tools, list | tuple) else [None]
+        if not all(isinstance(it, dict) for it in tools):
             refuse(self, "tools", "it must be a list of objects with a type")
 
     def as_chat(self) -> Json:
@@ -68,15 +73,7 @@ class ResponseFields(Fields):
         tools = [nested(it, "function") for it in self.tools if it.get("type") == "function"]
         is_by_name = isinstance(self.tool_choice, dict)
         choice = nested(self.tool_choice, "function") if is_by_name else self.tool_choice
-        return chat | {"tools": tools, "tool_choice": choice, "response_format": self._form}
-
-    @property
-    def _form(self) -> Any:
-        """Of the answer, as a chat has it."""
-        form = self.text["format"] if self.text else None
-        if isinstance(form, dict) and form.get("type") == "json_schema":
-            return nested(form, "json_schema")
-        return form
+        return chat | {"tools": tools, "tool_choice": choice}
 
     def _messages(self) -> list[Json]:
         """Those of a chat; calls that follow one another are of one message."""

@@ -1,14 +1,32 @@
 """Filters that look at the text, through the real engine: next to `transformers`, in batches, on
 compiled kernels, in open runs, in captured ones; texts of schemas."""
 
+import itertools
 import json
 
 import pytest
 import torch
 
 import minitri
-from minitri import End, Grammar, InputError, Request, SamplingParams
+from minitri import End, Grammar, InputError, Request, SamplingParams, SpeculationConfig
+from minitri.filters.text_filters import TextFilters
+from minitri.model.block import read_block
 from tests.cascades import random_prompt, texts_of
+from tests.chi_square import (
+    FALSE_ALARM,
+    NUM_TOKENS,
+    PROMPT,
+    SMALL,
+    V,
+    costs_that_change,
+    count_texts,
+    other_model,
+    p_value,
+    target_model,
+)
+from tests.conftest import new_cache
+from tests.filters.test_grammars import END, TEXTS, is_allowed, make_matcher
+from tests.filters.test_text_filters import Shaped
 from tests.strategies import GRAMMARS
 
 METHODS = {
@@ -142,6 +160,61 @@ def test_after_the_end_only_end_tokens_follow(engine):
 def test_a_bias_for_a_token_that_is_not_there_is_refused(engine):
     with pytest.raises(InputError, match="logit_bias has token 320, but .* has 320 tokens"):
         engine.complete("She", logit_bias={320: 1.0})
+
+
+def joint(shaped: Shaped) -> torch.Tensor:
+    """Of three tokens after the prompt, by definition."""
+    probs = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
+    for tokens in itertools.product(range(V), repeat=NUM_TOKENS):
+        for i, token in enumerate(tokens):
+            probs[tokens] *= shaped.row((*PROMPT, *tokens[:i]))[token]
+    return probs
+
+
+PENALTIES = {"presence_penalty": 1.2, "repetition_penalty": 1.4}
+JOINT = {
+    "penalties": (SamplingParams(0.9, top_p=0.95, **PENALTIES), None, 5_000),
+    "a grammar and a penalty": (SamplingParams(1.0, presence_penalty=1.0), TEXTS, 20_000),
+    "bias": (SamplingParams(0.8, top_p=0.9, logit_bias={3: -1.0}), TEXTS, 5_000),
+}
+HOW = {
+    "triforce": {"method": "triforce"},
+    "by token": {"method": "triforce", "gamma1": 2, "verification": "token"},
+    "auto": {"method": "auto"},
+    "coupled": {"method": "triforce", "coupled": True},
+    "tree": {"method": "naive", "gamma1": 2, "tree": "4"},
+    "tree below": {"method": "triforce", "gamma1": None, "tree": "2x2"},
+    "lookup": {"method": "naive", "gamma1": 2},
+    "smaller vocabulary": {"method": "triforce"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("case", JOINT)
+def test_three_tokens_follow_the_joint_distribution(case, how, monkeypatch):
+    """A false alarm has odds of 1 in 100,000 per test, had the seeds been drawn again."""
+    params, texts, num_seeds = JOINT[case]
+    target = target_model()
+    draft = {"lookup": None, "smaller vocabulary": other_model(V - 1)}.get(how, other_model())
+
+    def scores(text):
+        hidden_1TE = read_block(target, [[*text]], new_cache(target.config))
+        return target.logits(hidden_1TE[0, -1:])[0, :V].double().tolist()
+
+    def make_filters(request):
+        matcher = make_matcher() if texts else None
+        return TextFilters(params, PROMPT, V, end_tokens=[END], matcher=matcher)
+
+    with torch.inference_mode():
+        shaped = Shaped(V, scores, params, (), texts and is_allowed, len(PROMPT))
+        probs = joint(shaped)
+    monkeypatch.setattr("minitri.stack.prior_seconds", costs_that_change)
+    speculation = SpeculationConfig(**{"gamma1": 1, "gamma2": 2, **SMALL, **HOW[how]})
+    counts, _ = count_texts(target, draft, params, speculation, num_seeds, make_filters)
+    found = p_value(counts, probs)
+    print(f"\n  {case}, {how}: p-value {found:.3g} over {int((probs > 0).sum())} texts")
+    assert found > FALSE_ALARM
 
 
 EXPLODING = Grammar("regex", "(.*a){40}.*b.{200}c")

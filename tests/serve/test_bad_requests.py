@@ -37,9 +37,21 @@ USER = {"role": "user", "content": "a"}
         ("suffix", {"suffix": "the end"}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": 0, "echo": True, "stream": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        ("structured_outputs", {"structured_outputs": {"gbnf": "root"}}),
+        ("json_schema cannot be used", {"structured_outputs": {"json": {"type": "strin"}}}),
+        ("the regex cannot be used", {"structured_outputs": {"regex": "(a"}}),
+        ("line 1, column 8", {"structured_outputs": {"grammar": "start: foo"}}),
+        ("grammar", {"grammar": "root ::= x"}),
+        ("logit_bias has token 320", {"logit_bias": {"320": 1}}),
+        ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("presence_penalty is 2.1", {"presence_penalty": 2.1}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("bad_words", {"bad_words": [""]}),
         ("max_tokns", {"max_tokns": 3}),
         ("repetition_penalty", {"repetition_penalty": 0}),
+        ("length_penalty", {"length_penalty": 1.1}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"x": 1}}),
         ("max_tokens is '3'; it must be a whole number", {"max_tokens": "3"}),
         ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
@@ -75,8 +87,9 @@ def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, 
     assert (response.status_code, "\n" in error["message"]) == (400, False)
     assert setting in error["message"]
     if setting != "Unicode":
-        param = re.findall(r"\w+", setting)[0]
-        assert error["param"] in (param, "messages" if is_chat else "prompt")
+        names = [*re.findall(r"\w+", setting), "messages" if is_chat else "prompt"]
+        names += ["lark", "response_format"]  # of grammars
+        assert error["param"] in names
 
 
 @pytest.mark.parametrize(
