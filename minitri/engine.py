@@ -14,10 +14,8 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-import torch
 from torch import Tensor
 
-from minitri.decoding.sampling import log_probs
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, make_rows
@@ -29,7 +27,7 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, Models, check_process, running
 from minitri.model.llama import Llama
 from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
-from minitri.runner import read_chunk
+from minitri.runner import score
 from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:
@@ -181,14 +179,7 @@ class Engine:
             # No guesses follow, and nothing after the last token.
             shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
             full = allocate_full_cache(self.model, None, shape)
-            found: list[float] = []
-
-            def take(logits_NV: Tensor, tokens: list[int]) -> None:
-                found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
-
-            while full.lengths[0] < len(ids) - 1:
-                read_chunk(self.model, ids, full, 0, run.prefill_chunk, score=take)
-            return torch.tensor(found)
+            return score(self.model, ids, full, chunk=run.prefill_chunk)
 
     def stream(
         self,

@@ -14,10 +14,10 @@ with clean_imports():
     import stat
     import sys
 
-    from minitri import GenerationConfig, InputError, Request, SamplingParams
+    from minitri import End, GenerationConfig, InputError, Request, SamplingParams
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
-    from minitri.cli.jsonl import finished, run_lines, write
+    from minitri.cli.jsonl import run_lines
     from minitri.cli.report import answer, report
     from minitri.cli.terminal import LEGEND, shown, stream
     from minitri.errors import shorten
@@ -105,12 +105,14 @@ def run_command(args: argparse.Namespace) -> int:
     if args.n > 1:
         seeds = [(seed + i) % (MAX_SEED + 1) for i in range(args.n)]
         requests = [Request(prompt, own, sampling, generation) for own in seeds]
-        for row in finished(engine, requests, args, generation, speculation):
-            if args.json:
-                write({"index": row.number, **answer(row)})
-            else:
-                log.info("text %d of %d, seed %d:", row.number + 1, args.n, seeds[row.number])
-                print(shown(row.text), flush=True)
+        run = engine.stream(
+            requests, batch_size=args.batch_size, generation=generation, speculation=speculation
+        )
+        for i in (event.row for event in run if isinstance(event, End)):
+            log.info("text %d of %d, seed %d:", i + 1, args.n, seeds[i])
+            told = {"index": i, **answer(run.rows[i])}
+            print(json.dumps(told) if args.json else shown(told["text"]), flush=True)
+        boot.conclude(args, engine, run)
         return 0
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed

@@ -19,7 +19,7 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
-from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
+from minitri.decoding.sampling import log_probs, pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal, Rows
 from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.gpu.graphs import Function, GraphPool, Passes
@@ -256,6 +256,19 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
+def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
+    """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
+    those before it, float32 on the CPU. The cache is empty."""
+    found: list[float] = []
+
+    def take(logits_NV: Tensor, tokens: list[int]) -> None:
+        found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
+
+    while full.lengths[0] < len(ids) - 1:
+        read_chunk(model, ids, full, 0, chunk, score=take)
+    return torch.tensor(found)
 
 
 def prefill(

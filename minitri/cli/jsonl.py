@@ -6,8 +6,7 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 
 import argparse
 import json
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,11 +17,7 @@ from minitri.cli.report import answer
 from minitri.errors import explain, shorten
 from minitri.fields import check_names
 from minitri.loading.prompt_ids import MAX_SEED, as_seeds
-from minitri.requests import Row
 from minitri.settings import TEXT_FIELDS
-
-if TYPE_CHECKING:
-    from minitri import Engine
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 """What a line may say."""
@@ -56,31 +51,19 @@ def run_lines(
         except InputError as error:
             write(head | {"error": args.in_flags(error)})
     if requests:
-        for row in finished(engine, requests, args, generation, speculation):
-            write(heads[row.number] | answer(row))
+        run = engine.stream(
+            requests, batch_size=args.batch_size, generation=generation, speculation=speculation
+        )
+        ends = (event for event in run if isinstance(event, End))
+        hidden = args.quiet or None
+        for end in tqdm(ends, total=len(heads), unit=" prompts", disable=hidden):
+            write(heads[end.row] | answer(run.rows[end.row]))
+        conclude(args, engine, run)
     if len(requests) < max(len(lines), 1):
         raise InputError(
             f"{len(lines) - len(requests)} of {len(lines)} lines of --prompts "
             f"{shorten(args.prompts)} were wrong; the answers with an error say which, and why"
         )
-
-
-def finished(
-    engine: "Engine",
-    requests: list[Request],
-    args: argparse.Namespace,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-) -> Iterator[Row]:
-    """The texts of requests, each as it ends; as many run at a time as the flags say."""
-    run = engine.stream(
-        requests, batch_size=args.batch_size, generation=generation, speculation=speculation
-    )
-    ends = (event for event in run if isinstance(event, End))
-    hidden = args.quiet or None
-    for end in tqdm(ends, total=len(requests), unit=" texts", disable=hidden):
-        yield run.rows[end.row]
-    conclude(args, engine, run)
 
 
 def write(answer: dict[str, Any]) -> None:

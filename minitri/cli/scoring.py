@@ -4,21 +4,12 @@ from minitri.cli.exits import clean_imports, program
 
 with clean_imports():
     import argparse
-    import dataclasses
     import json
     import math
 
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_text
     from minitri.cli.report import where
-
-
-@dataclasses.dataclass(frozen=True)
-class ScoreFlags:
-    """What this program alone is asked for."""
-
-    json: bool = False
-    """Print one JSON object, with the natural logarithm of each token's probability."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -31,7 +22,8 @@ def build_parser() -> arguments.OneLineParser:
     )
     parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
     arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens")
-    arguments.add_fields(parser, ScoreFlags)
+    text = "print one JSON object, with the natural logarithm of each token's probability"
+    parser.add_argument("--json", action="store_true", help=text)
     parser.set_defaults(max_new_tokens=0, method="autoregressive", tree="")
     return parser
 
