@@ -39,7 +39,7 @@ BODY_SECONDS = 30
 """For a client to send its request."""
 WAITING_SECONDS = 15
 """Between signs of life in a stream that waits."""
-NAMED = re.compile(r"(?:the )?'?(\w+)'?(?: or \w+)? (?:is|has|cannot) ")
+NAMED = re.compile(r"(?:the )?'?(\w+)[\w.\[\]]*'?(?: or \w+)? (?:is|has|cannot) ")
 """The field that is wrong, in the message of an error."""
 KINDS: dict[str, tuple[type[Fields], Callable[..., Writer]]] = {
     "/v1/completions": (TextFields, Writer),
