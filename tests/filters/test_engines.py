@@ -35,7 +35,7 @@ METHODS = {
     "retrieval": {"method": "retrieval", "gamma2": 4, "budget": 32},
     "triforce": {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": 32},
     "by token": {"method": "triforce", "gamma1": 2, "gamma2": 4, "verification": "token"},
-    "tree": {"method": "triforce", "gamma2": 3, "tree": "8"},
+    "tree": {"method": "retrieval", "tree": "8", "budget": 32},
 }
 SHAPES = {
     "repetition": SamplingParams(repetition_penalty=1.3),
