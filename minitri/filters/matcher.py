@@ -34,7 +34,7 @@ def text_filters(
     vocab_size = config.vocab_size
     for token in dict(sampling.logit_bias):
         if token >= vocab_size:
-            got = f"logit_bias has token {token}, but {config.name} has {vocab_size} tokens"
+            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
             raise InputError(f"{got}; leave it out")
     words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
     matcher = None
