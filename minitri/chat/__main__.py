@@ -101,15 +101,17 @@ class Chat:
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        # Others than numbers have flags.
+        numbers = [name for name, it in self._settings.items() if isinstance(it, int | float)]
         for setting in values.split():
             name, _, value = setting.partition("=")
-            check_names([name], self._settings)
+            check_names([name], numbers)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
                 new = {**self._settings, name: type(self._settings[name])(value)}
             as_seeds(new["seed"], 1)
             Request("", **new)
             self._settings = new
-        tell(", ".join(f"{name}={value}" for name, value in self._settings.items()))
+        tell(", ".join(f"{name}={self._settings[name]}" for name in numbers))
 
     def do_system(self, text: str) -> None:
         """[TEXT] show how the model is told to behave, or change it"""

@@ -135,7 +135,10 @@ TOLD = """
 /temperature -1 | temperature is -1
 /temperature | temperature is ''
 /temperature 0 | temperature=0.0,
-/sampling top_p=0.5 seed=7 max_new_tokens=3 | top_p=0.5, min_p=0.0, seed=7, max_new_tokens=3
+/sampling top_p=0.5 seed=7 max_new_tokens=3 | min_tokens=0, seed=7, max_new_tokens=3
+/sampling presence_penalty=0.5 | presence_penalty=0.5, frequency_penalty=0.0
+/sampling bad_words=the | bad_words is not a setting
+/sampling presence_penalty=9 | presence_penalty is 9.0; it must be
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling top_k=1.5 | top_k is '1.5'
 /sampling seed=-1 | seed is
