@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "requests": "errors fields settings stats filters loading",
     "model": "errors config settings",
     "parallel": "errors config model",
-    "filters": "errors config settings decoding loading",
+    "filters": "errors config grammar settings stats decoding loading",
     "decoding": "errors settings stats filters",
     "drafters": "errors settings stats filters decoding",
     "trees": "settings stats decoding model runner",
