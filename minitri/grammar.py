@@ -16,6 +16,7 @@ class Grammar:
     """What the whole output must be: `Grammar("regex", "[0-9]+")`."""
 
     __repr__ = brief
+    label = "the grammar's "
     kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
     """`json_object`: any object of JSON; `choice`: one of some texts."""
     text: str = field(default="")

@@ -20,7 +20,7 @@ from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import log_probs, pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal, Rows
+from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
@@ -91,9 +91,7 @@ class ModelRunner:
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
-    def next_probs_after(
-        self, sequences: list[list[int]], drafted: list[Tensor], active: list[bool]
-    ) -> Tensor:
+    def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
         paths = None

@@ -102,6 +102,7 @@ class Chat:
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        # Others than numbers have flags.
         numbers = [name for name, it in self._settings.items() if isinstance(it, int | float)]
         for setting in values.split():
             name, _, value = setting.partition("=")

@@ -14,16 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from minitri import (
-    GenerationConfig,
-    Grammar,
-    InputError,
-    SamplingParams,
-    SpeculationConfig,
-    __version__,
-)
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed
+from minitri.grammar import Grammar
 from minitri.loading.named_models import ModelChoice
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.log import log
@@ -161,7 +155,11 @@ positive = whole(1)
 def read_bias(text: str) -> tuple[int, float]:
     """A token id and what is added to its logit, of `ID:BIAS`."""
     token, _, bias = text.partition(":")
-    return whole(0)(token), float(bias)
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        problem = f"{shorten(repr(text), 60)} is not a token id and a number, as in 42:-1.5"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 class GrammarFlag(argparse.Action):

@@ -81,7 +81,7 @@ def sampling_of(
     seed: int = args.seed or 0
     if sampling.temperature:
         seed = shown["seed"] = join().ask_first(draw_seed) if args.seed is None else seed
-    how = ", ".join(f"{name} {value}" for name, value in shown.items()) or "greedy"
+    how = ", ".join(f"{name} {shorten(value, 80)}" for name, value in shown.items()) or "greedy"
     on = "{}, {dtype} on {device}".format(engine.config.name, **where(engine.model))
     log.info("%s", "; ".join((on, *work, how)))
     return sampling, seed

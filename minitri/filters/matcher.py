@@ -34,7 +34,7 @@ def text_filters(
     vocab_size = config.vocab_size
     for token in dict(sampling.logit_bias):
         if token >= vocab_size:
-            got = f"logit_bias has token {token}, but {config.name} has {vocab_size} tokens"
+            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
             raise InputError(f"{got}; leave it out")
     words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
     matcher = None
@@ -116,14 +116,14 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
         raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
     kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
     if grammar not in kept:
-        with explain("a grammar needs llguidance", "pip install 'minitri[grammar]'"):
+        with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
             import llguidance
-        if not kept:
+
             size = max(config.vocab_size, tokenizer.num_tokens)
-            lexicon: Any = tokenizer.lexicon()
+            lexicon: Any = tokenizer.lexicon() if not kept else ""
             if not isinstance(lexicon, str):
                 lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
-            kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
+            kept[None] = kept.get(None) or llguidance.LLTokenizer(lexicon, size, [*ends])
         if len(kept) > MAX_KEPT:
             del kept[next(it for it in kept if it)]
         kept[grammar] = compile_grammar(grammar, kept[None])
@@ -143,9 +143,9 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     text = grammar.text
     with explain(f"the {grammar.kind} cannot be used", "correct it"):
         if grammar.kind == "choice":
-            choices = (json.dumps(it, ensure_ascii=False) for it in json.loads(text))
-            text = f"start: {' | '.join(choices)}"
-        elif grammar.kind == "regex":
+            spelled = (map("\\x{{{:x}}}".format, map(ord, it)) for it in json.loads(text))
+            text = "|".join(map("".join, spelled))
+        if grammar.kind in ("choice", "regex"):
             made = json.loads(LLMatcher.grammar_from_regex(text))
             text = made["grammars"][0]["lark_grammar"]
         elif grammar.kind != "lark":

@@ -136,9 +136,10 @@ TOLD = """
 /temperature -1 | temperature is -1
 /temperature | temperature is ''
 /temperature 0 | temperature=0.0,
-/sampling top_p=0.5 seed=7 max_new_tokens=3 | top_p=0.5, min_p=0.0, repetition_penalty=1.0,
-/sampling seed=7 max_new_tokens=3 | , seed=7, max_new_tokens=3
-/sampling bad_words=x | bad_words is not a setting
+/sampling top_p=0.5 seed=7 max_new_tokens=3 | min_tokens=0, seed=7, max_new_tokens=3
+/sampling presence_penalty=0.5 | presence_penalty=0.5, frequency_penalty=0.0
+/sampling bad_words=the | bad_words is not a setting
+/sampling presence_penalty=9 | presence_penalty is 9.0; it must be
 /json | no end-of-sequence token, which a grammar needs
 /json off | answers are free
 /schema | /schema needs FILE

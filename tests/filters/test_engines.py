@@ -35,7 +35,7 @@ METHODS = {
     "retrieval": {"method": "retrieval", "gamma2": 4, "budget": 32},
     "triforce": {"method": "triforce", "gamma1": 2, "gamma2": 4, "budget": 32},
     "by token": {"method": "triforce", "gamma1": 2, "gamma2": 4, "verification": "token"},
-    "tree": {"method": "triforce", "gamma2": 3, "tree": "8"},
+    "tree": {"method": "retrieval", "tree": "8", "budget": 32},
 }
 SHAPES = {
     "repetition": SamplingParams(repetition_penalty=1.3),
@@ -158,7 +158,7 @@ def test_after_the_end_only_end_tokens_follow(engine):
 
 
 def test_a_bias_for_a_token_that_is_not_there_is_refused(engine):
-    with pytest.raises(InputError, match="logit_bias has token 320, but .* has 320 tokens"):
+    with pytest.raises(InputError, match="logit_bias is for token 320, but .* has 320 tokens"):
         engine.complete("She", logit_bias={320: 1.0})
 
 

@@ -270,3 +270,25 @@ def test_a_text_is_scored_token_by_token(run, folder, engine, tmp_path, monkeypa
     for wrong, message in (((str(tmp_path),), "is a folder"), ((), "FILE")):
         code, out, err = run("score", *wrong, *words[2:], model=None)
         assert (code, out, message in err) == (2, "", True)
+
+
+def test_flags_for_grammars_are_one_setting(run, tmp_path):
+    """A text that a grammar ends is whole, whatever else its flags say."""
+    lark, schema = tmp_path / "answer.lark", tmp_path / "schema.json"
+    lark.write_text('start: "yes" | "no" " sir"?')
+    schema.write_text('{"enum": [17, "x"]}')
+    for flags, wanted in (
+        (("--grammar", lark), {"yes", "no", "no sir"}),
+        (("--json-schema", schema), {"17", '"x"'}),
+        (("--json-schema", schema.read_text()), {"17", '"x"'}),
+        (("--regex", "a{3}b?"), {"aaa", "aaab"}),
+        (("--choice", "She had", "--choice", "日本"), {"She had", "日本"}),
+    ):
+        done = run(PROMPT, *map(str, flags), "--json", "-n", "60", "--temperature", "1")
+        assert done.json["text"] in wanted
+    found = run(PROMPT, "--json-object", "--json", "-n", "300", "--seed", "1", "--temperature", "1")
+    assert isinstance(json.loads(found.json["text"]), dict)
+    flags = ("--logit-bias", "71:-100", "--logit-bias", "80:1.5", "--bad-words", "the")
+    more = ("--repetition-penalty", "1.2", "--presence-penalty", "0.5", "--min-tokens", "4")
+    assert 71 not in run(PROMPT, *flags, *more, "--json").json["token_ids"]
+    assert "repetition_penalty 1.2" in run(PROMPT, *flags, *more).err

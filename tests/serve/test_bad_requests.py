@@ -44,7 +44,7 @@ USER = {"role": "user", "content": "a"}
         ("the regex cannot be used", {"structured_outputs": {"regex": "(a"}}),
         ("line 1, column 8", {"structured_outputs": {"grammar": "start: foo"}}),
         ("grammar", {"grammar": "root ::= x"}),
-        ("logit_bias has token 320", {"logit_bias": {"320": 1}}),
+        ("logit_bias is for token 320", {"logit_bias": {"320": 1}}),
         ("logit_bias", {"logit_bias": {"5": 101}}),
         ("presence_penalty is 2.1", {"presence_penalty": 2.1}),
         ("min_tokens", {"min_tokens": -1}),
