@@ -19,6 +19,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
+  score     how likely does the model find a text? Log-probabilities, perplexity
   pull      fetch a model before it is needed; list, remove: the models on this disk
 
 examples:
@@ -29,7 +30,7 @@ examples:
 """
 ON_DISK = ("pull", "list", "remove")
 FOLDERS = ("chat", "serve", "selftest", "audit")
-PROGRAMS = ("generate", "plan", "bench", *FOLDERS, *ON_DISK)
+PROGRAMS = ("generate", "plan", "bench", "score", *FOLDERS, *ON_DISK)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,6 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
     if name in ON_DISK:
         import_module("minitri.cli.on_disk").PROGRAMS[name](argv)
+    name = {"score": "cli.scoring"}.get(name, name)
     import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 

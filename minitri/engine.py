@@ -18,8 +18,9 @@ from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
-from minitri.generation import CLOSED, Generation, filters_of, make_rows
+from minitri.generation import CLOSED, Generation, make_rows
 from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer
@@ -115,6 +116,7 @@ class Engine:
         places of those of `sampling`, `generation` and `speculation`; with `speculation` False
         nothing is guessed. Without a `seed` each row draws one, which its `End` tells, and what is
         open of the speculation follows the clock. A single `seed` gives row b the seed `seed + b`.
+        What prompts begin with in common is read once: `[prompt] * 4` are four texts of one prompt.
         A row's tokens depend on its own prompt and seed alone, up to the last bits of the
         arithmetic; but where method or gammas are open, at a temperature above 0 and uncoupled,
         rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
@@ -150,7 +152,7 @@ class Engine:
         from minitri.worker import Job
 
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
-        job = Job(request, shape)
+        job = Job([request], shape)
         worker.submit(job)
         try:
             async for event in job.events():

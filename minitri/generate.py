@@ -14,15 +14,16 @@ with clean_imports():
     import stat
     import sys
 
-    from minitri import GenerationConfig, InputError, SamplingParams
+    from minitri import End, GenerationConfig, InputError, Request, SamplingParams
     from minitri.cli import arguments, boot
     from minitri.cli.inputs import read_prompt
     from minitri.cli.jsonl import run_lines
-    from minitri.cli.report import report
-    from minitri.cli.terminal import LEGEND, stream
+    from minitri.cli.report import answer, report
+    from minitri.cli.terminal import LEGEND, shown, stream
     from minitri.errors import shorten
     from minitri.fields import between
     from minitri.loading.named_models import table
+    from minitri.loading.prompt_ids import MAX_SEED
     from minitri.log import log
     from minitri.parallel.ranks import join
     from minitri.settings import MAX_ROWS
@@ -45,8 +46,10 @@ class GenerateFlags:
     save_kv: str | None = None
     """In the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
     default model at 8,000)."""
+    n: int = between(1, 1, MAX_ROWS)
+    """Write N texts after the prompt, which is read once; text i has the seed + i."""
     json: bool = False
-    """Print one JSON object instead of the text."""
+    """Print one JSON object instead of the text; of several texts one each."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -86,6 +89,8 @@ def run_command(args: argparse.Namespace) -> int:
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     boot.check_save_kv(args)
+    if args.n > 1 and (args.prompts is not None or args.color):
+        raise InputError("--n is for one prompt, without --color; leave one of them out")
     if args.prompts is not None:
         run_lines(args, generation, speculation)
         return 0
@@ -97,6 +102,18 @@ def run_command(args: argparse.Namespace) -> int:
         source = {"-": "standard input", None: "--demo"}.get(args.prompt_file, args.prompt_file)
         work += f" of {shorten(source)}"
     sampling, seed = boot.sampling_of(args, engine, work)
+    if args.n > 1:
+        seeds = [(seed + i) % (MAX_SEED + 1) for i in range(args.n)]
+        requests = [Request(prompt, own, sampling, generation) for own in seeds]
+        run = engine.stream(
+            requests, batch_size=args.batch_size, generation=generation, speculation=speculation
+        )
+        for i in (event.row for event in run if isinstance(event, End)):
+            log.info("text %d of %d, seed %d:", i + 1, args.n, seeds[i])
+            told = {"index": i, **answer(run.rows[i])}
+            print(json.dumps(told) if args.json else shown(told["text"]), flush=True)
+        boot.conclude(args, engine, run)
+        return 0
     run = engine.generate(
         prompt, sampling=sampling, generation=generation, speculation=speculation, seed=seed
     )

@@ -11,10 +11,14 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Self
 
+from torch import Tensor
+
 from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
+from minitri.filters.matcher import text_filters
+from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
@@ -22,7 +26,6 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, as_fault, running
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
-from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
 
 CLOSED = "the engine is closed; load it again"
@@ -165,7 +168,7 @@ class Generation(Iterator[Event]):
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
-            stack.admit(b, row.prompt, row.request)
+            stack.admit(b, row.prompt, row.request, row.text_filters)
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
 
@@ -245,7 +248,12 @@ class Generation(Iterator[Event]):
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        chunks = stack.prefill(b)
+        num_top = row.request.generation.logprobs or 0
+
+        def score(logits_NV: Tensor, tokens: list[int]) -> None:
+            row.prompt_scores += log_probs(logits_NV, tokens, num_top)
+
+        chunks = stack.prefill(b, score if row.request.score_prompt else None)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)
         for end in chunks:
             synchronize(self._model.device)
@@ -266,7 +274,8 @@ class Generation(Iterator[Event]):
             scores: list[Any] = [()] * len(new.tokens)
             try:
                 if not new.tokens:
-                    raise new.error or NotFiniteError
+                    matcher = row.text_filters.matcher if row.text_filters else None
+                    raise new.error or NotFiniteError(matcher.error if matcher else "")
                 if num_top is not None:
                     scores = log_probs(new.logits_NV, new.tokens, num_top)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
@@ -301,20 +310,10 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     expect(request.speculation, bool)
     expect(request.owner, str)
     expect(request.client, str)
+    expect(request.score_prompt, bool)
     ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    return Row(number, replace(request, seed=seed), ids, tokenizer)
-
-
-def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
-    first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
-    if others and model.device.type == "cuda" and run.cuda_graphs:
-        raise InputError(
-            f"captured graphs have filters of one kind, got {first} and {others[0]}",
-            "give every request the same kinds",
-            "switch them off with cuda_graphs=False",
-        )
-    return first
+    filters = text_filters(request.sampling, ids, tokenizer, model.config)
+    return Row(number, replace(request, seed=seed), ids, tokenizer, filters)

@@ -4,7 +4,7 @@ typed events in the order in which they happen."""
 import html
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitri.errors import InputError, shorten
 from minitri.fields import brief, expect, with_fields
@@ -12,7 +12,10 @@ from minitri.loading.prompt_ids import Prompt
 from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stats import RowStats, Stats
+from minitri.stats import LogProbs, RowStats, Stats
+
+if TYPE_CHECKING:
+    from minitri.filters.text_filters import TextFilters
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
 """Colors of tokens in HTML, by their origins."""
@@ -68,6 +71,8 @@ class End:
     """Those of the whole batch, live."""
     row_stats: RowStats = field(repr=False)
     error: Exception | None = None
+    prompt_scores: tuple[LogProbs, ...] = field(default=(), repr=False)
+    """Log-probabilities of the prompt's tokens but the first, if `Request.score_prompt` asks."""
 
     def _repr_html_(self) -> str:
         text = "".join(_shaded(it.text, it.origin) for it in self.tokens if it.text)
@@ -108,6 +113,8 @@ class Request:
     """Whose it is: no text begins with K and V of another owner's."""
     client: str
     """Who asks: clients take turns, and those with the fewest rows are next."""
+    score_prompt: bool
+    """Whether the prompt's tokens have log-probabilities, too: then all of it is read."""
 
     def __init__(
         self,
@@ -118,6 +125,7 @@ class Request:
         speculation: bool = True,
         owner: str = "",
         client: str = "",
+        score_prompt: bool = False,
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -128,6 +136,7 @@ class Request:
         self.speculation = speculation
         self.owner = owner
         self.client = client
+        self.score_prompt = score_prompt
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 
@@ -138,13 +147,22 @@ CANCELLED = "cancelled"
 class Row:
     """The output of one request: its tokens, its text, and whether it is done."""
 
-    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        ids: list[int],
+        tokenizer: Tokenizer,
+        text_filters: "TextFilters | None" = None,
+    ) -> None:
         self.number = number
+        self.text_filters = text_filters
         self.arrived = 0  # when: after so many admissions
         self.request = request
         self.prompt = ids
         self.tokens: list[Token] = []
         self.finish_reason: str | None = None
+        self.prompt_scores: list[LogProbs] = []
         self.stats = RowStats(len(ids))
         self._decoder = IncrementalDecoder(tokenizer, ids)
         self._scanner = StopScanner(request.generation.stop)
@@ -183,7 +201,8 @@ class Row:
         """Of a row that is finished, in a run with these statistics."""
         reason = self.finish_reason or CANCELLED
         output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
-        return End(self.number, *output, tuple(self.tokens), stats, self.stats, error)
+        tokens, scores = tuple(self.tokens), tuple(self.prompt_scores)
+        return End(self.number, *output, tokens, stats, self.stats, error, scores)
 
 
 def settings_of(

@@ -19,8 +19,9 @@ from torch import Tensor
 from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
-from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal
+from minitri.decoding.sampling import log_probs, pad_vocabulary, probs_of_rows
+from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
@@ -31,6 +32,8 @@ from minitri.settings import LONGEST_BLOCK, SamplingParams
 
 SCORED_AT_ONCE = 256
 """Rows of logits in memory while a text is scored."""
+Score = Callable[[Tensor, list[int]], None]
+"""Takes logits (N, V), and the N tokens of a text that follow."""
 
 
 class ModelRunner:
@@ -55,6 +58,8 @@ class ModelRunner:
         B = len(cache.lengths)
         self.sampling = [sampling] * B
         """The filters of each row."""
+        self.text_filters: list[TextFilters | None] = [None] * B
+        """Those that look at its text; passes of rows that have some are not captured."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         self.block_sizes: list[int] = []
@@ -79,26 +84,49 @@ class ModelRunner:
         if self.graphs is not None:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        output = self._run(self.passes.read, self.passes.probs, packed_4BT, tokens_BN)
+        paths = None
+        if any(self.text_filters):
+            paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
+        output = self._run(self.passes.read, self.passes.probs, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
-    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
-        output = self._run(self.passes.read_one, self.passes.probs_after, packed_4B1, tokens_B)
+        paths = None
+        if any(self.text_filters):
+            tokens = torch.stack(drafted, 1).tolist()
+            paths = [row[-1:] for row in paths_of(self.text_filters, sequences, active, tokens)]
+        inputs = (packed_4B1, drafted[-1])
+        output = self._run(self.passes.read_one, self.passes.probs_after, paths, *inputs)
         self.cache.advance([int(on) for on in active])
         return output.probs_BNV.squeeze(1)
 
-    def read_tree(self, blocks: list[list[int]], depths_T: Tensor, rule_TT: Tensor) -> Output:
-        """Distributions (B, T, V), or more, after a tree's tokens: see `TreeLevel.read_tree`."""
+    def read_tree(
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        blocks: list[list[int]],
+        depths_T: Tensor,
+        rule_TT: Tensor,
+        *,
+        has_root: bool,
+    ) -> Output:
+        """Distributions (B, T, V), or more, after a tree's tokens, see `TreeLevel.read_tree`. The
+        first of them is the last of the sequences if it `has_root`, else it follows."""
+        paths = None
+        if any(self.text_filters):
+            above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
+            paths = paths_of(self.text_filters, sequences, active, blocks, above)
         size = max(self.block_sizes, default=len(rule_TT))
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
         depths_T = F.pad(depths_T, (0, pad))
         packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
         guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
-        return self._run(self.passes.read, self.passes.probs, packed_4BT, guesses_BN, rule_TT)
+        inputs = (packed_4BT, guesses_BN, rule_TT)
+        return self._run(self.passes.read, self.passes.probs, paths, *inputs)
 
     def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
         """What the cache has not seen of each row; of a row that is not active any token."""
@@ -107,20 +135,29 @@ class ModelRunner:
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
-    def _run(self, read: Function, captured: Function, *inputs: Tensor) -> Output:
+    def _run(
+        self, read: Function, captured: Function, paths: list[Rows] | None, *inputs: Tensor
+    ) -> Output:
         """What a pass gives: by its graph, or logits, and what the filters of each row make of
-        them."""
-        if self.graphs is not None:
+        them; `paths` for those that look at the text."""
+        if self.graphs is not None and paths is None:
             probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
             return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
         device = self.model.device
         hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
         logits_BNV = self.passes.logits(hidden_BNE)
-        probs_BNV = probs_of_rows(logits_BNV, self.sampling, self.model.execution.probs)
-        return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)
+        filtered_BNV = logits_BNV
+        if paths is not None:
+            filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
+        probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+        probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
+        return Output(probs_BNV, logits_BNV, filtered_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Nothing to do before a step."""
+        """Before a step filters take in what is certain now."""
+        for own, sequence, on in zip(self.text_filters, sequences, active, strict=True):
+            if own is not None and on:
+                own.extend(sequence)
 
     def crop(self, lengths: list[int]) -> None:
         self.cache.crop(lengths)
@@ -133,15 +170,19 @@ class ModelRunner:
         part = copy.copy(self)
         part.cache = self.cache.of_rows(rows)
         part.sampling = self.sampling[rows]
+        part.text_filters = self.text_filters[rows]
         queries_LBTHD = self.passes.queries_LBTHD
         if queries_LBTHD is not None:
             queries_LBTHD = queries_LBTHD[:, rows]
         part.passes = replace(self.passes, cache=part.cache, queries_LBTHD=queries_LBTHD)
         return part
 
-    def sample_by(self, b: int, sampling: SamplingParams) -> None:
+    def sample_by(
+        self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
+    ) -> None:
         """Row b has these filters from now on; captured passes apply them to all rows."""
         self.sampling[b] = sampling
+        self.text_filters[b] = text_filters
         if self.graphs is not None:
             self.sampling = [sampling] * len(self.sampling)
             self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
@@ -159,6 +200,7 @@ class DraftRunner(ModelRunner):
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """A row that lacks more than a block, as after a prompt, reads its window by itself."""
+        super().prepare(sequences, active)
         for b, sequence in enumerate(sequences):
             if (
                 active[b]
@@ -197,6 +239,8 @@ class CapturedDraft(Level):
     runner: DraftRunner
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        if any(self.runner.text_filters):
+            return super()._draft(sequences, active)
         starts = [len(sequence) for sequence in sequences]
         numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
         self.stats.num_rounds += self.gamma * sum(active)
@@ -215,19 +259,14 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
     """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
     those before it, float32 on the CPU. The cache is empty."""
-    found: list[Tensor] = []
-    for start in range(0, len(ids) - 1, chunk):
-        piece = ids[start : min(start + chunk, len(ids) - 1)]
-        with model.execution.reading():
-            hidden_1TE = read_block(model, [piece], full, is_prompt=True)
-        full.advance([len(piece)])
-        following_T1 = torch.tensor(ids[start + 1 :][: len(piece)]).unsqueeze(1).to(model.device)
-        for hidden_NE, tokens_N1 in zip(
-            hidden_1TE[0].split(SCORED_AT_ONCE), following_T1.split(SCORED_AT_ONCE), strict=True
-        ):
-            scores_NV = model.logits(hidden_NE).log_softmax(-1)
-            found.append(scores_NV.gather(1, tokens_N1).squeeze(1).cpu())
-    return torch.cat(found)
+    found: list[float] = []
+
+    def take(logits_NV: Tensor, tokens: list[int]) -> None:
+        found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
+
+    while full.lengths[0] < len(ids) - 1:
+        read_chunk(model, ids, full, 0, chunk, score=take)
+    return torch.tensor(found)
 
 
 def prefill(
@@ -256,18 +295,24 @@ def read_chunk(
     full: FullCache,
     b: int,
     chunk: int,
-    watch: Callable[[Tensor], None] | None,
-    max_queries: int | None,
+    watch: Callable[[Tensor], None] | None = None,
+    max_queries: int | None = None,
+    score: Score | None = None,
 ) -> int:
-    """One step of `prefill`; returns how many tokens row b holds then."""
+    """One step of `prefill`; returns how many tokens row b holds then. `score` is given the logits
+    after each token that is read, some at a time."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None
     if watch is not None:
         queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
     with model.execution.reading():
-        read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+        hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
     full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+    if score is not None:
+        for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+            start += len(hidden_NE)
+            score(model.logits(hidden_NE), prompt[start - len(hidden_NE) + 1 : start + 1])
     if watch is not None and queries_LBTHD is not None:
         watch(queries_LBTHD[:, 0])
     return full.lengths[b]

@@ -9,6 +9,9 @@ from typing import Any
 
 from minitri.fields import brief
 
+LogProbs = tuple[float, tuple[tuple[int, float], ...]]
+"""Of a token; and of the likeliest ones at its place, the best first."""
+
 
 class Clock:
     """The host's clock, for a device that has done its work when a call returns."""

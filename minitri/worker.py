@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import os
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,11 +22,13 @@ NUM_TICKS = 10
 
 
 class Job:
-    """A request on its way, and its events for the asyncio loop in which it is made."""
+    """Requests on their way, and their events for the asyncio loop in which it is made."""
 
-    def __init__(self, request: Request, kind: Any = None) -> None:
+    def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
         """Only jobs of an equal `kind` run next to each other."""
-        self.request = request
+        self.requests = requests
+        self.numbers: list[int] = []
+        """Of the requests, by which events name them."""
         self.kind = kind
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
@@ -40,13 +42,13 @@ class Job:
             self.is_cancelled = True
 
     async def events(self) -> AsyncIterator[Event]:
-        """Those of the request; raises what went wrong."""
-        while (event := await self._events.get()) is not None:
+        """Those of the requests; raises what went wrong with one."""
+        num_left = len(self.requests)
+        while num_left and (event := await self._events.get()) is not None:
             if isinstance(event, Exception):
                 raise event
             yield event
-            if isinstance(event, End):
-                break
+            num_left -= isinstance(event, End)
 
 
 class Worker:
@@ -118,7 +120,9 @@ class Worker:
         try:
             run = self._run if job.kind == self._kind else None
             run = run or self._renew(job.kind)
-            self._jobs[run.submit(job.request)] = job
+            for request in job.requests:
+                job.numbers.append(run.submit(request))
+                self._jobs[job.numbers[-1]] = job
         except BaseException as error:
             tell_of(error, job)
 
@@ -164,5 +168,5 @@ def tell_of(error: BaseException, *jobs: Job) -> None:
         log.exception("the run failed: %s", error)
     if not isinstance(error, Exception):  # it would end the thread of whoever asks
         error = FaultError(f"the run was stopped by {shorten(repr(error))}; ask again")
-    for job in jobs:
+    for job in dict.fromkeys(jobs):
         job.tell(error)

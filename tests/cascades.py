@@ -41,6 +41,7 @@ class Rig:
         prefill_chunk: int = 16,
         full: FullCache | None = None,
         graphs: GraphPool | None = None,
+        make_filters=lambda request: None,
         **speculation,
     ) -> None:
         self.prompts, self.num_new = prompts, num_new
@@ -50,7 +51,8 @@ class Rig:
             Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
         ]
         models = Models(target, retrieval_model or target, draft)
-        self.session = begin(models, requests, self.speculation, full=full, graphs=graphs)
+        memory = {"full": full, "graphs": graphs, "make_filters": make_filters}
+        self.session = begin(models, requests, self.speculation, **memory)
         memory = self.memory = self.session.memory
         self.full, self.cascade = memory.full, self.session.cascade
         self.sequences, self.stats = self.session.sequences, self.session.stats

@@ -239,3 +239,29 @@ def test_the_packages_help_names_everything():
 
 UNNAMED = {"Engine", "Event", "Idle", "ModelConfig", "RowStats", "Stats"}
 """What a first program meets by itself."""
+
+
+def test_texts_of_one_prompt_read_it_once(engine):
+    """Each is what its seed gives alone, and of the others little more than the end is read."""
+    ids = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 6)
+    for fields in ({"coupled": True}, {"method": "triforce", "gamma1": 2, "gamma2": 4}):
+        engine.release()
+        how = {"temperature": 1.0, "max_new_tokens": 12, **fields}
+        run = engine.generate([ids] * 4, seed=3, **how)
+        texts = [end.token_ids for end in run.results()]
+        assert len(ids) - 1 <= run.stats.num_prefilled_tokens < 2 * len(ids)
+        assert texts == [engine.complete(ids, seed=3 + i, **how).token_ids for i in range(4)]
+
+
+def test_a_prompt_is_scored_while_it_is_read(engine):
+    """As `Engine.score` does it; only where it is asked for."""
+    ids = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 6)
+    requests = [
+        Request(ids, 1, score_prompt=on, logprobs=2, max_new_tokens=3) for on in (True, False)
+    ]
+    scored, plain = engine.stream(requests).results()
+    own = [logprob for logprob, _ in scored.prompt_scores]
+    assert own == pytest.approx(engine.score(ids).tolist(), abs=2e-5)
+    assert all(len(top) == 2 and top[0][1] >= logprob for logprob, top in scored.prompt_scores)
+    assert plain.prompt_scores == ()
+    assert plain.text == scored.text

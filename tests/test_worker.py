@@ -47,7 +47,7 @@ def test_a_request_that_leaves_opens_no_run_and_one_that_comes_too_late_is_refus
 
     async def run():
         worker = Worker(open_run)
-        first, other, last, late = (Job(Request("She had", **SHORT), kind) for kind in "abaa")
+        first, other, last, late = (Job([Request("She had", **SHORT)], kind) for kind in "abaa")
         worker.submit(first)
         worker.submit(other)
         other.is_cancelled = True
@@ -101,7 +101,7 @@ def test_a_forked_worker_takes_no_request(engine):
     worker = Worker(lambda _: engine.open(reserve=400))
 
     async def leave():
-        worker.submit(Job(Request("She had", **SHORT)))
+        worker.submit(Job([Request("She had", **SHORT)]))
 
     assert is_refused_in_a_fork(leave, FaultError)
     worker.close()

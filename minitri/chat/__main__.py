@@ -16,11 +16,12 @@ with clean_imports():
     from dataclasses import dataclass, replace
     from typing import TYPE_CHECKING
 
-    from minitri import GenerationConfig, InputError, ModelConfig, SamplingParams
+    from minitri import GenerationConfig, Grammar, InputError, ModelConfig, SamplingParams
     from minitri.chat.conversation import TALK_TOKENS, Conversation, Turn
     from minitri.cli import arguments
     from minitri.cli.boot import boot, sampling_of
     from minitri.cli.documents import read_document
+    from minitri.cli.inputs import read_text
     from minitri.cli.report import outline
     from minitri.cli.terminal import LEGEND, stream
     from minitri.errors import MAX_COUNT, explain, shorten
@@ -101,15 +102,34 @@ class Chat:
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        # Others than numbers have flags.
+        numbers = [name for name, it in self._settings.items() if isinstance(it, int | float)]
         for setting in values.split():
             name, _, value = setting.partition("=")
-            check_names([name], self._settings)
+            check_names([name], numbers)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
                 new = {**self._settings, name: type(self._settings[name])(value)}
             as_seeds(new["seed"], 1)
             Request("", **new)
             self._settings = new
-        tell(", ".join(f"{name}={value}" for name, value in self._settings.items()))
+        tell(", ".join(f"{name}={self._settings[name]}" for name in numbers))
+
+    def do_json(self, word: str) -> None:
+        """[off] answer with objects of JSON, or freely again"""
+        self._shape(None if word else Grammar("json_object"))
+
+    def do_schema(self, file: str) -> None:
+        """FILE: answer with JSON that this schema allows; /json off ends it"""
+        self._shape(Grammar("json_schema", read_text(file, "/schema")))
+
+    def _shape(self, grammar: Grammar | None) -> None:
+        """Gives answers this grammar. Raises `InputError` if the library cannot hold it."""
+        from minitri.filters.matcher import text_filters  # with PyTorch
+
+        engine, sampling = self._engine, SamplingParams(grammar=grammar)
+        text_filters(sampling, [], engine.tokenizer, engine.config)
+        self._settings["grammar"] = grammar
+        tell(f"answers are {grammar.kind.replace('_', ' ') if grammar else 'free'}")
 
     def do_system(self, text: str) -> None:
         """[TEXT] show how the model is told to behave, or change it"""

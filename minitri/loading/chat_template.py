@@ -38,7 +38,12 @@ class ChatTemplate:
             self._ask({})
 
     def render(self, messages: Sequence[Message]) -> str:
-        """A conversation as text, up to where the next answer begins. Raises `InputError`."""
+        """A conversation as text, up to where the next answer begins. Raises `InputError`. The role
+        developer is that of the system in a template that does not know it."""
+        if "developer" not in self._source:
+            messages = [
+                {**it, "role": "system"} if it.get("role") == "developer" else it for it in messages
+            ]
         variables = {"messages": [*messages], "add_generation_prompt": True}
         variables |= {"tools": None, "documents": None, **self._special_tokens}
         with explain("the model's chat template fails", ADVICE):

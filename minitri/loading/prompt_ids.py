@@ -79,6 +79,12 @@ def draw_seed() -> int:
     return secrets.randbelow(MAX_SEED + 1)
 
 
+def fold_seed(seed: int) -> int:
+    """The seed for a number of 64 bits, or a negative one: itself, if it is one."""
+    seed %= 1 << 64
+    return (seed ^ seed >> 32) & MAX_SEED
+
+
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     """One seed per row. Raises `InputError` unless a generator can take them."""
     try:

@@ -16,15 +16,16 @@ from minitri.fields import between
 
 
 class ApiError(Exception):
-    """A request that is refused: an HTTP status, OpenAI's code for it, and one line."""
+    """A request that is refused: an HTTP status, OpenAI's code for it, one line, and which field
+    is wrong, if one is."""
 
-    def __init__(self, status: int, code: str, message: str) -> None:
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.headers = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
         kind = {429: "requests"}.get(status, "invalid_request_error")
         kind = "server_error" if status >= 500 else kind
-        error = {"message": message, "type": kind, "param": None, "code": code}
+        error = {"message": message, "type": kind, "param": param, "code": code}
         self.content: dict[str, Any] = {"error": error}
 
 

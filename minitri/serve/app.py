@@ -3,11 +3,13 @@ the client gets OpenAI's error JSON; the others do not notice. A client that lea
 """
 
 import asyncio
+import contextlib
 import functools
 import os
+import re
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,16 +27,31 @@ from minitri import End, Idle, InputError
 from minitri.errors import FaultError, shorten
 from minitri.log import log
 from minitri.serve.access import Access, ApiError
-from minitri.serve.answers import Json, Writer, in_stream, to_json
+from minitri.serve.answers import Json, Writer, to_json
 from minitri.serve.connections import Connection
 from minitri.serve.page import docs, page
-from minitri.serve.protocol import Call, Protocol
+from minitri.serve.protocol import Call, ChatFields, Fields, Protocol, TextFields
+from minitri.serve.responses import ResponseFields, ResponseWriter
+from minitri.serve.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
 from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
 """For a client to send its request."""
 WAITING_SECONDS = 15
 """Between signs of life in a stream that waits."""
+NAMED = re.compile(r"(?:the )?'?(\w+)[\w.\[\]]*'?(?: or \w+)? (?:is|has|cannot) ")
+"""The field that is wrong, in the message of an error."""
+KINDS: dict[str, tuple[type[Fields], Callable[..., Writer]]] = {
+    "/v1/completions": (TextFields, Writer),
+    "/v1/chat/completions": (ChatFields, Writer),
+    "/v1/responses": (ResponseFields, ResponseWriter),
+}
+"""Endpoints of texts: what may be asked for, and who words the answer."""
+CONVERSIONS = {
+    "/tokenize": (TokenizeFields, tokenize),
+    "/detokenize": (DetokenizeFields, detokenize),
+}
+"""Endpoints of the tokenizer."""
 
 
 @dataclass
@@ -56,9 +73,10 @@ class Service:
     @property
     def app(self) -> ASGIApp:
         routes = [
+            *(Route(path, self.complete, methods=["POST"]) for path in KINDS),
+            *(Route(path, self.convert, methods=["POST"]) for path in CONVERSIONS),
             Route("/v1/models", self.models),
-            Route("/v1/completions", self.complete, methods=["POST"]),
-            Route("/v1/chat/completions", self.complete, methods=["POST"]),
+            Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/", page),
             Route("/docs", lambda _: docs(self.protocol)),
@@ -75,6 +93,20 @@ class Service:
         return CORSMiddleware(app, self.access.allow_origin, allow_methods="*", allow_headers="*")
 
     async def complete(self, request: Request) -> ASGIApp:
+        client, body = await self._asked(request)
+        salt = client if self.access.keys and not self.access.share_prefixes else ""
+        kind, _ = KINDS[request.url.path]
+        read = functools.partial(self.protocol.read, body, kind, client, salt)
+        return functools.partial(self._take_in, client, read)
+
+    async def convert(self, request: Request) -> Response:
+        client, body = await self._asked(request)
+        _, conversion = CONVERSIONS[request.url.path]
+        with self._counted(client, 1):
+            return answer(await run_in_threadpool(conversion, self.protocol, body))
+
+    async def _asked(self, request: Request) -> tuple[str, bytes]:
+        """Who asks, and the body. Raises `ApiError`."""
         client = self.access.admit(request.headers, request.client)
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
@@ -86,28 +118,36 @@ class Service:
         except TimeoutError:
             message = f"the body was not there in {BODY_SECONDS} s; send it faster"
             raise ApiError(408, "request_timeout", message) from None
-        if self.num_open >= self.max_open:
+        return client, body
+
+    @contextlib.contextmanager
+    def _counted(self, client: str, num: int) -> Iterator[None]:
+        """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
+        share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
+        share = self.access.max_requests_per_client or share
+        num_own = self.clients.count(client)
+        if num > share:
+            message = f"n and prompt ask for {num} texts, and {share} may run or wait; ask for less"
+            raise ApiError(400, "invalid_request", message, "n")
+        if self.num_open + num > self.max_open:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
-        share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
-        num_own = self.clients.count(client)
-        if num_own >= (self.access.max_requests_per_client or share):
+        if num_own + num > share:
             message = f"{num_own} requests of yours run or wait, the most of a client; try later"
             raise ApiError(429, "rate_limit_exceeded", message)
-        salt = client if self.access.keys and not self.access.share_prefixes else ""
-        is_chat = "/chat/" in request.url.path
-        read = functools.partial(
-            self.protocol.read, body, is_chat=is_chat, client=client, salt=salt
-        )
-        return functools.partial(self._take_in, client, read)
+        self.clients += [client] * num
+        try:
+            yield
+        finally:
+            for _ in range(num):
+                self.clients.remove(client)
 
     async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
-        """Counts a request from before its prompt is tokenized to the end of its answer."""
-        self.clients.append(client)
-        try:
-            await self._answer(await run_in_threadpool(read), *ends)
-        finally:
-            self.clients.remove(client)
+        """Counts texts from before a prompt is tokenized to the end of the answer."""
+        with self._counted(client, 1):
+            call = await run_in_threadpool(read)
+        with self._counted(client, len(call[0])):
+            await self._answer(call, *ends)
 
     async def _body(self, request: Request) -> bytes:
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
@@ -123,8 +163,8 @@ class Service:
         """Answers a call while its row runs, until it ends or the client leaves."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        row, asked = call
-        job = Job(row)
+        requests, asked = call
+        job = Job(requests)
 
         async def watch() -> None:
             leaving = asyncio.ensure_future(receive())
@@ -132,7 +172,8 @@ class Service:
                 job.tell(Idle())
             job.tell(None)
 
-        writer = Writer(row, asked, self.protocol.names[0], self.protocol.engine)
+        _, write = KINDS[scope["path"]]
+        writer = write(requests, asked, self.protocol.names[0], self.protocol.engine)
         kind = b"text/event-stream" if asked.stream else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}
@@ -143,23 +184,25 @@ class Service:
         try:
             self.worker.submit(job)
             async for event in job.events():
+                index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
                 if isinstance(event, End) and not asked.stream:  # which can take a second
-                    body = await asyncio.to_thread(writer.take, event)
+                    body = await asyncio.to_thread(writer.take, index, event)
                 else:
-                    body = writer.take(event)
+                    body = writer.take(index, event)
                 if not has_begun and (body or asked.stream):
                     has_begun = True
                     await send(start)
+                if body:
+                    await send(last | {"body": body, "more_body": True})
                 if isinstance(event, End):
                     outcome = event.finish_reason
-                    await send(last | {"body": body})
-                elif body:
-                    await send(last | {"body": body, "more_body": True})
+            if has_begun:  # else the client has left
+                await send(last)
         except Exception as error:
             refused = as_api_error(error)
             outcome = str(refused)
             if has_begun:
-                await send(last | {"body": in_stream(to_json(refused.content))})
+                await send(last | {"body": writer.fail(refused)})
             else:
                 await (await refuse(None, refused))(scope, receive, send)
         finally:
@@ -169,10 +212,16 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         self.access.admit(request.headers, request.client)
-        about = {"object": "model", "created": 0, "owned_by": "minitri"}
-        about |= {"max_model_len": self.protocol.context}
-        data = [about | {"id": name} for name in self.protocol.names]
-        return answer({"object": "list", "data": data})
+        return answer({"object": "list", "data": [*map(self._about, self.protocol.names)]})
+
+    async def model(self, request: Request) -> Response:
+        self.access.admit(request.headers, request.client)
+        self.protocol.check_model(request.path_params["name"])
+        return answer(self._about(request.path_params["name"]))
+
+    def _about(self, name: str) -> Json:
+        about = {"id": name, "object": "model", "created": 0, "owned_by": "minitri"}
+        return about | {"max_model_len": self.protocol.context}
 
     async def health(self, _: Request) -> Response:
         problem = self.worker.problem
@@ -235,7 +284,8 @@ def as_api_error(error: Exception) -> ApiError:
             message = str(InputError(error.message, *ways))
             if isinstance(error, FaultError):
                 return ApiError(503, "unavailable", message)
-            return ApiError(400, "invalid_request", message)
+            field = NAMED.match(message)
+            return ApiError(400, "invalid_request", message, field and field[1])
         case HTTPException():
             refused = ApiError(error.status_code, "invalid_request", error.detail)
             refused.headers |= error.headers or {}  # which methods are allowed

@@ -14,6 +14,8 @@ from starlette.responses import HTMLResponse
 from minitri.cli.arguments import field_texts
 from minitri.fields import wanted
 from minitri.serve.protocol import IGNORED, ChatFields, Protocol, TextFields
+from minitri.serve.responses import ResponseFields
+from minitri.serve.tokens import DetokenizeFields, TokenizeFields
 
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
@@ -43,13 +45,22 @@ async def page(_: Request) -> HTMLResponse:
 def docs(protocol: Protocol) -> HTMLResponse:
     """The endpoints and their fields, from what checks them."""
     lines = ["<!doctype html><title>minitri: endpoints</title><h1>Endpoints</h1>"]
-    lines.append("<p>GET /v1/models, GET /health, and, as OpenAI documents them:")
-    for path, kind in (("completions", TextFields), ("chat/completions", ChatFields)):
-        texts = {name: it for base in kind.__mro__[:-1] for name, it in field_texts(base).items()}
-        defaults = kind(**vars(protocol.sampling))
-        lines.append(f"<h2>POST /v1/{path}</h2><p>Prompt and answer: {protocol.context} tokens.")
-        fate = "refused" if protocol.ignored is None else "ignored, too"
-        lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are {fate}.")
+    lines.append("<p>GET /v1/models, GET /v1/models/NAME, GET /health, and, as OpenAI and vLLM")
+    lines.append(f"document them, these. Prompt and answer have {protocol.context} tokens.")
+    fate = "refused" if protocol.ignored is None else "ignored, too"
+    lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are {fate}.")
+    sampling = vars(protocol.sampling)
+    for path, defaults in (
+        ("/v1/completions", TextFields(**sampling)),
+        ("/v1/chat/completions", ChatFields(**sampling)),
+        ("/v1/responses", ResponseFields(**sampling)),
+        ("/tokenize", TokenizeFields()),
+        ("/detokenize", DetokenizeFields()),
+    ):
+        kind = type(defaults)
+        bases = kind.__mro__[-2::-1]  # the last has the last word
+        texts = {name: it for base in bases for name, it in field_texts(base).items()}
+        lines.append(f"<h2>POST {path}</h2>")
         lines.append("<table><tr><th>field<th>what it does<th>what it may be<th>default")
         for field in sorted(dataclasses.fields(kind), key=lambda it: it.name):
             default = getattr(defaults, field.name)

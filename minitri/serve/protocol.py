@@ -1,39 +1,47 @@
-"""What a client asks: from the JSON of a body to the `Request` of a row.
+"""What a client asks: from the JSON of a body to the `Request` of each row.
 
 Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
-`continue_final_message` are additions. What is said of fields here, `/docs` says, too.
+`continue_final_message` are additions, `/tokenize` and `/detokenize` are vLLM's. What is said of
+fields here, `/docs` says, too.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
-from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
-from minitri.errors import explain, shorten
+from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
+from minitri.errors import shorten
 from minitri.fields import between, changed, one_of, refuse
-from minitri.loading.prompt_ids import MAX_SEED, draw_seed
+from minitri.filters.matcher import text_filters
+from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
+from minitri.serve.body import is_ids, read_object
+from minitri.settings import MAX_ROWS
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-IGNORED = ("metadata", "service_tier", "parallel_tool_calls")
-USAGE = ({"include_usage": True}, {"include_usage": False})
-NEUTRAL = {"repetition_penalty": 1}
+IGNORED = ("metadata", "service_tier", "parallel_tool_calls", "store")
+STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
+NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Of grammars, by vLLM's names."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
 MAX_WARNINGS = 100
+F = TypeVar("F", bound=Any)
 STOP_CHARACTERS = 1024
 """Most in all stop strings of a request: each is looked for after every token."""
 
 
 @dataclass(frozen=True)
 class Fields(SamplingParams):
-    """What may be asked for at both endpoints."""
+    """What may be asked for at all endpoints that answer with a text."""
 
     is_chat = False
+    echo = False
     model: str | None = None
     """One of the names at /v1/models. Default: the first."""
     max_tokens: int | None = between(None, 1)
@@ -42,13 +50,15 @@ class Fields(SamplingParams):
     """A text, or a list of texts, before which the answer ends. At most 1024 characters in all."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
-    seed: int | None = between(None, 0, MAX_SEED)
-    """The same request with the same seed has the same answer. Default: drawn, and told."""
-    n: int | None = one_of(None, 1)
-    """How many answers."""
+    seed: int | None = between(None, -(1 << 63), (1 << 64) - 1)
+    """The same request with the same seed has the same answer; answer i has that of seed + i. Of 64
+    bits (those of a negative number, too) the upper 32 are combined with the lower ones by
+    exclusive or. Default: drawn, and told."""
+    n: int = between(1, 1, MAX_ROWS)
+    """How many answers to each prompt."""
     stream: bool = False
     """Send the answer in pieces, as they are made."""
-    stream_options: Mapping[str, bool] | None = one_of(None, *USAGE)
+    stream_options: Mapping[str, bool] | None = one_of(None, *STREAMS)
     """Whether a stream ends with counts of tokens."""
     details: bool = False
     """In a stream, tell how much of the prompt is read, and who guessed each token."""
@@ -60,6 +70,45 @@ class Fields(SamplingParams):
     """The same, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The same, if there is no user."""
+    response_format: Any = None
+    """Form of the answer: of type text, json_object, or json_schema, with a schema."""
+    structured_outputs: Any = None
+    """The same in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "grammar", self._asked_grammar() or self.grammar)
+
+    def _asked_grammar(self) -> Grammar | None:
+        """What the form of the answer says. Raises `InputError`."""
+        match self.response_format, self.structured_outputs:
+            case None | {"type": "text"}, None:
+                return None
+            case {"type": "json_object"}, None:
+                return Grammar("json_object")
+            case {"type": "json_schema", "json_schema": {"schema": schema}}, None:
+                return Grammar("json_schema", json.dumps(schema))
+            case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
+                text = one[name]
+                return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
+        given = shorten(repr(self.response_format or self.structured_outputs), 60)
+        raise InputError(
+            f"response_format or structured_outputs is {given}; see /docs for what they may be"
+        )
+
+    @property
+    def num_texts(self) -> int:
+        """That are made of each prompt; the n best are its answers."""
+        return self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Of how many likely tokens log-probabilities are told; None: of no token."""
+        return None
+
+    def as_chat(self) -> dict[str, Any] | None:
+        """The body of a chat that asks for the same; None where it is no other."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -67,11 +116,34 @@ class TextFields(Fields):
     """Those of /v1/completions."""
 
     prompt: Any = ""
-    """A text, a list of token ids, or a list with one of these."""
+    """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
+    max_tokens: int | None = between(None, 0)
+    """Most tokens of an answer, or with echo none. Default: 16."""
+    echo: bool = False
+    """Begin with the prompt, and if logprobs are asked for with those of its tokens."""
     logprobs: int | None = between(None, 0, 20)
     """Tell log-probabilities: of each token, and of so many that are likeliest."""
-    best_of: int | None = one_of(None, 1)
-    """How many answers the best is chosen from."""
+    best_of: int | None = between(None, 1, MAX_ROWS)
+    """How many answers the n with the highest mean log-probability are chosen from."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_texts < self.n:
+            refuse(self, "best_of", f"it must be at least n, which is {self.n}")
+        if self.stream and self.num_texts > self.n:
+            refuse(self, "best_of", "a stream does not wait for the best; leave one of them out")
+        if self.stream and self.echo and self.logprobs is not None:
+            refuse(self, "echo", "a stream has no log-probabilities of a prompt; leave one out")
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            refuse(self, "max_tokens", "nothing would be answered; add echo, without stream")
+
+    @property
+    def num_texts(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
 
 
 @dataclass(frozen=True)
@@ -91,15 +163,21 @@ class ChatFields(Fields):
     """Go on with the text of the last message."""
     tool_choice: str | None = one_of(None, "none", "auto")
     """Whether tools are called, of which there are none."""
-    response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
-    """Form of the answer."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
     """Kinds of answers."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse(self, "top_logprobs", "set logprobs to true, too")
 
-Asked = TextFields | ChatFields
-Call = tuple[Request, Asked]
-"""A prompt of token ids and how to go on, and how to answer."""
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+Call = tuple[list[Request], Fields]
+"""Prompts of token ids, once for each text, and how to go on; and how to answer."""
 
 
 @dataclass(frozen=True)
@@ -116,46 +194,67 @@ class Protocol:
     ignored: set[str] | None = None
     """Unknown fields that there were; None: they are refused."""
 
-    def read(self, body: bytes, *, is_chat: bool, client: str = "", salt: str = "") -> Call:
+    def read(self, body: bytes, kind: type[Fields], client: str = "", salt: str = "") -> Call:
         """What a body asks for. Prompts share the cache where the salt is the same; all do without.
         Raises `InputError`, or `ApiError` where OpenAI does."""
-        asked = self._fields(body, ChatFields if is_chat else TextFields)
-        if asked.model not in (None, *self.names):
-            message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
-            raise ApiError(404, "model_not_found", message)
-        most, logprobs = asked.max_tokens, asked.logprobs
+        asked = chat = self.parsed(body, kind(**vars(self.sampling)))
+        if (content := asked.as_chat()) is not None:
+            chat = self._known(content, ChatFields(**vars(self.sampling)))
+        return self._requests(chat, client, salt), asked
+
+    def _requests(self, asked: Fields, client: str, salt: str) -> list[Request]:
+        most, logprobs = asked.max_tokens, asked.num_logprobs
         if isinstance(asked, ChatFields):
             most = asked.max_completion_tokens or most
-            logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-            if asked.top_logprobs is not None and not asked.logprobs:
-                refuse(asked, "top_logprobs", "set logprobs to true, too")
+        scores_prompt = asked.echo and logprobs is not None
+        if asked.num_texts > asked.n:
+            logprobs = logprobs or 0
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
         if sum(map(len, generation.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
-        ids = self._ids(asked) if (most or 0) <= self.context else [0]
-        room = self.context - len(ids)
-        num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))
-        if num_new > room:
-            got = f"prompt and answer have at least {len(ids)} + {num_new} tokens of {self.context}"
-            advice = "shorten the prompt, or lower max_tokens"
-            raise ApiError(400, "context_length_exceeded", f"{got}; {advice}")
+        sampling = changed(self.sampling, vars(asked))
+        text_filters(sampling, [], self.engine.tokenizer, self.engine.config)  # may take a while
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
-        request = Request(
-            ids,
-            draw_seed() if asked.seed is None else asked.seed,
-            changed(self.sampling, vars(asked)),
-            replace(generation, max_new_tokens=num_new),
-            asked.speculation,
-            f"{salt}/{user}" if salt else "",
-            client,
-        )
-        return request, asked
+        seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
+        requests: list[Request] = []
+        for ids in self._prompts(asked) if (most or 0) <= self.context else [[0]]:
+            room = self.context - len(ids)
+            num_new = (room if asked.is_chat else min(room, TEXT_TOKENS)) if most is None else most
+            if (num_new := max(1, num_new)) > room:
+                got = f"prompt and answer have at least {len(ids)} + {num_new} tokens"
+                text = f"{got} of {self.context}; shorten the prompt, or lower max_tokens"
+                name = "messages" if asked.is_chat else "prompt"
+                raise ApiError(400, "context_length_exceeded", text, name)
+            for i in range(asked.num_texts):
+                request = Request(
+                    ids,
+                    (seed + len(requests)) % (MAX_SEED + 1),
+                    sampling,
+                    replace(generation, max_new_tokens=num_new),
+                    asked.speculation,
+                    f"{salt}/{user}" if salt else "",
+                    client,
+                    scores_prompt and i == 0,
+                )
+                requests.append(request)
+        return requests
 
-    def _fields(self, body: bytes, kind: type[Asked]) -> Asked:
-        """What is asked for; null is the default."""
-        with explain("the body is no object of JSON", "send an object"):
-            content = {**json.loads(body)}
-        known = vars(kind(**vars(self.sampling)))
+    def parsed(self, body: bytes, defaults: F) -> F:
+        """What is asked for. Raises `ApiError` for another model."""
+        asked = self._known(read_object(body), defaults)
+        if asked.model is not None:
+            self.check_model(asked.model)
+        return asked
+
+    def check_model(self, name: str) -> None:
+        """Raises `ApiError` for another model's name."""
+        if name not in self.names:
+            message = f"model {shorten(repr(name), 60)} is not served; use {self.names[0]}"
+            raise ApiError(404, "model_not_found", message, "model")
+
+    def _known(self, content: Mapping[str, Any], defaults: F) -> F:
+        """The fields that are known; others that ask for something are refused, or ignored."""
+        known = vars(defaults)
         for name, value in content.items():
             if name in (*known, *IGNORED) or not value or value == NEUTRAL.get(name):
                 continue
@@ -166,26 +265,31 @@ class Protocol:
             if name not in self.ignored and len(self.ignored) < MAX_WARNINGS:
                 self.ignored.add(name)
                 log.warning("the field %s is ignored: this server does not know it", shown)
-        given = {name: it for name, it in content.items() if name in known and it is not None}
-        return kind(**known | given)
+        return changed(defaults, content)
 
-    def _ids(self, asked: Asked) -> list[int]:
-        """Token ids of the prompt, or of the messages and the answer that is to go on."""
-        tokenizer = self.engine.tokenizer
+    def _prompts(self, asked: Fields) -> list[list[int]]:
+        """Token ids of each."""
         if isinstance(asked, ChatFields):
-            if not (messages := asked.messages):
-                raise InputError("there are no messages; send one at least")
-            turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
-            begun = turns.pop()["content"] if asked.continue_final_message else ""
-            ids = self._encoded(tokenizer.render_chat(turns), tokenizer.encode_marked)
-            return ids + self._encoded(begun, tokenizer.encode_marked)
-        match asked.prompt:
-            case str(text) | [str(text)]:
-                return self._encoded(text, tokenizer.encode) if text else []
-            case [[*ids]] | [*ids] if all(type(token) is int for token in ids):
-                return ids
-        got = shorten(repr(asked.prompt), 60)
-        raise InputError(f"'prompt' is {got}; give one text, or one list of token ids")
+            return [self.chat_ids(asked)]
+        assert isinstance(asked, TextFields)
+        given = asked.prompt
+        prompts = [given] if isinstance(given, str) or is_ids(given) else given
+        if not isinstance(prompts, list) or not all(
+            isinstance(it, str) or is_ids(it) for it in prompts
+        ):
+            refuse(asked, "prompt", "give a text, a list of token ids, or a list of these")
+        encode = self.engine.tokenizer.encode
+        return [it if is_ids(it) else self._encoded(it, encode) if it else [] for it in prompts]
+
+    def chat_ids(self, asked: ChatFields) -> list[int]:
+        """Token ids of the messages, and of the answer that is to go on."""
+        if not (messages := asked.messages):
+            raise InputError("messages is empty; send one at least")
+        tokenizer = self.engine.tokenizer
+        turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
+        begun = turns.pop()["content"] if asked.continue_final_message else ""
+        ids = self._encoded(tokenizer.render_chat(turns), tokenizer.encode_marked)
+        return ids + self._encoded(begun, tokenizer.encode_marked)
 
     def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids of a text; if it is too long, of a beginning that is too long."""
@@ -200,16 +304,17 @@ class Protocol:
 def _turn(message: Any) -> dict[str, str]:
     """A message with its text as one string."""
     match message:
-        case {"role": str(role), "content": content, **others} if not any(
-            value for name, value in others.items() if name != "name"
-        ):
+        case {"role": str(role), **others} if (
+            "content" in others or role == "assistant"
+        ) and not any(value for name, value in others.items() if name not in ("content", "name")):
+            content = others.get("content", "")
             parts = content if isinstance(content, list) else [content]
             return {"role": role, "content": "".join(map(_text, parts))}
-    raise InputError(f"a message is {shorten(repr(message), 60)}; give a role and a content")
+    raise InputError(f"messages has {shorten(repr(message), 60)}; give a role and a content")
 
 
 def _text(part: Any) -> str:
     match part:
         case str(text) | {"type": "text", "text": str(text)}:
             return text
-    raise InputError(f"a message has {shorten(repr(part), 60)}; give a text, or parts of type text")
+    raise InputError(f"messages has a part {shorten(repr(part), 60)}; give texts")

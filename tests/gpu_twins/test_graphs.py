@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minitri.errors import InputError
+from minitri.filters.text_filters import TextFilters
 from minitri.gpu.graphs import GraphPool
 from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams, StepPlan
@@ -92,3 +93,27 @@ def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
         forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
         found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("speculation", [{}, {"tree": "2x2", "gamma1": 2}, {"coupled": True}])
+@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
+def test_passes_of_rows_with_penalties_are_not_captured(method, speculation, lengths_on_the_device):
+    """Nor guesses of a draft model; verdicts are."""
+    if method == "retrieval" and "tree" in speculation:
+        speculation = {"tree": "2x2"}
+    target = as_on_a_gpu(tiny_model(CONFIG))
+    draft = as_on_a_gpu(near_copy(target, 0.02))
+    temperature = 0.8 if "coupled" in speculation else 0
+    sampling = SamplingParams(temperature, repetition_penalty=1.5, presence_penalty=0.5)
+    settings = {"num_new": 24, "sampling": sampling, **SMALL, **speculation}
+
+    def make_filters(request):
+        return TextFilters(sampling, request.prompt, CONFIG.vocab_size)
+
+    found = []
+    for graphs in (None, GraphPool(CPU)):
+        options = {**settings, "method": method, "draft": draft, "graphs": graphs}
+        found.append(Rig(target, PROMPTS, make_filters=make_filters, **options).run())
+    settings["coupled"] = "coupled" in speculation
+    alone = plain_tokens(target, PROMPTS, make_filters=make_filters, **settings)
+    assert found[0] == found[1] == alone

@@ -81,6 +81,14 @@ def test_a_conversation_reads_as_in_transformers(template, messages):
     assert ours.render(messages) == wanted
 
 
+def test_a_developer_is_the_system_where_a_template_does_not_know_the_role():
+    talk = [{"role": "developer", "content": "Be brief."}, *TALK[1:]]
+    made = ChatTemplate(CHATML, {})
+    assert made.render(talk) == made.render(TALK)
+    knowing = ChatTemplate(CHATML + "{# developer #}", {})
+    assert "<|im_start|>developer\nBe brief." in knowing.render(talk)
+
+
 @pytest.fixture
 def with_template(tmp_path):
     """A folder whose tokenizer has control tokens, and a way to give it a template."""

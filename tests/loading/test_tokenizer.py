@@ -1,13 +1,15 @@
 """All kinds of tokenizer, streamed text, and drafters, which must spell as the target does."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import sentencepiece
 
 import minitri
-from minitri import InputError
+from minitri import Grammar, InputError
+from minitri.filters.matcher import GrammarMatcher, compiled
 from minitri.loading.gguf.file import GgufFile
 from minitri.loading.hf_folder import Folder
 from minitri.loading.open_models import load_tokenizer
@@ -178,3 +180,22 @@ def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, mo
     text = "".join(decoder.push(token) for token in ids) + decoder.flush()
     assert (text, len(ids)) == ("\ufffd" * 1333, 3999)
     assert sum(lengths) < 40 * len(ids)
+
+
+def test_a_grammar_sees_the_bytes_of_every_token(tokenizer):
+    """Parts of characters, spaces at borders, bytes; control tokens are none of a text."""
+    config = replace(CONFIG, eos_token_ids=(2,))
+    for text in (*SENTENCES, HARD, "\x01\x7f ~ 日 本"):
+        ids = [token for token in tokenizer.encode(text) if token != 1]
+        compiled(Grammar("json_object"), tokenizer, config)
+        lexicon = tokenizer.grammars[500, (2,)][None]
+        spelled = lexicon.decode_bytes(ids).decode()
+        assert spelled.removeprefix(" ") == text or spelled == text
+        start = compiled(Grammar("choice", json.dumps([spelled])), tokenizer, config)
+        matcher = GrammarMatcher(start, config)
+        for n, token in enumerate([*ids, 2]):
+            is_bad_V = matcher.forbidden(ids[:n])
+            assert not is_bad_V[token]
+            assert is_bad_V[:2].all()
+            assert is_bad_V[2] == (n < len(ids))
+            assert is_bad_V[tokenizer.num_tokens :].all()

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import GenerationConfig, Grammar, InputError, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
 from minitri.loading import open_models
 from minitri.parallel.ranks import join
@@ -39,6 +39,8 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 METHODS = {name: {"method": name, **options} for name, options in METHODS.items()}
 SAMPLINGS = {"greedy": (0.0, False), "coupled": (0.8, True), "independent": (0.8, False)}
+SAMPLINGS["shaped"] = (0.9, False)
+SHAPED = {"presence_penalty": 0.7, "repetition_penalty": 1.3, "grammar": Grammar("json_object")}
 RUNS = [("suffix", name, "coupled") for name in METHODS if name != "autoregressive"]
 RUNS += [("tied", name, sampling) for name in METHODS for sampling in SAMPLINGS]
 """Drafter, method, sampling."""
@@ -164,7 +166,8 @@ def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engi
 
 def texts(engine: Engine, temperature: float, coupled: bool, **method: Any) -> Any:
     """Tokens and plans of a batch of three prompts of different lengths."""
-    sampling = SamplingParams(temperature, top_p=0.95 if temperature else 1.0)
+    shaped = SHAPED if temperature == 0.9 else {}
+    sampling = SamplingParams(temperature, top_p=0.95 if temperature else 1.0, **shaped)
     generation = GenerationConfig(NUM_NEW, ignore_eos=True, prefill_chunk=16)
     speculation = SpeculationConfig(coupled=coupled, **SETTINGS, **method)
     options = {"sampling": sampling, "generation": generation, "speculation": speculation}

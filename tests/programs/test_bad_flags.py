@@ -70,6 +70,21 @@ generate --top-p 0 | ^--top-p is 0.0; it must be a number from
 generate --top-p 1.5 | ^--top-p is 1.5
 generate --top-p nan | ^--top-p is nan
 generate --min-p 2 | ^--min-p is 2.0
+generate --repetition-penalty nan | ^--repetition-penalty is nan; it must be a number from 0.01
+generate --presence-penalty 3 | ^--presence-penalty is 3.0; it must be a number from -2 to 2
+generate --logit-bias 5 | --logit-bias: '5' is not a token id and a number
+generate --logit-bias 5:101 | ^--logit-bias is \[\(5, 101.0\)\]; it must map
+generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens; leave it out
+generate --bad-words '' | ^--bad-words is \[''\]; it must be strings
+generate --min-tokens -1 | --min-tokens: '-1'
+generate --json-schema '{' | ^the schema cannot be read \(JSONDecodeError: .*line 1 column 2
+generate --json-schema /nowhere/x | ^--json-schema /nowhere/x cannot be read
+generate --json-schema '{"type": 3}' | ^the json_schema cannot be used
+generate --json-object --regex a | --regex: not allowed with argument --json-object
+generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it
+generate --regex '[^\s\S]' | ^the regex cannot be used \(it allows no text\)
+generate --grammar binary | ^--grammar binary cannot be read \(it has a NUL
+generate --choice '' | ^the grammar's text is .*it must be a JSON list of texts
 generate --temperature -1 | ^--temperature is -1.0
 generate --temperature inf | ^--temperature is inf
 generate --temperature hot | --temperature: invalid float value: 'hot'

@@ -228,3 +228,67 @@ def test_ctrl_c_leaves_every_finished_text_written(run_lines, monkeypatch):
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # the next one would end all tests
     done = run_lines(*[{"prompt": "The sea"}] * 9, flags=("--batch-size", "2"))
     assert (done.code, len(done.lines)) == (130, 3)
+
+
+def test_several_texts_of_one_prompt_are_those_of_their_seeds(run):
+    """Told one after the other, in JSON a line each; the prompt is read once."""
+    flags = (PROMPT, "--temperature", "1", "--coupled")
+    alone = [run(*flags, "--seed", str(3 + i)).out for i in range(4)]
+    done = run(*flags, "--seed", "3", "--n", "4")
+    order = [int(it) - 1 for it in re.findall(r"text (\d) of 4, seed \d:", done.err)]
+    assert (done.code, sorted(order)) == (0, [0, 1, 2, 3])
+    assert done.out == "".join(alone[index] for index in order)
+    read = re.search(r"for (\d+) tokens of the prompt", done.err)
+    assert int(read[1]) < 1.5 * run(PROMPT, "--json").json["num_prompt_tokens"] + 4 * 16
+    lines = run(*flags, "--seed", "3", "--n", "4", "--json").out.splitlines()
+    told = {answer["index"]: answer["text"] + "\n" for answer in map(json.loads, lines)}
+    assert told == dict(enumerate(alone))
+    for wrong in (
+        ("--n", "9"),
+        ("--n", "0"),
+        ("--n", "2", "--prompts", "x"),
+        ("--n", "2", "--color"),
+    ):
+        assert run(PROMPT, *wrong).code == 2
+
+
+def test_a_text_is_scored_token_by_token(run, folder, engine, tmp_path, monkeypatch):
+    file = tmp_path / "text.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    words = ("score", str(file), "-m", str(folder), "--dtype", "float32")
+    ids, own = engine.tokenizer.encode(PROMPT), engine.score(PROMPT)
+    report = run(*words, "--json", model=None).json
+    assert (report["token_ids"], report["logprobs"]) == (ids, [None, *own.tolist()])
+    assert report["perplexity"] == pytest.approx((-own.mean()).exp().item())
+    done = run(*words, model=None)
+    wanted = f"{len(ids)} tokens, log-probability {own.mean():.4f} per token, perplexity "
+    assert (done.code, done.out.startswith(wanted)) == (0, True)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+    assert run("score", "-", *words[2:], model=None).out == done.out
+    short = run(*words, "--max-prompt-tokens", "5", "--json", model=None).json
+    assert short["logprobs"] == pytest.approx([None, *own.tolist()][:5], abs=1e-5)
+    for wrong, message in (((str(tmp_path),), "is a folder"), ((), "FILE")):
+        code, out, err = run("score", *wrong, *words[2:], model=None)
+        assert (code, out, message in err) == (2, "", True)
+
+
+def test_flags_for_grammars_are_one_setting(run, tmp_path):
+    """A text that a grammar ends is whole, whatever else its flags say."""
+    lark, schema = tmp_path / "answer.lark", tmp_path / "schema.json"
+    lark.write_text('start: "yes" | "no" " sir"?')
+    schema.write_text('{"enum": [17, "x"]}')
+    for flags, wanted in (
+        (("--grammar", lark), {"yes", "no", "no sir"}),
+        (("--json-schema", schema), {"17", '"x"'}),
+        (("--json-schema", schema.read_text()), {"17", '"x"'}),
+        (("--regex", "a{3}b?"), {"aaa", "aaab"}),
+        (("--choice", "She had", "--choice", "日本"), {"She had", "日本"}),
+    ):
+        done = run(PROMPT, *map(str, flags), "--json", "-n", "60", "--temperature", "1")
+        assert done.json["text"] in wanted
+    found = run(PROMPT, "--json-object", "--json", "-n", "300", "--seed", "1", "--temperature", "1")
+    assert isinstance(json.loads(found.json["text"]), dict)
+    flags = ("--logit-bias", "71:-100", "--logit-bias", "80:1.5", "--bad-words", "the")
+    more = ("--repetition-penalty", "1.2", "--presence-penalty", "0.5", "--min-tokens", "4")
+    assert 71 not in run(PROMPT, *flags, *more, "--json").json["token_ids"]
+    assert "repetition_penalty 1.2" in run(PROMPT, *flags, *more).err

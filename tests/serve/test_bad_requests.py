@@ -1,6 +1,7 @@
 """Whatever a client sends, it gets one clear error, and the server goes on."""
 
 import json
+import re
 import threading
 
 import openai
@@ -19,23 +20,46 @@ USER = {"role": "user", "content": "a"}
     ("setting", "fields"),
     [
         ("prompt", {"prompt": ""}),
-        ("prompt", {"prompt": ["a", "b"]}),
+        ("prompt is ['a', [5], 6]", {"prompt": ["a", [5], 6]}),
+        ("prompt", {"prompt": ["a", ""]}),
         ("prompt", {"prompt": [1, True]}),
         ("prompt", {"prompt": [1, 320]}),
         ("prompt", {"prompt": [5] * CONTEXT}),
         ("prompt", {"prompt": "\ud800"}),
-        ("n", {"n": 2}),
-        ("echo", {"echo": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("n is 9; it must be a whole number from 1 to 8", {"n": 9}),
+        ("n", {"messages": [USER], "n": 0}),
+        ("best_of", {"best_of": 9}),
+        ("best_of is 2; it must be at least n, which is 3", {"best_of": 2, "n": 3}),
+        ("best_of", {"best_of": 2, "stream": True}),
+        ("echo is 1", {"echo": 1}),
+        ("echo", {"echo": True, "logprobs": 1, "stream": True}),
+        ("echo", {"messages": [USER], "echo": True}),
+        ("suffix", {"suffix": "the end"}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("max_tokens", {"max_tokens": 0, "echo": True, "stream": True}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        ("structured_outputs", {"structured_outputs": {"gbnf": "root"}}),
+        ("json_schema cannot be used", {"structured_outputs": {"json": {"type": "strin"}}}),
+        ("the regex cannot be used", {"structured_outputs": {"regex": "(a"}}),
+        ("line 1, column 8", {"structured_outputs": {"grammar": "start: foo"}}),
+        ("grammar", {"grammar": "root ::= x"}),
+        ("logit_bias is for token 320", {"logit_bias": {"320": 1}}),
+        ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("presence_penalty is 2.1", {"presence_penalty": 2.1}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("bad_words", {"bad_words": [""]}),
         ("max_tokns", {"max_tokns": 3}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
+        ("length_penalty", {"length_penalty": 1.1}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"x": 1}}),
         ("max_tokens is '3'; it must be a whole number", {"max_tokens": "3"}),
         ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
         ("max_completion_tokens", {"messages": [USER], "max_completion_tokens": 0}),
         ("stop is [1]; it must be strings", {"stop": [1]}),
         ("temperature is -1; it must be a number from 0", {"temperature": -1}),
-        ("seed", {"seed": -1}),
+        ("seed", {"seed": 1 << 64}),
+        ("seed", {"seed": -(1 << 63) - 1}),
         ("logprobs", {"logprobs": 21}),
         ("stream", {"stream": "yes"}),
         ("stream_options", {"stream_options": {"x": 1}}),
@@ -51,7 +75,7 @@ USER = {"role": "user", "content": "a"}
         ("prompt", {"messages": [USER], "prompt": "She"}),
         ("Unicode", {"messages": [{**USER, "content": "\ud800"}]}),
         ("logprobs", {"messages": [USER], "logprobs": 2}),
-        ("logprobs", {"messages": [USER], "top_logprobs": 2}),
+        ("top_logprobs", {"messages": [USER], "top_logprobs": 2}),
     ],
 )
 def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, setting, fields):
@@ -59,9 +83,13 @@ def test_a_wrong_field_is_one_line_that_names_it(server, template, monkeypatch, 
     body = json.dumps(fields if is_chat else {"prompt": "She had", **fields}).encode()
     headers = {"content-type": "application/json; charset=utf-8"}
     response = server.http.post(CHAT if is_chat else TEXT, content=body, headers=headers)
-    message = response.json()["error"]["message"]
-    assert (response.status_code, "\n" in message) == (400, False)
-    assert setting in message
+    error = response.json()["error"]
+    assert (response.status_code, "\n" in error["message"]) == (400, False)
+    assert setting in error["message"]
+    if setting != "Unicode":
+        names = [*re.findall(r"\w+", setting), "messages" if is_chat else "prompt"]
+        names += ["lark", "response_format"]  # of grammars
+        assert error["param"] in names
 
 
 @pytest.mark.parametrize(
@@ -91,12 +119,12 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
     with serving(engine, ignored=set()) as server:
         fields = {"model": "tiny", "prompt": "She had", "max_tokens": 2, "seed": 3}
         plain = server.openai.completions.create(**fields)
-        extra = {"repetition_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
+        extra = {"length_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
         for _ in range(2):
             answer = server.openai.completions.create(**fields, extra_body=extra)
             assert answer.choices[0].text == plain.choices[0].text
-        with pytest.raises(openai.BadRequestError, match="n is 2; it must be one of 1"):
-            server.openai.completions.create(**fields, n=2)
+        with pytest.raises(openai.BadRequestError, match="n is 9; it must be a whole number"):
+            server.openai.completions.create(**fields, n=9)
         for name in (*extra, "n"):
             assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)
         server.post(prompt="She had", max_tokens=1, **{f"x{i}": 1 for i in range(300)})

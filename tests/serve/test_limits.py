@@ -92,7 +92,7 @@ def test_many_requests_of_an_address_do_not_delay_that_of_another_one(engine):
 
     def before() -> None:
         gate.wait(20)
-        left.append([job.request.client for job in server.service.worker._jobs.values()])
+        left.append([job.requests[0].client for job in server.service.worker._jobs.values()])
 
     fields = {"model": "tiny", "max_tokens": 2, "extra_body": {"ignore_eos": True}}
     with serving(engine, before=before, num_rows=1) as server, ThreadPoolExecutor(21) as pool:
@@ -177,9 +177,9 @@ def test_tokenizing_lets_other_threads_run(engine):
 def test_a_whole_answer_with_log_probabilities_is_worded_outside_of_the_loop(server, monkeypatch):
     threads, take = {}, Writer.take
 
-    def watched(writer, event):
+    def watched(writer, index, event):
         threads.setdefault(type(event).__name__, set()).add(threading.get_ident())
-        return take(writer, event)
+        return take(writer, index, event)
 
     monkeypatch.setattr(Writer, "take", watched)
     fields = {"model": "tiny", "prompt": "She had", "max_tokens": 9}

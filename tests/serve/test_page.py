@@ -11,6 +11,8 @@ import pytest
 
 from minitri.serve.page import PAGE
 from minitri.serve.protocol import ChatFields, TextFields
+from minitri.serve.responses import ResponseFields
+from minitri.serve.tokens import DetokenizeFields, TokenizeFields
 from tests.serve.chromium import browsing
 from tests.serve.conftest import serving
 
@@ -258,12 +260,17 @@ def test_a_policy_lets_only_its_own_script_and_style_in(server):
 def test_the_endpoints_are_listed_with_all_fields(server):
     """With what they do, what they may be, and their defaults on this server."""
     _, *parts = server.http.get("/docs").text.split("<h2>POST ")
-    for text, kind in zip(parts, (TextFields, ChatFields), strict=True):
+    kinds = (ResponseFields, TokenizeFields, DetokenizeFields, TextFields, ChatFields)
+    order = ("/v1/responses", "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions")
+    by_path = {part.partition("</h2>")[0]: part for part in parts}
+    assert {*by_path} == {*order}
+    for path, kind in zip(order, kinds, strict=True):
+        text = by_path[path]
         rows = re.findall("<tr><td><code>(\\w+)</code><td>(.+?)<td>(.*?)<td>(.*)", text)
         assert [name for name, *_ in rows] == sorted(field.name for field in fields(kind))
         assert len({text for _, text, *_ in rows}) == len(rows)
     about = {name: others for name, *others in rows}
     assert about["temperature"][1:] == ["a number from 0 to 100", "1.0"]
     assert about["top_logprobs"][1:] == ["a whole number from 0 to 20", ""]
-    assert about["n"][:2] == ["How many answers.", "one of 1"]
+    assert about["n"][:2] == ["How many answers to each prompt.", "a whole number from 1 to 8"]
     assert "Most tokens of the answer." in about["max_tokens"][0]
