@@ -2,7 +2,7 @@
 typed events in the order in which they happen."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -108,6 +108,8 @@ class Request:
     """Whose it is: no text begins with K and V of another owner's."""
     client: str
     """Who asks: clients take turns, and those with the fewest rows are next."""
+    shown: Container[int]
+    """Control tokens that the text has, as they are spelled; others are left out."""
 
     def __init__(
         self,
@@ -118,6 +120,7 @@ class Request:
         speculation: bool = True,
         owner: str = "",
         client: str = "",
+        shown: Container[int] = (),
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -128,6 +131,7 @@ class Request:
         self.speculation = speculation
         self.owner = owner
         self.client = client
+        self.shown = shown
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 
@@ -146,7 +150,7 @@ class Row:
         self.tokens: list[Token] = []
         self.finish_reason: str | None = None
         self.stats = RowStats(len(ids))
-        self._decoder = IncrementalDecoder(tokenizer, ids)
+        self._decoder = IncrementalDecoder(tokenizer, ids, request.shown)
         self._scanner = StopScanner(request.generation.stop)
 
     @property

@@ -8,11 +8,13 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from minitri import End, Engine, Event, Idle, Request, RowStats, Token
 from minitri.requests import PrefillProgress
+from minitri.serve.answer_parser import AnswerParser, Piece
+from minitri.serve.chat_prompt import ChatPrompt
 from minitri.serve.protocol import Asked
 
 LEAST_LOGPROB = -9999.0
@@ -33,8 +35,19 @@ def in_stream(content: bytes) -> bytes:
 class Writer:
     """The answer to one call."""
 
-    def __init__(self, request: Request, asked: Asked, model: str, engine: Engine) -> None:
+    def __init__(
+        self,
+        request: Request,
+        asked: Asked,
+        model: str,
+        engine: Engine,
+        chat: ChatPrompt | None = None,
+    ) -> None:
         generation = request.generation
+        self._chat = chat
+        self._parser = chat.parser() if chat is not None else AnswerParser()
+        self._pieces: list[Piece] = []
+        self._num_calls = 0
         self._asked = asked
         self._tokenizer = engine.tokenizer
         self._ends = () if generation.ignore_eos else engine.config.eos_token_ids
@@ -85,12 +98,41 @@ class Writer:
         }
         if self._asked.stream and self._asked.details and tokens:
             choice["origin"] = tokens[-1].origin
-        if self._asked.is_chat:
-            choice["delta" if self._asked.stream else "message"] = self._speaker | {"content": text}
-            self._speaker = {}
+        if self._chat is not None:
+            pieces = self._parser.push(text, is_last=end is not None)
+            self._pieces += pieces
+            choice["delta" if self._asked.stream else "message"] = self._said(pieces)
+            if self._num_calls and reason in ("eos", "stop"):
+                choice["finish_reason"] = "tool_calls"
+            if end is not None:
+                self._chat.keep(self._pieces, end)
         else:
             choice["text"] = text
         return choice
+
+    def _said(self, pieces: Sequence[Piece]) -> Json:
+        """Pieces of an answer as a message, or a part of one."""
+        texts = {"content": ""}
+        calls: dict[int, Json] = {}
+        for kind, text in pieces:
+            if kind == "call":
+                self._num_calls += 1
+                call = {"id": secrets.token_hex(5)[1:], "type": "function"}
+                calls[self._num_calls - 1] = call | {"function": {"name": text, "arguments": ""}}
+            elif kind == "arguments":
+                call = calls.setdefault(self._num_calls - 1, {"function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+            else:
+                name = "reasoning_content" if kind == "reasoning" else kind
+                texts[name] = texts.get(name, "") + text
+        said: Json = {**self._speaker, **texts}
+        self._speaker = {}
+        if calls:
+            said["content"] = said["content"] or None
+            said["tool_calls"] = [*calls.values()]
+            if self._asked.stream:
+                said["tool_calls"] = [{"index": index} | it for index, it in calls.items()]
+        return said
 
     def _logprobs(self, tokens: list[Token]) -> Json:
         """Of the tokens, but for one that ends the text and is not part of it. What is said of the

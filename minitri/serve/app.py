@@ -123,7 +123,7 @@ class Service:
         """Answers a call while its row runs, until it ends or the client leaves."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        row, asked = call
+        row, asked, chat = call
         job = Job(row)
 
         async def watch() -> None:
@@ -132,7 +132,7 @@ class Service:
                 job.tell(Idle())
             job.tell(None)
 
-        writer = Writer(row, asked, self.protocol.names[0], self.protocol.engine)
+        writer = Writer(row, asked, self.protocol.names[0], self.protocol.engine, chat)
         kind = b"text/event-stream" if asked.stream else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}

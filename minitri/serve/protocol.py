@@ -4,9 +4,10 @@ Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`,
 `continue_final_message` are additions. What is said of fields here, `/docs` says, too.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
@@ -15,10 +16,13 @@ from minitri.fields import between, changed, one_of, refuse
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
+from minitri.serve.chat_prompt import ChatPrompt
+from minitri.serve.replay import Replay
+from minitri.serve.tools import read_tools
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-IGNORED = ("metadata", "service_tier", "parallel_tool_calls")
+IGNORED = ("metadata", "service_tier")
 USAGE = ({"include_usage": True}, {"include_usage": False})
 NEUTRAL = {"repetition_penalty": 1}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
@@ -80,7 +84,8 @@ class ChatFields(Fields):
 
     is_chat = True
     messages: Any = ()
-    """A list of objects with a role and a content: a text, or a list of parts of type text."""
+    """A list of objects with a role and a content: a text, or a list of parts of type text. Answers
+    may have tool_calls, and messages of the role tool the tool_call_id of one."""
     max_completion_tokens: int | None = between(None, 1)
     """OpenAI's newer name of max_tokens, before which it counts."""
     logprobs: bool = False
@@ -89,8 +94,12 @@ class ChatFields(Fields):
     """With logprobs: also of so many tokens that are likeliest."""
     continue_final_message: bool = False
     """Go on with the text of the last message."""
-    tool_choice: str | None = one_of(None, "none", "auto")
-    """Whether tools are called, of which there are none."""
+    tools: Any = ()
+    """Functions that the answer may call: objects of type function, with a name and a schema."""
+    tool_choice: Any = None
+    """Whether it calls some: auto, none, required, or the function to call."""
+    parallel_tool_calls: bool | None = None
+    """Whether it may call several. Default: true."""
     response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
     """Form of the answer."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
@@ -98,8 +107,8 @@ class ChatFields(Fields):
 
 
 Asked = TextFields | ChatFields
-Call = tuple[Request, Asked]
-"""A prompt of token ids and how to go on, and how to answer."""
+Call = tuple[Request, Asked, ChatPrompt | None]
+"""A prompt of token ids and how to go on; how to answer, and of a chat its conversation."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +124,9 @@ class Protocol:
     """Tokens of a prompt and its answer."""
     ignored: set[str] | None = None
     """Unknown fields that there were; None: they are refused."""
+    tool_format: str | None = None
+    """How the model writes calls; None: as its chat template does."""
+    replay: Replay = field(default_factory=Replay)
 
     def read(self, body: bytes, *, is_chat: bool, client: str = "", salt: str = "") -> Call:
         """What a body asks for. Prompts share the cache where the salt is the same; all do without.
@@ -132,24 +144,33 @@ class Protocol:
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
         if sum(map(len, generation.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
-        ids = self._ids(asked) if (most or 0) <= self.context else [0]
+        user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        owner = f"{salt}/{user}" if salt else ""
+        chat, ids = None, [0]
+        if (most or 0) > self.context:
+            pass
+        elif isinstance(asked, ChatFields):
+            chat = self._chat(asked, owner)
+            ids = chat.token_ids
+        else:
+            ids = self._ids(asked)
         room = self.context - len(ids)
         num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))
         if num_new > room:
             got = f"prompt and answer have at least {len(ids)} + {num_new} tokens of {self.context}"
             advice = "shorten the prompt, or lower max_tokens"
             raise ApiError(400, "context_length_exceeded", f"{got}; {advice}")
-        user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         request = Request(
             ids,
             draw_seed() if asked.seed is None else asked.seed,
             changed(self.sampling, vars(asked)),
             replace(generation, max_new_tokens=num_new),
             asked.speculation,
-            f"{salt}/{user}" if salt else "",
+            owner,
             client,
+            chat.shown if chat is not None else (),
         )
-        return request, asked
+        return request, asked, chat
 
     def _fields(self, body: bytes, kind: type[Asked]) -> Asked:
         """What is asked for; null is the default."""
@@ -169,19 +190,24 @@ class Protocol:
         given = {name: it for name, it in content.items() if name in known and it is not None}
         return kind(**known | given)
 
-    def _ids(self, asked: Asked) -> list[int]:
-        """Token ids of the prompt, or of the messages and the answer that is to go on."""
-        tokenizer = self.engine.tokenizer
-        if isinstance(asked, ChatFields):
-            if not (messages := asked.messages):
-                raise InputError("there are no messages; send one at least")
-            turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
-            begun = turns.pop()["content"] if asked.continue_final_message else ""
-            ids = self._encoded(tokenizer.render_chat(turns), tokenizer.encode_marked)
-            return ids + self._encoded(begun, tokenizer.encode_marked)
+    def _chat(self, asked: ChatFields, owner: str) -> ChatPrompt:
+        tools = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        return ChatPrompt(
+            asked.messages,
+            tools,
+            self.engine,
+            self.replay,
+            functools.partial(self._encoded, encode=self.engine.tokenizer.encode_marked),
+            owner=owner,
+            goes_on=asked.continue_final_message,
+            tool_format=self.tool_format,
+        )
+
+    def _ids(self, asked: TextFields) -> list[int]:
+        """Token ids of the prompt."""
         match asked.prompt:
             case str(text) | [str(text)]:
-                return self._encoded(text, tokenizer.encode) if text else []
+                return self._encoded(text, self.engine.tokenizer.encode) if text else []
             case [[*ids]] | [*ids] if all(type(token) is int for token in ids):
                 return ids
         got = shorten(repr(asked.prompt), 60)
@@ -195,21 +221,3 @@ class Protocol:
                 return ids
             size *= 2
         return encode(text)
-
-
-def _turn(message: Any) -> dict[str, str]:
-    """A message with its text as one string."""
-    match message:
-        case {"role": str(role), "content": content, **others} if not any(
-            value for name, value in others.items() if name != "name"
-        ):
-            parts = content if isinstance(content, list) else [content]
-            return {"role": role, "content": "".join(map(_text, parts))}
-    raise InputError(f"a message is {shorten(repr(message), 60)}; give a role and a content")
-
-
-def _text(part: Any) -> str:
-    match part:
-        case str(text) | {"type": "text", "text": str(text)}:
-            return text
-    raise InputError(f"a message has {shorten(repr(part), 60)}; give a text, or parts of type text")

@@ -1,0 +1,162 @@
+"""Tools of a request: what the model may call, and the grammar that its calls follow."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from minitri import InputError
+from minitri.errors import shorten
+from minitri.serve.answer_parser import END_THINK, FORMATS, THINK, ToolFormat
+
+NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+CHOICES = ("auto", "none", "required")
+NO_PARAMETERS = {"type": "object", "properties": {}}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The functions of a request, and whether the answer calls one."""
+
+    functions: Mapping[str, Mapping[str, Any]]
+    """By their names, as the client describes them."""
+    choice: str
+    """One of `CHOICES`, or the name of the one to call."""
+    is_parallel: bool
+    """Whether an answer may have several calls."""
+
+    @property
+    def for_template(self) -> list[Any]:
+        """As chat templates know them; without those that are not to be called."""
+        shown = {} if self.choice == "none" else self.functions
+        fields = {"description": "", "parameters": NO_PARAMETERS}
+        plain = [
+            {key: it.get(key) or default for key, default in ({"name": ""} | fields).items()}
+            for it in shown.values()
+        ]
+        return [{"type": "function", "function": it} for it in plain]
+
+    @property
+    def names(self) -> list[str]:
+        """Of those that may be called."""
+        names = [*self.functions] if self.choice in CHOICES else [self.choice]
+        return names if self.choice != "none" else []
+
+    def grammar(
+        self, form: ToolFormat, controls: Mapping[str, int], *, thinks: bool, may_think: bool
+    ) -> str:
+        """What the answer has to be, for llguidance in its Lark dialect, or "" where anything goes.
+        Free text up to a call is as it would be without tools. `controls` are tags that are tokens,
+        `thinks` and `may_think` whether a thought is open, or may come first. Raises
+        `InputError`."""
+        if not self.names:
+            return ""
+        if find_spec("llguidance") is None:
+            if self.choice == "auto" and self.is_parallel:
+                return ""
+            name = "tool_choice" if self.is_parallel else "parallel_tool_calls"
+            raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
+
+        def tag(text: str) -> str:
+            return f"<[{controls[text]}]>" if text in controls else f"SPACE {json.dumps(text)}"
+
+        opening, is_auto = form.opening, self.choice == "auto"
+        separator = tag(form.separator)
+        if not form.separator:
+            separator = f"{tag(form.closing)} {tag(opening)}"
+        more = f"({separator} call)*" if self.is_parallel and self.choice in CHOICES else ""
+        closing = tag(form.closing) if form.closing else ""
+        bracket = tag(form.bracket) if form.bracket else ""
+        answer = "calls" if form.is_bare else f"{tag(opening)} calls"
+        excluded = []  # from free text
+        if opening not in controls:
+            excluded.append(f"ANY {json.dumps(opening)} ANY")
+        if form.is_bare:
+            excluded.append(r'/\s*\{\s*"(name|type|id)"\s*:/ ANY')
+        if may_think and THINK not in controls:
+            excluded.append(r"/\s*<think>/ ANY")
+        thought = f"<[{controls[THINK]}]>" if THINK in controls else r"/\s*<think>/"
+        before = [""] if not thinks else []
+        unfinished = []
+        if thinks or may_think:
+            start = "" if thinks else thought
+            before.append(f"{start} thought")
+            unfinished = [f"{start} THOUGHT"] if is_auto else []
+        starts = [*(f"{it} answer" for it in before), *unfinished]
+        until = {"thought": ("ANY", END_THINK), "first": ("PLAIN", opening)}
+        lines = [
+            '%llguidance {"allow_invalid_utf8": true}',
+            f"start: {' | '.join(starts)}",
+            f"answer: {answer}" + " | PLAIN | first calls" * is_auto,
+            f"calls: {bracket} call {more} {closing}",
+            r"SPACE: /\s*/",
+            r"ANY: /(?-u:[\x00-\xfe])*/",  # 0xff stands for control tokens
+            f'THOUGHT: ANY & ~(ANY "{END_THINK}" ANY)',
+            "PLAIN: " + " & ".join(["ANY", *(f"~({it})" for it in excluded)]),
+        ]
+        for rule, (text, end) in until.items():
+            if end in controls:
+                lines.append(f"{rule}: {text} <[{controls[end]}]>")
+            else:
+                lines.append(f"{rule}[lazy]: TO_{rule.upper()}")
+                lines.append(f"TO_{rule.upper()}: {text} {json.dumps(end)}")
+        calls = []
+        for number, name in enumerate(self.names):
+            start = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
+            schema = json.dumps(self._schema(name))
+            lines.append(f"HEAD{number}: SPACE {json.dumps(start)}")
+            calls.append(f'HEAD{number} %json {schema} SPACE "}}"')
+        lines.append(f"call: {' | '.join(calls)}")
+        return "\n".join(lines)
+
+    def _schema(self, name: str) -> dict[str, Any]:
+        """Of the arguments; what the library does not know of it is left out of account, unless
+        the client wants it strict."""
+        function = self.functions[name]
+        schema = {"type": "object", **(function.get("parameters") or {})}
+        return schema | ({} if function.get("strict") else {"x-guidance": {"lenient": True}})
+
+
+def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
+    """Those of a request. Raises `InputError`, which names the field."""
+    functions: dict[str, Mapping[str, Any]] = {}
+    if not isinstance(tools, Sequence):
+        raise InputError(f"tools is {shorten(repr(tools), 60)}; give a list")
+    for number, tool in enumerate(tools):
+        match tool:
+            case {"type": "function", "function": {"name": str(name), **others}} if NAME.fullmatch(
+                name
+            ) and isinstance(others.get("parameters") or {}, Mapping):
+                if name in functions:
+                    problem = f"tools[{number}].function.name is {name}, as of another tool"
+                    raise InputError(f"{problem}; give each a name of its own")
+                functions[name] = tool["function"]
+            case _:
+                got = f"tools[{number}] is {shorten(repr(tool), 60)}"
+                raise InputError(
+                    f"{got}; give type function, and a function with a name of at most 64 letters, "
+                    "digits, _ . and -, and a schema as parameters"
+                )
+    match choice:
+        case None:
+            choice = "auto"
+        case {"type": "function", "function": {"name": str(choice)}} if choice in functions:
+            pass
+        case "auto" | "none":
+            pass
+        case "required" if functions:
+            pass
+        case _:
+            got = f"tool_choice is {shorten(repr(choice), 60)}"
+            raise InputError(f"{got}; give {', '.join(CHOICES)}, or a function that is in tools")
+    return Tools(functions, choice, is_parallel is not False)
+
+
+def format_of(template: str) -> ToolFormat:
+    """The one that a chat template writes calls in; Hermes' where it shows none."""
+    for form in FORMATS.values():
+        if form.opening in template or (form.is_bare and '"parameters"' in template):
+            return form
+    return FORMATS["hermes"]
