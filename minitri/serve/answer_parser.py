@@ -87,7 +87,6 @@ class AnswerParser:
             may_call = bool(taken) or self._form.is_bare
         while self._rest or taken or not self._is_last:
             if may_call and (yield from self._calls(taken)):
-                yield from self._skip_spaces()
                 taken = yield from self._take(opening)
                 may_call = bool(taken)
             else:
@@ -97,10 +96,12 @@ class AnswerParser:
     def _calls(self, taken: str) -> Generator[None, None, bool]:
         """Calls after a tag, which is content if there are none. Whether there are."""
         assert self._form is not None
-        if bracket := self._form.bracket:
-            taken += yield from self._take(bracket)
-        is_call = False
-        while head := (yield from self._take(*self._heads)):
+        is_call, heads = False, self._heads
+        if self._form.bracket:
+            bracket = yield from self._take(self._form.bracket)
+            taken += bracket
+            heads = heads if bracket else []
+        while head := (yield from self._take(*heads)):
             is_call = True
             self._found.append(Piece("call", json.loads("".join(head.split()) + "}}")["name"]))
             self._rest = "{" + self._rest
@@ -111,6 +112,7 @@ class AnswerParser:
             taken = self._form.separator and (yield from self._take(self._form.separator))
             if not taken:
                 yield from self._take(self._form.closing)
+                yield from self._skip_spaces()
                 break
         self._add("content", taken)
         return is_call

@@ -117,15 +117,15 @@ class Writer:
         for kind, text in pieces:
             if kind == "call":
                 self._num_calls += 1
-                call = {"id": secrets.token_hex(5)[1:], "type": "function"}
-                calls[self._num_calls - 1] = call | {"function": {"name": text, "arguments": ""}}
+                head = {"id": secrets.token_hex(5)[1:], "type": "function"}
+                calls[self._num_calls - 1] = head | {"function": {"name": text, "arguments": ""}}
             elif kind == "arguments":
                 call = calls.setdefault(self._num_calls - 1, {"function": {"arguments": ""}})
                 call["function"]["arguments"] += text
             else:
                 name = "reasoning_content" if kind == "reasoning" else kind
                 texts[name] = texts.get(name, "") + text
-        said: Json = {**self._speaker, **texts}
+        said: Json = self._speaker | texts
         self._speaker = {}
         if calls:
             said["content"] = said["content"] or None
