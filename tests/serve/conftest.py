@@ -92,13 +92,15 @@ def serving(
     max_queue=64,
     speculation=COUPLED,
     ignored=None,
+    run=None,
     **access,
 ):
-    """A server in a thread, whose worker calls `before` before each event."""
+    """A server in a thread, whose worker calls `before` before each event, or which has this run in
+    the place of the engine's."""
     protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT, ignored)
     listener = socket.create_server(("127.0.0.1", 0))
     start = functools.partial(opened, engine, before, num_rows, speculation)
-    worker = Worker(lambda _: start(), start())
+    worker = Worker(lambda _: run or start(), run or start())
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, num_rows + max_queue, Access(**access))
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None, http=Connection))
