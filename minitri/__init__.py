@@ -24,7 +24,8 @@ What an engine does; all take the same keywords, and texts or lists of token ids
     engine.save_kv(file), load_kv    what was read is kept over a restart
     engine.close()                   frees everything; `with` does it
 
-Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p; greedy by default), of
+Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias,
+bad_words, grammar=minitri.Grammar("regex", "[0-9]+"), ...; greedy by default), of
 GenerationConfig (max_new_tokens, stop, ignore_eos, logprobs, ...) and of SpeculationConfig (method,
 gamma1, budget, coupled, ...), which can be given whole, as `sampling=`, `generation=` and
 `speculation=`, too. Without `seed=` one is drawn; `Completion.seed` tells it. A prompt that begins
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from minitri.engine import Engine
     from minitri.errors import InputError
     from minitri.generation import Generation
+    from minitri.grammar import Grammar
     from minitri.loader import load
     from minitri.loading.named_models import MODELS
     from minitri.requests import Completion, End, Event, Idle, PrefillProgress, Request, Token
@@ -58,10 +60,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = ["MODELS", "Completion", "Drafter", "End", "Engine", "Event", "Generation"]
-__all__ += ["GenerationConfig", "Idle", "InputError", "ModelConfig", "Policy", "PrefillProgress"]
-__all__ += ["Request", "RowStats", "SamplingParams", "SpeculationConfig", "Stats", "Token", "load"]
+__all__ += ["GenerationConfig", "Grammar", "Idle", "InputError", "ModelConfig", "Policy"]
+__all__ += ["PrefillProgress", "Request", "RowStats", "SamplingParams", "SpeculationConfig"]
+__all__ += ["Stats", "Token", "load"]
 
-_LIGHT = ("errors", "settings", "config", "stats", "loading.named_models", "requests")
+_LIGHT = ("errors", "grammar", "settings", "config", "stats", "loading.named_models", "requests")
 _HEAVY = ("drafters.plugin", "caches.policies", "generation", "engine", "loader")
 """Where the names are; importing these takes seconds."""
 

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
-from minitri.generation import CLOSED, Generation, filters_of, make_rows
+from minitri.generation import CLOSED, Generation, make_rows
 from minitri.gpu.allocation import allocate_full_cache
+from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.loading.tokenizer import Tokenizer

@@ -28,7 +28,8 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """A distribution is not finite: the weights are damaged, or overflow their dtype."""
+    """A distribution is not finite: the weights are damaged, or overflow their dtype; or a grammar
+    has none, as the message says then."""
 
 
 def shorten(text: object, limit: int = 200) -> str:

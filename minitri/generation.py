@@ -15,6 +15,8 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
+from minitri.filters.matcher import text_filters
+from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
 from minitri.loading.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
@@ -22,7 +24,6 @@ from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, as_fault, running
 from minitri.model.llama import Llama
 from minitri.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
-from minitri.settings import GenerationConfig, SamplingParams
 from minitri.stack import Stack
 
 CLOSED = "the engine is closed; load it again"
@@ -165,7 +166,7 @@ class Generation(Iterator[Event]):
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
-            stack.admit(b, row.prompt, row.request)
+            stack.admit(b, row.prompt, row.request, row.text_filters)
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
 
@@ -266,7 +267,8 @@ class Generation(Iterator[Event]):
             scores: list[Any] = [()] * len(new.tokens)
             try:
                 if not new.tokens:
-                    raise new.error or NotFiniteError
+                    filters = row.text_filters
+                    raise new.error or NotFiniteError(filters.error if filters else "")
                 if num_top is not None:
                     scores = log_probs(new.logits_NV, new.tokens, num_top)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
@@ -305,16 +307,5 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    return Row(number, replace(request, seed=seed), ids, tokenizer)
-
-
-def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
-    first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
-    if others and model.device.type == "cuda" and run.cuda_graphs:
-        raise InputError(
-            f"captured graphs have filters of one kind, got {first} and {others[0]}",
-            "give every request the same kinds",
-            "switch them off with cuda_graphs=False",
-        )
-    return first
+    filters = text_filters(request.sampling, ids, tokenizer, model.config)
+    return Row(number, replace(request, seed=seed), ids, tokenizer, filters)

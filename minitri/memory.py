@@ -93,6 +93,8 @@ def running(models: Models) -> Iterator[None]:
 def as_fault(error: E, models: Models) -> E | FaultError:
     """What a user is told of it: if memory was short, or numbers not finite, a `FaultError`."""
     model = models.target
+    if isinstance(error, NotFiniteError) and str(error):
+        return FaultError(f"the grammar is too complex here ({error}); simplify it")
     if isinstance(error, NotFiniteError):
         names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
         return FaultError(

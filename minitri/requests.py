@@ -4,7 +4,7 @@ typed events in the order in which they happen."""
 import html
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitri.errors import InputError, shorten
 from minitri.fields import brief, expect, with_fields
@@ -13,6 +13,9 @@ from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import RowStats, Stats
+
+if TYPE_CHECKING:
+    from minitri.filters.text_filters import TextFilters
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
 """Colors of tokens in HTML, by their origins."""
@@ -142,8 +145,16 @@ CANCELLED = "cancelled"
 class Row:
     """The output of one request: its tokens, its text, and whether it is done."""
 
-    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        ids: list[int],
+        tokenizer: Tokenizer,
+        text_filters: "TextFilters | None" = None,
+    ) -> None:
         self.number = number
+        self.text_filters = text_filters
         self.arrived = 0  # when: after so many admissions
         self.request = request
         self.prompt = ids

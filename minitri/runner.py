@@ -20,7 +20,8 @@ from minitri.caches.full import FullCache
 from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
-from minitri.decoding.verification import Proposal
+from minitri.decoding.verification import Proposal, Rows
+from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of, tree_paths
 from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
@@ -55,6 +56,8 @@ class ModelRunner:
         B = len(cache.lengths)
         self.sampling = [sampling] * B
         """The filters of each row."""
+        self.text_filters: list[TextFilters | None] = [None] * B
+        """Those that look at its text; passes of rows that have some are not captured."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         self.block_sizes: list[int] = []
@@ -79,26 +82,51 @@ class ModelRunner:
         if self.graphs is not None:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        output = self._run(self.passes.read, self.passes.probs, packed_4BT, tokens_BN)
+        paths = None
+        if any(self.text_filters):
+            paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
+        output = self._run(self.passes.read, self.passes.probs, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
-    def next_probs_after(self, tokens_B: Tensor, active: list[bool]) -> Tensor:
+    def next_probs_after(
+        self, sequences: list[list[int]], drafted: list[Tensor], active: list[bool]
+    ) -> Tensor:
         """Distributions (B, V); see `decoding.level.Runner`."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
-        output = self._run(self.passes.read_one, self.passes.probs_after, packed_4B1, tokens_B)
+        paths = None
+        if any(self.text_filters):
+            tokens = torch.stack(drafted, 1).tolist()
+            paths = [row[-1:] for row in paths_of(self.text_filters, sequences, active, tokens)]
+        inputs = (packed_4B1, drafted[-1])
+        output = self._run(self.passes.read_one, self.passes.probs_after, paths, *inputs)
         self.cache.advance([int(on) for on in active])
         return output.probs_BNV.squeeze(1)
 
-    def read_tree(self, blocks: list[list[int]], depths_T: Tensor, rule_TT: Tensor) -> Output:
-        """Distributions (B, T, V), or more, after a tree's tokens: see `TreeLevel.read_tree`."""
+    def read_tree(
+        self,
+        sequences: list[list[int]],
+        active: list[bool],
+        blocks: list[list[int]],
+        depths_T: Tensor,
+        rule_TT: Tensor,
+        *,
+        has_root: bool,
+    ) -> Output:
+        """Distributions (B, T, V), or more, after a tree's tokens, see `TreeLevel.read_tree`. The
+        first of them is the last of the sequences if it `has_root`, else it follows."""
+        paths = None
+        if any(self.text_filters):
+            above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
+            paths = tree_paths(self.text_filters, sequences, active, blocks, above)
         size = max(self.block_sizes, default=len(rule_TT))
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
         depths_T = F.pad(depths_T, (0, pad))
         packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
         guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
-        return self._run(self.passes.read, self.passes.probs, packed_4BT, guesses_BN, rule_TT)
+        inputs = (packed_4BT, guesses_BN, rule_TT)
+        return self._run(self.passes.read, self.passes.probs, paths, *inputs)
 
     def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
         """What the cache has not seen of each row; of a row that is not active any token."""
@@ -107,20 +135,29 @@ class ModelRunner:
             for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
-    def _run(self, read: Function, captured: Function, *inputs: Tensor) -> Output:
+    def _run(
+        self, read: Function, captured: Function, paths: list[Rows] | None, *inputs: Tensor
+    ) -> Output:
         """What a pass gives: by its graph, or logits, and what the filters of each row make of
-        them."""
-        if self.graphs is not None:
+        them; `paths` for those that look at the text."""
+        if self.graphs is not None and paths is None:
             probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
             return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
         device = self.model.device
         hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
         logits_BNV = self.passes.logits(hidden_BNE)
-        probs_BNV = probs_of_rows(logits_BNV, self.sampling, self.model.execution.probs)
-        return Output(pad_vocabulary(probs_BNV, self.passes.vocab_size), logits_BNV)
+        filtered_BNV = logits_BNV
+        if paths is not None:
+            filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
+        probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+        probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
+        return Output(probs_BNV, logits_BNV, filtered_BNV)
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Nothing to do before a step."""
+        """Before a step filters take in what is certain now."""
+        for own, sequence, on in zip(self.text_filters, sequences, active, strict=True):
+            if own is not None and on:
+                own.extend(sequence)
 
     def crop(self, lengths: list[int]) -> None:
         self.cache.crop(lengths)
@@ -133,15 +170,19 @@ class ModelRunner:
         part = copy.copy(self)
         part.cache = self.cache.of_rows(rows)
         part.sampling = self.sampling[rows]
+        part.text_filters = self.text_filters[rows]
         queries_LBTHD = self.passes.queries_LBTHD
         if queries_LBTHD is not None:
             queries_LBTHD = queries_LBTHD[:, rows]
         part.passes = replace(self.passes, cache=part.cache, queries_LBTHD=queries_LBTHD)
         return part
 
-    def sample_by(self, b: int, sampling: SamplingParams) -> None:
+    def sample_by(
+        self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
+    ) -> None:
         """Row b has these filters from now on; captured passes apply them to all rows."""
         self.sampling[b] = sampling
+        self.text_filters[b] = text_filters
         if self.graphs is not None:
             self.sampling = [sampling] * len(self.sampling)
             self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
@@ -159,6 +200,7 @@ class DraftRunner(ModelRunner):
 
     def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
         """A row that lacks more than a block, as after a prompt, reads its window by itself."""
+        super().prepare(sequences, active)
         for b, sequence in enumerate(sequences):
             if (
                 active[b]
@@ -197,6 +239,8 @@ class CapturedDraft(Level):
     runner: DraftRunner
 
     def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
+        if any(self.runner.text_filters):
+            return super()._draft(sequences, active)
         starts = [len(sequence) for sequence in sequences]
         numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
         self.stats.num_rounds += self.gamma * sum(active)

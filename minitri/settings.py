@@ -6,12 +6,13 @@ Every default is written once, in a field here; the text below it is its help (`
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from minitri.errors import check_unicode
-from minitri.fields import between, check_fields, one_of, refuse
+from minitri.errors import MAX_COUNT, check_unicode
+from minitri.fields import between, brief, check_fields, one_of, refuse
+from minitri.grammar import Grammar
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
@@ -28,6 +29,7 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 OPEN_DEPTHS = (2, 4)
 """What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
 MIN_TEMPERATURE = 1e-6
+MAX_BIAS = 100
 STRIDE = 64
 """Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
 SLIDE = 32
@@ -41,9 +43,37 @@ def round_up_to_stride(num_slots: int) -> int:
     return -(-num_slots // STRIDE) * STRIDE
 
 
+Bias = Mapping[int, float] | Sequence[tuple[int, float]]
+"""Of token ids; a mapping or pairs."""
+
+
+def _pairs(given: Any) -> tuple[tuple[int, float], ...] | None:
+    """A bias in order of the token ids, each once; None if it is no such thing."""
+    try:  # keys of JSON are texts
+        bias = {int(token): float(number) for token, number in dict(given).items()}
+    except (TypeError, ValueError, OverflowError):
+        return None
+    is_sound = all(0 <= it <= MAX_COUNT and abs(bias[it]) <= MAX_BIAS for it in bias)
+    return tuple(sorted(bias.items())) if is_sound else None
+
+
+def _texts(settings: Any, name: str) -> tuple[str, ...]:
+    """The texts in a field, which may be a single one. Raises `InputError`."""
+    given = getattr(settings, name)
+    texts = (given,) if isinstance(given, str) else given
+    if not (isinstance(texts, Sequence) and all(isinstance(it, str) and it for it in texts)):
+        refuse(settings, name, "it must be strings of at least one character")
+    for text in texts:
+        check_unicode(text, f"a text of {name}")
+    return tuple(texts)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """The filters that, with the logits, define the next-token distribution, in this order."""
+    """The filters that, with the logits, define the next-token distribution: first those that look
+    at the text so far, bias, penalties, forbidden tokens and grammar, then these in this order."""
+
+    __repr__ = brief
 
     temperature: float = between(0.0, 0.0, 100)
     """Divides the logits; 0 is greedy decoding, 1 is the model's own distribution."""
@@ -53,11 +83,44 @@ class SamplingParams:
     """Keep the likeliest tokens up to this probability mass; 1 is off."""
     min_p: float = between(0.0, 0.0, 1)
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
+    repetition_penalty: float = between(1.0, 0.01, 100)
+    """Divide the positive logits of tokens that stand in prompt or output by this, and multiply the
+    negative ones; 1 is off."""
+    presence_penalty: float = between(0.0, -2.0, 2)
+    """Subtract this from the logits of tokens that stand in the output; 0 is off."""
+    frequency_penalty: float = between(0.0, -2.0, 2)
+    """Subtract this from the logit of a token for each time it stands in the output; 0 is off."""
+    logit_bias: Bias = ()
+    """Add a number from -100 to 100 to the logit of a token id, as in 42:-1.5; may be given several
+    times."""
+    bad_words: Sequence[str] = ()
+    """Never write this, with or without a space before it, as the tokenizer spells it; may be given
+    several times."""
+    min_tokens: int = between(0, 0)
+    """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
+    grammar: Grammar | None = None
+    """What the whole output must be, if it is not cut by its length; needs minitri[grammar]."""
 
     def __post_init__(self) -> None:
         check_fields(self)
+        bias = _pairs(self.logit_bias)
+        if bias is None:
+            refuse(self, "logit_bias", "it must map token ids to numbers from -100 to 100")
+        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "bad_words", _texts(self, "bad_words"))
+        if not isinstance(self.grammar, Grammar | None):
+            refuse(self, "grammar", "it must be a minitri.Grammar")
         if 0 < self.temperature < MIN_TEMPERATURE:
             refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether there are filters that look at the text, or at tokens by their numbers."""
+        plain = (1, 0, 0, (), (), 0, None)
+        return plain != (
+            *(self.repetition_penalty, self.presence_penalty, self.frequency_penalty),
+            *(self.logit_bias, self.bad_words, self.min_tokens, self.grammar),
+        )
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -100,12 +163,7 @@ class GenerationConfig:
         check_fields(self)
         if self.on_chip is not None and not self.offload:
             refuse(self, "on_chip", "it means nothing without offload=True; add that")
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not (isinstance(stop, Sequence) and all(isinstance(it, str) and it for it in stop)):
-            refuse(self, "stop", "it must be strings of at least one character")
-        for text in stop:
-            check_unicode(text, "a stop string")
-        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop", _texts(self, "stop"))
 
     def for_run(self, reserve: int) -> "GenerationConfig":
         """What of this belongs to a run, with room for texts of `reserve` tokens."""

@@ -20,6 +20,7 @@ from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal
 from minitri.drafters.lookup import LookupDrafter
 from minitri.drafters.plugin import PluggedDrafter
+from minitri.filters.text_filters import TextFilters
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of
@@ -84,13 +85,15 @@ class Stack:
             self.source.verify(Proposal.nothing(B), probs_BNV, starts, nobody)
         for runner in memory.runners:
             if self.shape.speculation.tree and runner.block_sizes:
-                runner.read_tree([[0]] * B, torch.tensor([0]), torch.tensor([[True]]))
+                tree = (torch.tensor([0]), torch.tensor([[True]]))
+                runner.read_tree([[]] * B, nobody, [[0]] * B, *tree, has_root=True)
         if memory.draft is not None and not self.shape.speculation.tree:
             for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
                 numbers_BN = self.source.numbers([gamma1 - 1] * B, starts, nobody)
                 memory.draft.guess([[0]] * B, nobody, numbers_BN)
         if memory.retrieval is not None and any(plan.method == "retrieval" for plan in plans):
-            memory.retrieval.next_probs_after(torch.zeros(B, dtype=torch.int64), nobody)
+            drafted = [torch.zeros(B, dtype=torch.int64)]
+            memory.retrieval.next_probs_after([[]] * B, drafted, nobody)
         graphs.is_open = False
         self.stats.num_graphs = graphs.num_graphs
 
@@ -115,7 +118,13 @@ class Stack:
         self.stats.stages.append(LevelStats(stage))
         return self.stats.stages[-1]
 
-    def admit(self, b: int, prompt: list[int], request: Request) -> None:
+    def admit(
+        self,
+        b: int,
+        prompt: list[int],
+        request: Request,
+        text_filters: TextFilters | None = None,
+    ) -> None:
         """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
         memory = self.memory
         self.sequences[b][:] = prompt
@@ -127,7 +136,7 @@ class Stack:
         if memory.retrieval_cache is not None:
             memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
         for runner in memory.runners:
-            runner.sample_by(b, request.sampling)
+            runner.sample_by(b, request.sampling, text_filters)
 
     def prefill(self, b: int) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that

@@ -17,6 +17,7 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
+from minitri.filters.text_filters import filtered_logits, paths_of, tree_paths
 from minitri.settings import StepPlan
 from minitri.stats import Clock, LevelStats, Stats
 from minitri.trees.shape import TreeShape
@@ -55,8 +56,10 @@ def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
 class TableRunner:
     """Distributions for the tokens that have been read, at first all but the last of the prompt."""
 
-    def __init__(self, table: Table, batch_size: int) -> None:
+    def __init__(self, table: Table, batch_size: int, text_filters=()) -> None:
+        """`text_filters`: of each row, those that all stages share."""
         self.table = table
+        self.text_filters = [*text_filters] or [None] * batch_size
         self.memory = [PROMPT[:-1] for _ in range(batch_size)]
 
     def next_probs(self, sequences, active, guesses=None):
@@ -70,23 +73,34 @@ class TableRunner:
                 for i in range(len(tokens[b]) + 1):
                     context = tuple(memory[: len(memory) - len(tokens[b]) + i])
                     probs_BNV[b, i] = self.table.row(context)
-        return Output(probs_BNV, probs_BNV.log())
+        return self.filtered(probs_BNV, paths_of(self.text_filters, sequences, active, tokens))
 
-    def next_probs_after(self, tokens_B, active):
-        pairs = zip(self.memory, tokens_B.tolist(), strict=True)
+    def filtered(self, probs_BNV, paths):
+        """By the product's own filters, if there are any."""
+        logits_BNV = probs_BNV.log()
+        if any(self.text_filters):
+            logits_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
+            probs_BNV = logits_BNV.softmax(-1).nan_to_num()
+        return Output(probs_BNV, logits_BNV)
+
+    def next_probs_after(self, sequences, drafted, active):
+        pairs = zip(self.memory, drafted[-1].tolist(), strict=True)
         texts = [[*memory, token] for memory, token in pairs]
         return self.next_probs(texts, active).probs_BNV.squeeze(1)
 
-    def read_tree(self, blocks, shape, first):
+    def read_tree(self, sequences, active, blocks, shape, first):
         T = len(blocks[0])
         probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)
         self.blocks = blocks
+        above = []
         for b, block in enumerate(blocks):
             for i in range(T):
                 seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
+                above += [seen[first == 0 :]] if b == 0 else []
                 context = (*self.memory[b], *(block[j] for j in seen))
                 probs_BTV[b, i] = self.table.row(context)
-        return Output(probs_BTV, probs_BTV.log())
+        paths = tree_paths(self.text_filters, sequences, active, blocks, above)
+        return self.filtered(probs_BTV, paths)
 
     def keep_paths(self, paths, active):
         for b, path in enumerate(paths):
@@ -104,7 +118,9 @@ class TableRunner:
         self.memory[b].clear()
 
     def prepare(self, sequences, active):
-        pass
+        for own, sequence in zip(self.text_filters, sequences, strict=True):
+            if own is not None:
+                own.extend(sequence)
 
 
 EDGE = 1e-9
@@ -270,10 +286,21 @@ class ScheduledTuner(Autotuner):
 
 
 def toy_cascade(
-    source, batch_size, target, middle, draft, gamma1, gamma2, *, shape=None, plans=None
+    source,
+    batch_size,
+    target,
+    middle,
+    draft,
+    gamma1,
+    gamma2,
+    *,
+    shape=None,
+    plans=None,
+    make_filters=lambda: None,
 ) -> Cascade:
     """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
     from the first step on, without `start`. With a `shape` the lowest stage guesses such trees."""
+    text_filters = [make_filters() for _ in range(batch_size)]
     names = {(False, False): "autoregressive", (False, True): "naive"}
     names |= {(True, False): "retrieval", (True, True): "triforce"}
     name = names[middle is not None, draft is not None]
@@ -284,7 +311,7 @@ def toy_cascade(
     def make(table, name):
         if table is None:
             return None
-        runner, stats = TableRunner(table, batch_size), LevelStats(name)
+        runner, stats = TableRunner(table, batch_size, text_filters), LevelStats(name)
         if shape is None:
             return Level(runner, source, stats, meter)
         level = TreeLevel(runner, source, stats, meter)
@@ -300,10 +327,19 @@ def toy_cascade(
 
 
 def largest_error(
-    V, gamma1, gamma2, *, seed=0, horizon=3, num_steps=1, rule=verify, **settings
+    V,
+    gamma1,
+    gamma2,
+    *,
+    seed=0,
+    horizon=3,
+    num_steps=1,
+    rule=verify,
+    by_definition=lambda table: table,
+    **settings,
 ) -> float:
     """How far the first `horizon` tokens of a cascade over random tables are from the target's
-    distribution. A gamma of 0 leaves its stage out."""
+    distribution, `by_definition` of filters. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None
@@ -312,8 +348,9 @@ def largest_error(
         stages = target, middle, draft
         return toy_cascade(source, batch_size, *stages, gamma1, gamma2, **settings)
 
-    probs = output_distribution(build, horizon, target, num_steps=num_steps, rule=rule)
-    return float((probs - target_distribution(target, horizon)).abs().max())
+    exact = by_definition(target)
+    probs = output_distribution(build, horizon, exact, num_steps=num_steps, rule=rule)
+    return float((probs - target_distribution(exact, horizon)).abs().max())
 
 
 def output_distribution(build, horizon: int, target: Table, *, num_steps, rule) -> torch.Tensor:

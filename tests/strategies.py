@@ -14,7 +14,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from minitri import Engine
+from minitri import Engine, Grammar
 from minitri.config import ModelConfig
 from minitri.errors import MAX_COUNT
 from minitri.loading.prompt_ids import MAX_SEED
@@ -132,6 +132,35 @@ def filters(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
+SCHEMA = """{"type": "object", "properties": {"name": {"enum": ["She", "the sea", "é"]}, "n": {
+"type": "integer"}}, "required": ["name"], "additionalProperties": false}"""
+GRAMMARS = [
+    Grammar("json_object"),
+    Grammar("json_schema", SCHEMA),
+    Grammar("regex", "(She|she)( had| was|,){2,9}[.!]"),
+    Grammar("lark", 'start: word (" " word)*\nword: /[a-z]{1,9}/'),
+    Grammar("choice", '["She had", "She had been", "the sea", "日本"]'),
+]
+END_TOKEN = 2
+
+
+@st.composite
+def text_filters(draw: st.DrawFn) -> dict[str, Any]:
+    """Settings of filters that look at a text, one or several."""
+    penalties = usually(st.just(0.0), st.floats(-2, 2), odds=2)
+    bias = st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=4)
+    words = st.lists(one_of("She", "e", " the", "ha", "é", "1814", "\n"), max_size=3)
+    return {
+        "repetition_penalty": draw(usually(st.just(1.0), st.floats(0.5, 2), odds=2)),
+        "presence_penalty": draw(penalties),
+        "frequency_penalty": draw(penalties),
+        "logit_bias": draw(usually(st.just({}), bias, odds=2)),
+        "bad_words": draw(usually(st.just([]), words, odds=2)),
+        "min_tokens": draw(usually(st.just(0), st.integers(1, 30), odds=3)),
+        "grammar": draw(usually(st.none(), st.sampled_from(GRAMMARS), odds=2)),
+    }
+
+
 WRONG = {
     "speculation": {
         "method": ["triforc", None],
@@ -153,6 +182,13 @@ WRONG = {
         "top_k": [-1, 2.5, None],
         "top_p": [0, -0.1, 1.5, math.nan, None],
         "min_p": [-0.1, 1.5, math.nan, "0.1"],
+        "repetition_penalty": [0, -1, math.nan, "1", True],
+        "presence_penalty": [2.5, math.nan, None],
+        "frequency_penalty": [-3, math.inf],
+        "logit_bias": [{VOCAB: 1}, {-1: 1}, {1: 101}, {1: math.nan}, [1], "1", {"a": 1}, 5],
+        "bad_words": [("",), 3, ("\ud800",)],
+        "min_tokens": [-1, 1.5, None],
+        "grammar": ["x", 3, {}],
     },
     "generation": {
         "max_new_tokens": [0, 8.0, True, 2**31, None],
@@ -182,8 +218,8 @@ def stop_strings(draw: st.DrawFn, num_rows: int) -> dict[str, Any]:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Any greedy or coupled run."""
+def cases(draw: st.DrawFn, odds: int = 3) -> Case:
+    """Any greedy or coupled run; one in `odds` has filters that look at the text."""
     num_rows = draw(st.integers(1, 4))
     lengths = usually(st.integers(1, 150), st.integers(1, 400), st.just(1))
     kinds = usually(st.just(VOCAB), one_of(1, 2, 5), odds=3)
@@ -195,6 +231,8 @@ def cases(draw: st.DrawFn) -> Case:
             speculation[name] = min(speculation[name], value)
     is_greedy = draw(st.booleans())
     sampling = {} if is_greedy else draw(filters())
+    if draw(st.integers(1, odds)) == 1:
+        sampling |= draw(text_filters())
     speculation["coupled"] = not is_greedy or draw(st.booleans())
     seeds = usually(
         st.integers(0, 2**31), one_of(0, MAX_SEED - num_rows + 1, MAX_SEED, -1), odds=10
@@ -210,6 +248,8 @@ def cases(draw: st.DrawFn) -> Case:
     }
     settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
     stops = draw(stop_strings(num_rows))
+    if sampling.get("grammar") or sampling.get("min_tokens"):
+        stops["eos_in_text"] = ()
     if draw(usually(st.just(False), st.just(True), odds=20)):
         part = draw(st.sampled_from(sorted(WRONG)))
         name = draw(st.sampled_from(sorted(WRONG[part])))

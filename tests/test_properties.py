@@ -35,10 +35,11 @@ from minitri import (
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.noise import hashed_uniforms, noise_keys
 from minitri.decoding.sampling import probs_from_logits
+from minitri.filters.matcher import text_filters
 from minitri.loading.text_stream import StopScanner
 from minitri.stats import Stats
 from tests.cascades import fresh_read
-from tests.strategies import Case, cases, make_engine
+from tests.strategies import END_TOKEN, Case, cases, make_engine
 from tools.paper.baselines.policies import policy_of
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "100"))
@@ -192,6 +193,8 @@ def check_maxima(engine: Engine, case: Case, tokens: tuple[int, ...]) -> None:
     prompt, sampling = case.ids[case.row], SamplingParams(**case.sampling)
     _, scores_TV = fresh_read(engine.model, prompt + list(tokens[:-1]))
     scores_TV = scores_TV[len(prompt) - 1 :]
+    if own := text_filters(sampling, prompt, engine.tokenizer, engine.config):
+        own.apply(scores_TV, [[*tokens[:n]] for n in range(len(tokens))])
     if case.speculation["coupled"] and sampling.temperature > 0:
         T, V = scores_TV.shape
         keys = noise_keys(case.row_seed, len(prompt) + torch.arange(T))
@@ -220,15 +223,25 @@ def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(group)
     seed(examples(GROUP)(given(cases())(check_case)))()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(math.ceil(300 / GROUP)))
+def test_runs_with_filters_that_look_at_the_text_do_so_too(group):
+    seed = hypothesis.seed(77_000_000 + group)
+    seed(examples(GROUP)(given(cases(odds=1))(check_case)))()
+
+
 def check_case(case: Case) -> None:
     free_case = dataclasses.replace(
         case, stop=(), generation={**case.generation, "ignore_eos": True}
     )
-    engine, eos, free = make_engine(case), (), None
+    # What forbids or demands an end token must know it from the start.
+    ends = (END_TOKEN,) if case.sampling.get("grammar") or case.sampling.get("min_tokens") else ()
+    engine, eos, free = make_engine(case, ends), ends, None
     if case.stop or case.stops_in_text or case.eos_in_text:
         free = run(engine, free_case, method="autoregressive")
         if free.error is None:
             case, eos = with_ends(case, free)
+            eos = ends or eos
             engine = make_engine(case, eos)
     wanted = run(engine, case, method="autoregressive")
     got = run(engine, case)

@@ -8,17 +8,26 @@ import argparse
 import dataclasses
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri import (
+    GenerationConfig,
+    Grammar,
+    InputError,
+    SamplingParams,
+    SpeculationConfig,
+    __version__,
+)
 from minitri.errors import MAX_COUNT, shorten
 from minitri.fields import between, changed
 from minitri.loading.named_models import ModelChoice
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.log import log
+from minitri.settings import Bias
 
 Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer
@@ -149,6 +158,47 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
 positive = whole(1)
 
 
+def read_bias(text: str) -> tuple[int, float]:
+    """A token id and what is added to its logit, of `ID:BIAS`."""
+    token, _, bias = text.partition(":")
+    return whole(0)(token), float(bias)
+
+
+class GrammarFlag(argparse.Action):
+    """Makes the setting `grammar` of a flag's value; several choices are one grammar."""
+
+    def __call__(
+        self, _parser: object, namespace: argparse.Namespace, value: Any, _flag: object = None
+    ) -> None:
+        """Raises `InputError`."""
+        kind = self.const
+        if kind == "choice":
+            earlier = namespace.grammar
+            value = json.dumps([*(json.loads(earlier.text) if earlier else ()), value])
+        elif kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
+            from minitri.cli.inputs import read_text  # with parts of PyTorch
+
+            value = read_text(value, self.option_strings[0])
+        namespace.grammar = Grammar(kind, value or "")
+
+
+def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
+    """One way to say what the whole output must be."""
+    title = "grammar of the whole output (needs minitri[grammar]); one of"
+    group = parser.add_argument_group(title).add_mutually_exclusive_group()
+    for name, kind, metavar, text in (
+        ("--json-schema", "json_schema", "FILE|JSON", "JSON that this schema allows"),
+        ("--json-object", "json_object", None, "any object of JSON"),
+        ("--regex", "regex", "REGEX", "what this regular expression matches"),
+        ("--grammar", "lark", "FILE", "what the rule start of this Lark grammar derives"),
+        ("--choice", "choice", "TEXT", "this text; may be given several times: one of them"),
+    ):
+        options: dict[str, Any] = {"nargs": None if metavar else 0, "metavar": metavar}
+        group.add_argument(
+            name, action=GrammarFlag, const=kind, dest="grammar", help=text, **options
+        )
+
+
 def add_flags(flags: Flags, *names: str, title: str = "") -> None:
     """A flag for each of these fields of `SETTINGS`, in a group of their own if it has a title."""
     group = flags.add_argument_group(title) if title else flags
@@ -160,7 +210,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
     """A flag for each of these fields of a settings class, by default all."""
     texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
     for field in dataclasses.fields(settings):
-        if names and field.name not in names:
+        if (names and field.name not in names) or field.type == Grammar | None:
             continue
         text = texts[field.name]
         options: dict[str, Any] = {"default": field.default}
@@ -169,6 +219,8 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif field.type == Sequence[str]:
             options |= {"action": "append", "default": []}
+        elif field.type == Bias:
+            options |= {"action": "append", "default": [], "type": read_bias, "metavar": "ID:BIAS"}
         elif field.type in (int, int | None):
             options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
         elif field.type in (float, float | None):
@@ -204,6 +256,7 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     then."""
     title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
+    add_grammar_flags(parser)
     parser.set_defaults(**dict.fromkeys(SAMPLING))
     title = "speculation (none of this changes the text's distribution)"
     add_flags(parser, *SPECULATION, title=title)

@@ -26,17 +26,25 @@ def boot(
 ) -> "Engine":
     """Boots the engine of the flags. What has to fit the model is checked before weights are read.
     Raises `InputError`."""
+    sampling = taken(SamplingParams, args)
     with clean_imports():  # the only place where programs import PyTorch: no flag is wrong any more
         import torch
 
+        from minitri.filters.matcher import text_filters
         from minitri.loader import load
+
+    def before_weights(tokenizer: Tokenizer, config: ModelConfig) -> None:
+        text_filters(sampling, [], tokenizer, config)
+        if check is not None:
+            check(tokenizer, config)
+
     if args.threads is not None:  # more than there are would wait for one another
         allowed = getattr(os, "sched_getaffinity", lambda _: ())(0)  # on Linux, as in a container
         most = len(allowed) or os.cpu_count() or 1
         if args.threads > most:
             log.warning("--threads %d: this machine has %d cores; using those", args.threads, most)
         torch.set_num_threads(min(args.threads, most))
-    engine = load(**model_of(args), before_weights=check)
+    engine = load(**model_of(args), before_weights=before_weights)
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError(
             "--bitwise needs the compiled kernels (a CPU with a C++ compiler) and no --tree; leave "

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import Active, Proposal, Rows
+from minitri.filters.text_filters import TextFilters
 from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
@@ -25,6 +26,8 @@ class Output:
 
     probs_BNV: Tensor
     logits_BNV: Tensor
+    filtered_BNV: Tensor | None = None
+    """The logits as filters that look at the text leave them; None: not told."""
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
@@ -88,6 +91,8 @@ class Runner(Protocol):
 
     sampling: list[SamplingParams]
     """The filters of each row."""
+    text_filters: list[TextFilters | None]
+    """Those that look at its text."""
 
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
@@ -95,8 +100,9 @@ class Runner(Protocol):
         """Distributions (B, N + 1, V), or more, after each row's last token and its guesses. Reads
         what the cache has not seen of the active rows; others get what means nothing."""
 
-    def next_probs_after(self, tokens_B: Tensor, active: Active) -> Tensor:
-        """Reads one more token of each active row, which the host need not know: (B, V)."""
+    def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
+        """Reads one more token of each active row, the last of those drafted (B,) after the
+        sequences, which the host need not know: (B, V)."""
 
 
 class Level(Stage):
@@ -143,7 +149,7 @@ class Level(Stage):
                 if i == 0:
                     probs.append(self.runner.next_probs(sequences, active).probs_BNV[:, 0])
                 else:
-                    probs.append(self.runner.next_probs_after(tokens[-1], active))
+                    probs.append(self.runner.next_probs_after(sequences, tokens, active))
                 positions = [len(sequence) + i for sequence in sequences]
                 tokens.append(self.source.sample(probs[-1], positions, active))
         return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)

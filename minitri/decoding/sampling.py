@@ -48,7 +48,7 @@ def probs_of_rows(
     filters; (B, N, V)."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
-    if len(set(params)) == 1:
+    if all(own == params[0] for own in params):
         return probs(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
     pairs = zip(logits_BNV, params, strict=True)
     return torch.stack([probs(logits_NV, own) for logits_NV, own in pairs])

@@ -21,6 +21,7 @@ from minitri.decoding.random_source import RandomSource
 from minitri.decoding.sampling import probs_of_rows
 from minitri.decoding.verification import Active, Proposal, Rows
 from minitri.errors import explain
+from minitri.filters.text_filters import filtered_logits, paths_of
 from minitri.stats import LevelStats
 
 TOLERANCE = 1e-3
@@ -72,7 +73,11 @@ class PluggedDrafter(Stage):
                 if not any(active):
                     break
                 logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-                probs_B1V = probs_of_rows(logits_BV.unsqueeze(1), self._target.sampling)
+                logits_B1V = logits_BV.unsqueeze(1)
+                if any(filters := self._target.text_filters):
+                    paths = paths_of(filters, texts, active, [[]] * len(texts))
+                    logits_B1V = filtered_logits(logits_B1V, filters, paths)
+                probs_B1V = probs_of_rows(logits_B1V, self._target.sampling)
                 probs.append(probs_B1V.squeeze(1))
                 drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
                 for own, token, on in zip(guesses, drawn_B.tolist(), active, strict=True):

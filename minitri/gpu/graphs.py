@@ -23,7 +23,7 @@ from minitri.errors import InputError, shorten
 from minitri.model.block import take_rows, unpack_block
 from minitri.model.cache import Cache
 from minitri.model.llama import Llama
-from minitri.settings import SamplingParams
+from minitri.settings import GenerationConfig, SamplingParams
 
 NUM_WARMUPS = 2
 """Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
@@ -179,3 +179,15 @@ def clear_workspaces() -> None:
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
     """A pool for the graphs of a run, on a GPU where they are wanted; else None: run eagerly."""
     return GraphPool(device) if wanted and device.type == "cuda" else None
+
+
+def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
+    """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
+    first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
+    if others and model.device.type == "cuda" and run.cuda_graphs:
+        raise InputError(
+            f"captured graphs have filters of one kind, got {first} and {others[0]}",
+            "give every request the same kinds",
+            "switch them off with cuda_graphs=False",
+        )
+    return first

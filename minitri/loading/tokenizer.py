@@ -47,6 +47,16 @@ class SentencePieceBackend:
     def token(self, number: int) -> str | None:
         return self._model.id_to_piece(number) if number < self.num_tokens else None
 
+    def lexicon(self) -> list[bytes]:
+        model = self._model
+        found = []
+        for number in range(self.num_tokens):
+            piece = model.id_to_piece(number)
+            text = bytes([int(piece[3:5], 16)]) if model.is_byte(number) else piece.encode()
+            is_control = model.is_control(number) or model.is_unknown(number)
+            found.append(b"" if is_control else text.replace("▁".encode(), b" "))
+        return found
+
 
 class TokenizersBackend:
     """A pipeline of the `tokenizers` package, which knows control tokens written out in a text."""
@@ -67,6 +77,9 @@ class TokenizersBackend:
 
     def token(self, number: int) -> str | None:
         return self._pipeline.id_to_token(number)
+
+    def lexicon(self) -> str:
+        return str(self._pipeline.to_str())
 
 
 Backend = SentencePieceBackend | TokenizersBackend
@@ -95,6 +108,8 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
+        self.grammars: dict[Any, Any] = {}
+        """Those compiled for its tokens: see `filters/matcher.py`."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, BOS first. Raises `InputError` for lone surrogates."""
@@ -103,6 +118,15 @@ class Tokenizer:
         if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
             ids.insert(0, self.bos_token_id)
         return ids
+
+    def spellings(self, word: str) -> list[list[int]]:
+        """Token ids of a word at the beginning of a text, after a space, and in a line."""
+        line = self._backend.encode("\n")
+        after_line = self._backend.encode(f"\n{word}")
+        found = [self._backend.encode(text) for text in (word, f" {word}")]
+        if after_line[: len(line)] == line:  # as sentencepiece spells it within a word
+            found.append(after_line[len(line) :])
+        return [ids for n, ids in enumerate(found) if ids and ids not in found[:n]]
 
     @functools.cached_property
     def chat_template(self) -> "ChatTemplate | None":
@@ -151,6 +175,10 @@ class Tokenizer:
         return {
             text: ids[0] for text, ids in found.items() if len(ids) == 1 and not self.decode(ids)
         }
+
+    def lexicon(self) -> str | list[bytes]:
+        """The bytes of all tokens, empty for control tokens; or the `tokenizers` JSON with them."""
+        return self._backend.lexicon()
 
     def token(self, number: int) -> str | None:
         """How the vocabulary spells a token; None for an unused id."""

@@ -44,7 +44,8 @@ class TreeLevel(Level):
                 if first == 0:
                     output = self.runner.next_probs(sequences, active)
                 else:
-                    output = self.read_tree([row[1:end] for row in nodes], shape, 1)
+                    blocks = [row[1:end] for row in nodes]
+                    output = self.read_tree(sequences, active, blocks, shape, 1)
                 for parent in range(first, end):
                     place = max(parent - 1, 0)  # the root was read by itself
                     probs.append(output.probs_BNV[:, place])
@@ -69,7 +70,8 @@ class TreeLevel(Level):
     ) -> list[int]:
         """Tokens of the children of the node at this place of row b's block."""
         if self.is_greedy(b):
-            return likeliest(output.logits_BNV[b, place], num_children)
+            logits_BNV = output.logits_BNV if output.filtered_BNV is None else output.filtered_BNV
+            return likeliest(logits_BNV[b, place], num_children)
         return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
@@ -78,7 +80,7 @@ class TreeLevel(Level):
             return super().verify(sequences, active, proposal)
         pairs = zip(sequences, proposal.tokens, strict=True)
         blocks = [[*(sequence[-1:] or [0]), *guesses] for sequence, guesses in pairs]
-        output = self.read_tree(blocks, proposal.shape, 0)
+        output = self.read_tree(sequences, active, blocks, proposal.shape, 0)
         are_finite = finite_rows(proposal, output.probs_BNV)
         paths = Rows()
         emitted = list[Emitted]()
@@ -96,7 +98,9 @@ class TreeLevel(Level):
         self._append(sequences, emitted)
         return emitted
 
-    def read_tree(self, blocks: Rows, shape: TreeShape, first: int) -> Output:
+    def read_tree(
+        self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
+    ) -> Output:
         """Distributions (B, T, V) after each of a tree's nodes from number `first` on, which is 0,
         the root, or 1 where that has been read. `blocks[b]` are the tokens of the first T of these
         nodes in row b. What the cache holds stays as it is, see `keep_paths`."""
@@ -104,7 +108,9 @@ class TreeLevel(Level):
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
         tokens = [[max(token, 0) for token in row] for row in blocks]
-        return self.runner.read_tree(tokens, depths_T, rule_TT)
+        return self.runner.read_tree(
+            sequences, active, tokens, depths_T, rule_TT, has_root=first == 0
+        )
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps the root of the tree just read, and a path through it, in every active row."""

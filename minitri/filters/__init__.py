@@ -1,0 +1,1 @@
+"""Filters that look at a text, and the matchers of grammars."""

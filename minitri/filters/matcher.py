@@ -1,0 +1,171 @@
+"""The filters of a row that need its tokenizer: bad words as tokens, and a grammar as masks.
+
+`llguidance` parses grammars and computes masks, over the exact bytes of our tokens. Compiled
+grammars are kept with their tokenizer; every row has a matcher of its own, which is advanced along
+guesses and rolled back with them.
+"""
+
+import json
+import re
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.config import ModelConfig
+from minitri.errors import InputError, explain, shorten
+from minitri.filters.text_filters import TextFilters
+from minitri.grammar import Grammar
+from minitri.loading.tokenizer import Tokenizer
+from minitri.settings import SamplingParams
+from minitri.stats import num_common
+
+MAX_KEPT = 64
+"""Compiled grammars of a tokenizer."""
+
+
+def text_filters(
+    sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
+) -> TextFilters | None:
+    """Those of a row; None if none of its filters looks at the text. Raises `InputError`."""
+    if not sampling.reads_text:
+        return None
+    vocab_size = config.vocab_size
+    for token in dict(sampling.logit_bias):
+        if token >= vocab_size:
+            got = f"logit_bias has token {token}, but {config.name} has {vocab_size} tokens"
+            raise InputError(f"{got}; leave it out")
+    words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
+    matcher = None
+    if sampling.grammar is not None:
+        matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
+    ends = config.eos_token_ids
+    return TextFilters(
+        sampling, prompt, vocab_size, end_tokens=ends, bad_words=words, matcher=matcher
+    )
+
+
+class GrammarMatcher:
+    """Where a text stands in its grammar; see `Matcher`."""
+
+    def __init__(self, start: Any, config: ModelConfig) -> None:
+        """`start` is a matcher of the library that has read nothing."""
+        self._matcher = start
+        self._ends = [*config.eos_token_ids]
+        self._path: list[int] = []  # what the library has read after the certain tokens
+        self._is_over = False
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by paths: each level asks again
+
+    def extend(self, tokens: list[int]) -> None:
+        self._is_over |= not self._read(tokens)
+        self._path = []
+        self._masks.clear()
+
+    def allowed(self, path: list[int]) -> Tensor | None:
+        key = tuple(path)
+        if key not in self._masks:
+            self._masks[key] = self._mask(path)
+        return self._masks[key]
+
+    @property
+    def error(self) -> str:
+        """Why the library has given up, in one line."""
+        return error_of(self._matcher)
+
+    def _mask(self, path: list[int]) -> Tensor | None:
+        """End tokens follow a complete text, others of them, and guesses of probability 0."""
+        is_over = self._is_over or not self._read(path)
+        mask_V = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        if self._matcher.is_error():
+            return None
+        mask_V = mask_V.bool() & (not is_over)
+        mask_V[self._ends] = is_over or self._matcher.is_accepting()
+        return mask_V
+
+    def _read(self, path: list[int]) -> bool:
+        """Reads this path, as far as the grammar allows it, in place of the one before. Returns
+        whether it allows all of it, with no end token."""
+        common = num_common(path, self._path)
+        self._matcher.rollback(len(self._path) - common)
+        words = [*takewhile(lambda token: token not in self._ends, path)]
+        count = common + self._matcher.try_consume_tokens(words[common:])
+        self._path = path[:count]
+        return count == len(path)
+
+
+class Pieces:
+    """Tokens as the library wants them where it cannot read the tokenizer itself."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], size: int, end_token: int) -> None:
+        self.tokens = [*tokens, *[b""] * (size - len(tokens))]
+        self.special_token_ids = [it for it, text in enumerate(self.tokens) if not text]
+        self.eos_token_id = end_token
+
+    def __call__(self, _text: object) -> list[int]:
+        """What a text is cut into, which counts only where it is forced."""
+        return []
+
+
+def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
+    """A matcher of the library that has read nothing. Raises `InputError`."""
+    ends = config.eos_token_ids
+    if not ends:
+        raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
+    kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
+    if grammar not in kept:
+        with explain("a grammar needs llguidance", "pip install 'minitri[grammar]'"):
+            import llguidance
+        if not kept:
+            size = max(config.vocab_size, tokenizer.num_tokens)
+            lexicon: Any = tokenizer.lexicon()
+            if not isinstance(lexicon, str):
+                lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
+            kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
+        if len(kept) > MAX_KEPT:
+            del kept[next(it for it in kept if it)]
+        kept[grammar] = compile_grammar(grammar, kept[None])
+    return kept[grammar].deep_copy()
+
+
+PLACE = re.compile(r"^line \d+, column \d+: ")
+"""In front of an error: where a user's own text says it."""
+NOT_FORCED = '%llguidance {"no_forcing": true}'
+"""Else, where the grammar leaves one text, masks would allow one way to cut it into tokens only."""
+
+
+def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
+    """A matcher over the tokens of a lexicon. Raises `InputError`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    text = grammar.text
+    with explain(f"the {grammar.kind} cannot be used", "correct it"):
+        if grammar.kind == "choice":
+            choices = (json.dumps(it, ensure_ascii=False) for it in json.loads(text))
+            text = f"start: {' | '.join(choices)}"
+        elif grammar.kind == "regex":
+            made = json.loads(LLMatcher.grammar_from_regex(text))
+            text = made["grammars"][0]["lark_grammar"]
+        elif grammar.kind != "lark":
+            schema = json.dumps(json.loads(text or '{"type": "object"}'))
+            text = f"start: %json {schema}"
+        source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
+        matcher = LLMatcher(
+            lexicon, source, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            problem = error_of(matcher)
+            raise ValueError(problem if grammar.kind == "lark" else PLACE.sub("", problem, 1))
+    return matcher
+
+
+def error_of(matcher: Any) -> str:
+    """What a matcher of the library says of its error, in one line."""
+    text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
+    text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
+    text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)
+    return shorten(text.replace("failed to compile JSON schema: ", ""))
