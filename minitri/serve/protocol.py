@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
+from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.errors import explain, shorten
 from minitri.fields import between, changed, one_of, refuse
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed
@@ -154,6 +154,9 @@ class Protocol:
             ids = chat.token_ids
         else:
             ids = self._ids(asked)
+        sampling = changed(self.sampling, vars(asked))
+        if chat is not None and chat.grammar:
+            sampling = replace(sampling, grammar=Grammar("lark", chat.grammar))
         room = self.context - len(ids)
         num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))
         if num_new > room:
@@ -163,7 +166,7 @@ class Protocol:
         request = Request(
             ids,
             draw_seed() if asked.seed is None else asked.seed,
-            changed(self.sampling, vars(asked)),
+            sampling,
             replace(generation, max_new_tokens=num_new),
             asked.speculation,
             owner,

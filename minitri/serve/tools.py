@@ -29,14 +29,19 @@ class Tools:
 
     @property
     def for_template(self) -> list[Any]:
-        """As chat templates know them; without those that are not to be called."""
-        shown = {} if self.choice == "none" else self.functions
-        fields = {"description": "", "parameters": NO_PARAMETERS}
-        plain = [
-            {key: it.get(key) or default for key, default in ({"name": ""} | fields).items()}
-            for it in shown.values()
+        """As chat templates know them; none if none is to be called."""
+        return [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": it.get("description") or "",
+                    "parameters": it.get("parameters") or NO_PARAMETERS,
+                },
+            }
+            for name, it in self.functions.items()
+            if self.choice != "none"
         ]
-        return [{"type": "function", "function": it} for it in plain]
 
     @property
     def names(self) -> list[str]:
@@ -91,7 +96,7 @@ class Tools:
             f"start: {' | '.join(starts)}",
             f"answer: {answer}" + " | PLAIN | first calls" * is_auto,
             f"calls: {bracket} call {more} {closing}",
-            r"SPACE: /\s*/",
+            r"SPACE: /\s{0,4}/",
             r"ANY: /(?-u:[\x00-\xfe])*/",  # 0xff stands for control tokens
             f'THOUGHT: ANY & ~(ANY "{END_THINK}" ANY)',
             "PLAIN: " + " & ".join(["ANY", *(f"~({it})" for it in excluded)]),
@@ -105,18 +110,26 @@ class Tools:
         calls = []
         for number, name in enumerate(self.names):
             start = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-            schema = json.dumps(self._schema(name))
             lines.append(f"HEAD{number}: SPACE {json.dumps(start)}")
-            calls.append(f'HEAD{number} %json {schema} SPACE "}}"')
+            calls.append(f'HEAD{number} %json {self._schema(name)} SPACE "}}"')
         lines.append(f"call: {' | '.join(calls)}")
         return "\n".join(lines)
 
-    def _schema(self, name: str) -> dict[str, Any]:
-        """Of the arguments; what the library does not know of it is left out of account, unless
-        the client wants it strict."""
+    def _schema(self, name: str) -> str:
+        """Of the arguments, as far as the library holds it; all of it, if the client wants it
+        strict. Raises `InputError`."""
+        from llguidance import LLMatcher
+
         function = self.functions[name]
-        schema = {"type": "object", **(function.get("parameters") or {})}
-        return schema | ({} if function.get("strict") else {"x-guidance": {"lenient": True}})
+        schema = (function.get("parameters") or {}) | {"type": "object"}
+        if not function.get("strict"):
+            schema |= {"x-guidance": {"lenient": True}}
+        text = json.dumps(schema)
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+        if problem and function.get("strict"):
+            got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"
+            raise InputError(f"{got}; simplify them, or leave strict out")
+        return '{"type": "object"}' if problem else text
 
 
 def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
