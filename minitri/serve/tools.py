@@ -13,6 +13,8 @@ from minitri.serve.answer_parser import END_THINK, FORMATS, THINK, ToolFormat
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 CHOICES = ("auto", "none", "required")
+SPACES = r"[ \n]{0,16}"
+"""Between the words of arguments: without a limit some models never end them."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
 
 
@@ -121,15 +123,14 @@ class Tools:
         from llguidance import LLMatcher
 
         function = self.functions[name]
-        schema = (function.get("parameters") or {}) | {"type": "object"}
-        if not function.get("strict"):
-            schema |= {"x-guidance": {"lenient": True}}
+        how = {"lenient": not function.get("strict"), "whitespace_pattern": SPACES}
+        schema = (function.get("parameters") or {}) | {"type": "object", "x-guidance": how}
         text = json.dumps(schema)
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
         if problem and function.get("strict"):
             got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"
             raise InputError(f"{got}; simplify them, or leave strict out")
-        return '{"type": "object"}' if problem else text
+        return json.dumps({"type": "object", "x-guidance": how}) if problem else text
 
 
 def read_tools(tools: Any, choice: Any, is_parallel: bool | None) -> Tools:
