@@ -67,7 +67,7 @@ class Tools:
             raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
 
         def tag(text: str) -> str:
-            return f"<[{controls[text]}]>" if text in controls else f"SPACE {json.dumps(text)}"
+            return "SPACE " + (f"<[{controls[text]}]>" if text in controls else json.dumps(text))
 
         opening, is_auto = form.opening, self.choice == "auto"
         separator = tag(form.separator)

@@ -76,7 +76,7 @@ class Bytes:
     eos_token_id = 256
     bos_token_id = None
     tokens = [bytes([it]) for it in range(256)] + [b"</s>", b"<a>", b"<b>"]
-    special_token_ids = [256, 257, 258]
+    special_token_ids = (256, 257, 258)
 
     def __call__(self, text):
         return list(text if isinstance(text, bytes) else text.encode())
