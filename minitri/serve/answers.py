@@ -13,8 +13,8 @@ from typing import Any
 
 from minitri import End, Engine, Event, Idle, Request, RowStats, Token
 from minitri.requests import PrefillProgress
-from minitri.serve.answer_parser import AnswerParser, Piece
-from minitri.serve.chat_prompt import ChatPrompt
+from minitri.serve.chats.answer_parser import AnswerParser, Piece
+from minitri.serve.chats.chat_prompt import ChatPrompt
 from minitri.serve.protocol import Asked
 
 LEAST_LOGPROB = -9999.0

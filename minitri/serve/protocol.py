@@ -16,9 +16,9 @@ from minitri.fields import between, changed, one_of, refuse
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
-from minitri.serve.chat_prompt import ChatPrompt
-from minitri.serve.replay import Replay
-from minitri.serve.tools import read_tools
+from minitri.serve.chats.chat_prompt import ChatPrompt
+from minitri.serve.chats.replay import Replay
+from minitri.serve.chats.tools import read_tools
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""

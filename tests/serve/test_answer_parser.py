@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from minitri.serve.answer_parser import FORMATS, AnswerParser, Piece
+from minitri.serve.chats.answer_parser import FORMATS, AnswerParser, Piece
 
 NAMES = ["get_weather", "get_time", "now"]
 CALL = (

@@ -5,9 +5,9 @@ import pytest
 from minitri import InputError, Request
 from minitri.loading.chat_template import ChatTemplate
 from minitri.requests import Row
-from minitri.serve.chat_prompt import ChatPrompt
-from minitri.serve.replay import Replay
-from minitri.serve.tools import read_tools
+from minitri.serve.chats.chat_prompt import ChatPrompt
+from minitri.serve.chats.replay import Replay
+from minitri.serve.chats.tools import read_tools
 from tests.serve.scripted import say
 from tests.serve.templates import FAMILIES, QWEN, THINKING
 

@@ -65,13 +65,14 @@ def test_langchain_binds_tools(server, run):
     )
     question = core.HumanMessage("2 + 3?")
     run.texts += [CALL, CALL, "It is 5."]
+    first = len(run.prompts)
     answer = chat.invoke([question])
     assert [(it["name"], it["args"]) for it in answer.tool_calls] == [("add", WANTED)]
     *_, last = pieces = [*chat.stream([question])]
     whole = sum(pieces[1:], pieces[0])
     assert [(it["name"], it["args"]) for it in whole.tool_calls] == [("add", WANTED)]
     assert last is not None
-    said = run.prompts[0]
+    said = run.prompts[first]
     result = add.invoke(answer.tool_calls[0])
     final = chat.invoke([question, answer, result])
     assert final.content == "It is 5."

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from minitri import InputError
-from minitri.serve.answer_parser import FORMATS
-from minitri.serve.tools import format_of, read_tools
+from minitri.serve.chats.answer_parser import FORMATS
+from minitri.serve.chats.tools import format_of, read_tools
 from tests.serve.templates import FAMILIES
 
 llguidance = pytest.importorskip("llguidance")

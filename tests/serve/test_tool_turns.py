@@ -9,7 +9,7 @@ import pytest
 import minitri
 from minitri.loading import devices
 from minitri.loading.chat_template import ChatTemplate
-from minitri.serve.tools import Tools
+from minitri.serve.chats.tools import Tools
 from tests.conftest import write_hf_folder
 from tests.serve.conftest import serving
 from tests.serve.templates import FAMILIES

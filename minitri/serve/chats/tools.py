@@ -9,7 +9,7 @@ from typing import Any
 
 from minitri import InputError
 from minitri.errors import shorten
-from minitri.serve.answer_parser import END_THINK, FORMATS, THINK, ToolFormat
+from minitri.serve.chats.answer_parser import END_THINK, FORMATS, THINK, ToolFormat
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 CHOICES = ("auto", "none", "required")
@@ -67,55 +67,46 @@ class Tools:
             raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
 
         def tag(text: str) -> str:
-            return "SPACE " + (f"<[{controls[text]}]>" if text in controls else json.dumps(text))
+            shown = f"<[{controls[text]}]>" if text in controls else json.dumps(text)
+            return f"SPACE {shown}" if text else ""
+
+        def until(rule: str, text: str, end: str) -> str:
+            if end in controls:
+                return f"{rule}: {text} <[{controls[end]}]>"
+            to = f"TO_{rule.upper()}"
+            return f"{rule}[lazy]: {to}\n{to}: {text} {json.dumps(end)}"
 
         opening, is_auto = form.opening, self.choice == "auto"
-        separator = tag(form.separator)
-        if not form.separator:
-            separator = f"{tag(form.closing)} {tag(opening)}"
-        more = f"({separator} call)*" if self.is_parallel and self.choice in CHOICES else ""
-        closing = tag(form.closing) if form.closing else ""
-        bracket = tag(form.bracket) if form.bracket else ""
-        answer = "calls" if form.is_bare else f"{tag(opening)} calls"
-        excluded = []  # from free text
-        if opening not in controls:
-            excluded.append(f"ANY {json.dumps(opening)} ANY")
-        if form.is_bare:
-            excluded.append(r'/\s*\{\s*"(name|type|id)"\s*:/ ANY')
-        if may_think and THINK not in controls:
-            excluded.append(r"/\s*<think>/ ANY")
+        excluded = [f"ANY {json.dumps(opening)} ANY"] * (opening not in controls)
+        excluded += [r'/\s*\{\s*"(name|type|id)"\s*:/ ANY'] * form.is_bare
+        excluded += [r"/\s*<think>/ ANY"] * (may_think and THINK not in controls)
         thought = f"<[{controls[THINK]}]>" if THINK in controls else r"/\s*<think>/"
-        before = [""] if not thinks else []
-        unfinished = []
+        thought = "" if thinks else thought
+        starts = ["answer"] * (not thinks)
         if thinks or may_think:
-            start = "" if thinks else thought
-            before.append(f"{start} thought")
-            unfinished = [f"{start} THOUGHT"] if is_auto else []
-        starts = [*(f"{it} answer" for it in before), *unfinished]
-        until = {"thought": ("ANY", END_THINK), "first": ("PLAIN", opening)}
-        lines = [
-            '%llguidance {"allow_invalid_utf8": true}',
-            f"start: {' | '.join(starts)}",
-            f"answer: {answer}" + " | PLAIN | first calls" * is_auto,
-            f"calls: {bracket} call {more} {closing}",
-            r"SPACE: /\s{0,4}/",
-            r"ANY: /(?-u:[\x00-\xfe])*/",  # 0xff stands for control tokens
-            f'THOUGHT: ANY & ~(ANY "{END_THINK}" ANY)',
-            "PLAIN: " + " & ".join(["ANY", *(f"~({it})" for it in excluded)]),
-        ]
-        for rule, (text, end) in until.items():
-            if end in controls:
-                lines.append(f"{rule}: {text} <[{controls[end]}]>")
-            else:
-                lines.append(f"{rule}[lazy]: TO_{rule.upper()}")
-                lines.append(f"TO_{rule.upper()}: {text} {json.dumps(end)}")
-        calls = []
-        for number, name in enumerate(self.names):
-            start = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-            lines.append(f"HEAD{number}: SPACE {json.dumps(start)}")
-            calls.append(f'HEAD{number} %json {self._schema(name)} SPACE "}}"')
-        lines.append(f"call: {' | '.join(calls)}")
-        return "\n".join(lines)
+            starts += [f"{thought} thought answer", *[f"{thought} THOUGHT"] * is_auto]
+        separator = tag(form.separator) or f"{tag(form.closing)} {tag(opening)}"
+        more = f"({separator} call)*" if self.is_parallel and self.choice in CHOICES else ""
+        answer = f"{'' if form.is_bare else tag(opening)} calls"
+        heads = [f'{{"name": "{name}", "{form.arguments}": ' for name in self.names]
+        schemas = map(self._schema, self.names)
+        calls = [f'HEAD{n} %json {schema} SPACE "}}"' for n, schema in enumerate(schemas)]
+        return "\n".join(
+            [
+                '%llguidance {"allow_invalid_utf8": true}',
+                f"start: {' | '.join(starts)}",
+                f"answer: {answer}" + " | PLAIN | first calls" * is_auto,
+                f"calls: {tag(form.bracket)} call {more} {tag(form.closing)}",
+                f"call: {' | '.join(calls)}",
+                *(f"HEAD{n}: SPACE {json.dumps(head)}" for n, head in enumerate(heads)),
+                r"SPACE: /\s{0,4}/",
+                r"ANY: /(?-u:[\x00-\xfe])*/",  # 0xff stands for control tokens
+                f'THOUGHT: ANY & ~(ANY "{END_THINK}" ANY)',
+                "PLAIN: " + " & ".join(["ANY", *(f"~({it})" for it in excluded)]),
+                until("thought", "ANY", END_THINK),
+                until("first", "PLAIN", opening),
+            ]
+        )
 
     def _schema(self, name: str) -> str:
         """Of the arguments, as far as the library holds it; all of it, if the client wants it

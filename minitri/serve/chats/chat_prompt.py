@@ -1,14 +1,16 @@
 """The conversation of a request: token ids of its prompt, and how its answer is read and kept."""
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from minitri import End, Engine, InputError
-from minitri.serve.answer_parser import END_THINK, FORMATS, THINK, AnswerParser, Piece
-from minitri.serve.messages import Message, one_call_each, read_messages
-from minitri.serve.replay import Replay, as_message, keys_of, rest_after
-from minitri.serve.tools import Tools, format_of
+from minitri.serve.chats.answer_parser import END_THINK, FORMATS, THINK, AnswerParser, Piece
+from minitri.serve.chats.messages import Message, one_call_each, read_messages
+from minitri.serve.chats.replay import Replay, as_message, digest_of, keys_of
+from minitri.serve.chats.tools import Tools, format_of
 
 
 class ChatPrompt:
@@ -64,19 +66,31 @@ class ChatPrompt:
 
     def _encoded(self, encode: Callable[[str], list[int]]) -> list[int]:
         """The prompt, which begins with the very tokens of the last prompt and its answer, if these
-        are kept."""
+        are kept, and the template still writes that prompt as it did."""
+        kept_ids: list[int] = []
+        rest = self.text
         found = self._replay.find(keys_of(self._turns, *self._context))
-        rest, kept_ids = self.text, []
         if found is not None:
             index, kept = found
-            ends = [self._tokenizer.token(end) or "" for end in self._ends]
-            after = rest_after(kept, self._turns, index, self._render, [*filter(None, ends)])
-            if after is not None:
-                rest, kept_ids = after, [*kept.token_ids]
+            end = self._end_of(self._turns[index], kept.length)
+            if end and digest_of(self.text[: kept.length]) == kept.digest:
+                rest, kept_ids = self.text[end:], [*kept.token_ids]
         ids = encode(rest)
         if kept_ids and kept_ids[-1] in self._ends:
             ids = ids[1:]  # the end token, which the answer has
         return kept_ids + ids + (encode(self.begun) if self.begun else [])
+
+    def _end_of(self, answer: Message, start: int) -> int:
+        """Where the end token of an answer stands in the text, in which it begins at `start`; 0 if
+        that is not certain."""
+        calls = answer.get("tool_calls", [])
+        words = filter(None, map(self._tokenizer.token, self._ends))
+        ends = re.finditer("|".join(map(re.escape, words)), self.text[start:])
+        place = max(1, len(calls)) if self._is_single else 1
+        end = next(itertools.islice((it.start() for it in ends), place - 1, None), 0)
+        said = [answer["content"].strip(), *(call["function"]["name"] for call in calls)]
+        is_certain = all(it in self.text[start : start + end] for it in said)
+        return start + end if end and is_certain else 0
 
     def parser(self) -> AnswerParser:
         """Reads an answer to this, from where it goes on."""
