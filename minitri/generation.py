@@ -267,8 +267,8 @@ class Generation(Iterator[Event]):
             scores: list[Any] = [()] * len(new.tokens)
             try:
                 if not new.tokens:
-                    filters = row.text_filters
-                    raise new.error or NotFiniteError(filters.error if filters else "")
+                    matcher = row.text_filters.matcher if row.text_filters else None
+                    raise new.error or NotFiniteError(matcher.error if matcher else "")
                 if num_top is not None:
                     scores = log_probs(new.logits_NV, new.tokens, num_top)
             except (RuntimeError, MemoryError, NotFiniteError) as error:

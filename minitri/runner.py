@@ -21,7 +21,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.decoding.level import Level, Output
 from minitri.decoding.sampling import pad_vocabulary, probs_of_rows
 from minitri.decoding.verification import Proposal, Rows
-from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of, tree_paths
+from minitri.filters.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.gpu.graphs import Function, GraphPool, Passes
 from minitri.gpu.offload.layer_major import read_by_layers
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
@@ -118,7 +118,7 @@ class ModelRunner:
         paths = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
-            paths = tree_paths(self.text_filters, sequences, active, blocks, above)
+            paths = paths_of(self.text_filters, sequences, active, blocks, above)
         size = max(self.block_sizes, default=len(rule_TT))
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.decoding.sampling import probs_from_logits
+from minitri.filters.text_filters import TextFilters
 from minitri.memory import Models
 from minitri.model.attention import fold, unfold
 from minitri.model.block import read_block
@@ -88,6 +89,7 @@ def count_texts(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     num_seeds: int,
+    make_filters: Callable[[Request], TextFilters | None] = lambda _: None,
 ) -> tuple[Tensor, list[Stats]]:
     """How often each text comes over so many seeds, (V,) * NUM_TOKENS, and all statistics."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
@@ -97,7 +99,8 @@ def count_texts(
         seeds = list(range(first, first + ROWS))
         RUN["first seed"] = first
         requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
-        session = begin(Models(target, target, draft), requests, speculation)
+        models = Models(target, target, draft)
+        session = begin(models, requests, speculation, make_filters=make_filters)
         read_prompt_once(session)
         cascade = session.cascade
         session.start(list(range(ROWS)))

@@ -17,7 +17,7 @@ from minitri.decoding.cascade import Cascade
 from minitri.decoding.level import Level, Output
 from minitri.decoding.meter import Meter
 from minitri.decoding.verification import Proposal, verify, verify_block
-from minitri.filters.text_filters import filtered_logits, paths_of, tree_paths
+from minitri.filters.text_filters import filtered_logits, paths_of
 from minitri.settings import StepPlan
 from minitri.stats import Clock, LevelStats, Stats
 from minitri.trees.shape import TreeShape
@@ -99,7 +99,7 @@ class TableRunner:
                 above += [seen[first == 0 :]] if b == 0 else []
                 context = (*self.memory[b], *(block[j] for j in seen))
                 probs_BTV[b, i] = self.table.row(context)
-        paths = tree_paths(self.text_filters, sequences, active, blocks, above)
+        paths = paths_of(self.text_filters, sequences, active, blocks, above)
         return self.filtered(probs_BTV, paths)
 
     def keep_paths(self, paths, active):

@@ -357,6 +357,47 @@ loading/test_native_weights.py::test_repacked_numbers_are_the_dequantized_ones[Q
 loading/test_native_weights.py::test_weights_stay_quantized_where_memory_is_short
   weights dequantized for which there is no memory
     OpenModel._is_native: needed <= free => needed <= 2 * free
+filters/test_text_filters.py
+::test_both_levels_together_give_the_filtered_distribution[sizes1-params0-words0]
+  counts without the guesses
+    paths_of: [*start, *(block[i] for i in nodes)] => start
+  the prompt counted by the presence penalty
+    TextFilters.__init__: self.text = [*prompt] => self.text = []
+  a token that stands there twice penalised once
+    penalised: params.frequency_penalty * counts_NU => params.frequency_penalty * (counts_NU > 0)
+filters/test_text_filters.py
+::test_both_levels_together_give_the_filtered_distribution[sizes1-params1-words1]
+  the least number of tokens counts those of the prompt
+    TextFilters._banned: len(self.text) - self._first + len(path) => len(self.text) + len(path)
+  bad words end with the certain tokens
+    TextFilters._banned: [*self.text[-self._sizes[-1]:], *path]
+    => self.text[-self._sizes[-1]:]
+filters/test_text_filters.py
+::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
+  bias after top-p
+    ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+    => filtered_logits(probs_of_rows(logits_BNV, self.sampling).log(), self.text_filters,
+        paths).softmax(-1)
+filters/test_grammars.py::test_both_levels_together_give_the_masked_distribution[sizes0]
+  mask of the position before
+    TextFilters.apply: self.matcher.forbidden(path) => self.matcher.forbidden(path[:-1])
+  a matcher that is not rolled back
+    GrammarMatcher._read: self._matcher.rollback(len(self._path) - common) => None
+  an end token allowed inside
+    GrammarMatcher._mask: not (is_over or self._matcher.is_accepting()) => False
+  text that is forced is cut into tokens in one way
+    compile_grammar: f"{text}\n{NOT_FORCED}" => text
+filters/test_engines.py
+::test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do[triforce]
+  a part of the rows has the penalties of others
+    ModelRunner.of_rows: self.text_filters[rows] => self.text_filters[: len(part.cache.lengths)]
+  penalties of the neighbour
+    filtered_logits: zip(filters, logits_BNV, paths, strict=True)
+    => zip([*filters[1:], *filters[:1]], logits_BNV, paths, strict=True)
+filters/test_engines.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[float32-tree]
+  the root of a tree counted twice
+    ModelRunner.read_tree: row_T.nonzero().flatten().tolist()[has_root:]
+    => row_T.nonzero().flatten().tolist()
 """
 
 MUTANTS = read_table(TABLE)

@@ -62,7 +62,7 @@ class GrammarMatcher:
         self._path = []
         self._masks.clear()
 
-    def allowed(self, path: list[int]) -> Tensor | None:
+    def forbidden(self, path: list[int]) -> Tensor | None:
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
@@ -76,12 +76,12 @@ class GrammarMatcher:
     def _mask(self, path: list[int]) -> Tensor | None:
         """End tokens follow a complete text, others of them, and guesses of probability 0."""
         is_over = self._is_over or not self._read(path)
-        mask_V = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        mask = bytearray(self._matcher.compute_logit_bias())
         if self._matcher.is_error():
             return None
-        mask_V = mask_V.bool() & (not is_over)
-        mask_V[self._ends] = is_over or self._matcher.is_accepting()
-        return mask_V
+        is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
+        is_bad_V[self._ends] = not (is_over or self._matcher.is_accepting())
+        return is_bad_V
 
     def _read(self, path: list[int]) -> bool:
         """Reads this path, as far as the grammar allows it, in place of the one before. Returns

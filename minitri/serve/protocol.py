@@ -13,6 +13,7 @@ from typing import Any
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.errors import explain, shorten
 from minitri.fields import between, changed, one_of, refuse
+from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
@@ -24,8 +25,8 @@ TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
 IGNORED = ("metadata", "service_tier")
 USAGE = ({"include_usage": True}, {"include_usage": False})
-NEUTRAL = {"repetition_penalty": 1}
-"""Values of unknown fields that ask for nothing, as does whatever is false or empty."""
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Of grammars, by vLLM's names."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
 MAX_WARNINGS = 100
@@ -64,6 +65,31 @@ class Fields(SamplingParams):
     """The same, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The same, if there is no user."""
+    response_format: Any = None
+    """Form of the answer: of type text, json_object, or json_schema, with a schema."""
+    structured_outputs: Any = None
+    """The same in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        object.__setattr__(self, "grammar", self._asked_grammar() or self.grammar)
+
+    def _asked_grammar(self) -> Grammar | None:
+        """What the form of the answer says. Raises `InputError`."""
+        match self.response_format, self.structured_outputs:
+            case None | {"type": "text"}, None:
+                return None
+            case {"type": "json_object"}, None:
+                return Grammar("json_object")
+            case {"type": "json_schema", "json_schema": {"schema": schema}}, None:
+                return Grammar("json_schema", json.dumps(schema))
+            case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
+                text = one[name]
+                return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
+        given = shorten(repr(self.response_format or self.structured_outputs), 60)
+        raise InputError(
+            f"response_format or structured_outputs is {given}; see /docs for what they may be"
+        )
 
 
 @dataclass(frozen=True)
@@ -100,8 +126,6 @@ class ChatFields(Fields):
     """Whether it calls some: auto, none, required, or the function to call."""
     parallel_tool_calls: bool | None = None
     """Whether it may call several. Default: true."""
-    response_format: Mapping[str, str] | None = one_of(None, {"type": "text"})
-    """Form of the answer."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
     """Kinds of answers."""
 
@@ -156,6 +180,8 @@ class Protocol:
             ids = self._ids(asked)
         sampling = changed(self.sampling, vars(asked))
         if chat is not None and chat.grammar:
+            if sampling.grammar is not None:
+                raise InputError("tools and response_format are given; leave one of them out")
             sampling = replace(sampling, grammar=Grammar("lark", chat.grammar))
         room = self.context - len(ids)
         num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))
@@ -173,6 +199,8 @@ class Protocol:
             client,
             chat.shown if chat is not None else (),
         )
+        # What is wrong with a grammar is told here, where no step waits for it.
+        text_filters(request.sampling, [], self.engine.tokenizer, self.engine.config)
         return request, asked, chat
 
     def _fields(self, body: bytes, kind: type[Asked]) -> Asked:
@@ -181,7 +209,7 @@ class Protocol:
             content = {**json.loads(body)}
         known = vars(kind(**vars(self.sampling)))
         for name, value in content.items():
-            if name in (*known, *IGNORED) or not value or value == NEUTRAL.get(name):
+            if name in (*known, *IGNORED) or not value:  # what is false or empty asks for nothing
                 continue
             shown = shorten(repr(name), 60)
             if self.ignored is None:

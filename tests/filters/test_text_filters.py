@@ -7,9 +7,13 @@ import math
 import pytest
 import torch
 
-from minitri.decoding.verification import verify_block
+from minitri.decoding.sampling import probs_from_logits
+from minitri.decoding.verification import Proposal, verify_block
 from minitri.filters.text_filters import TextFilters
+from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams, StepPlan
+from tests.cascades import fresh_read, random_prompt
+from tests.conftest import new_cache, tiny_config, tiny_model
 from tests.exactness import PROMPT, Table, exactly, largest_error
 from tests.trees.test_tree_enumeration import SHAPES
 
@@ -23,18 +27,17 @@ END = 1
 
 
 class Shaped:
-    """A table's distributions under filters, by their definitions."""
+    """Distributions under filters, by their definitions; `scores` are logits after a text."""
 
-    def __init__(self, table: Table, params: SamplingParams, words=(), allowed=None) -> None:
-        self.V, self.table, self.params = table.V, table, params
+    def __init__(self, V, scores, params: SamplingParams, words=(), allowed=None, start=2) -> None:
+        self.V, self.scores, self.params, self.start = V, scores, params, start
         self.words, self.allowed = words, allowed
         self.row = functools.cache(self._row)
 
     def _row(self, context: tuple[int, ...]) -> torch.Tensor:
-        params, output = self.params, context[len(PROMPT) :]
+        params, output = self.params, context[self.start :]
         scores = []
-        for token, p in enumerate(self.table.row(context).tolist()):
-            x = math.log(p) if p else -math.inf
+        for token, x in enumerate(self.scores(context)):
             x += dict(params.logit_bias).get(token, 0)
             if token in context:
                 x = x / params.repetition_penalty if x > 0 else x * params.repetition_penalty
@@ -49,7 +52,8 @@ class Shaped:
             or (token == END and len(output) < params.min_tokens)
             for token in range(self.V)
         ]
-        return exactly(self.without(scores, [not it for it in is_bad])).softmax(0)
+        left_V = exactly(self.without(scores, [not it for it in is_bad]))
+        return probs_from_logits(left_V.unsqueeze(0), params)[0]
 
     def without(self, scores, are_kept):
         kept = [x if is_kept else -math.inf for x, is_kept in zip(scores, are_kept, strict=True)]
@@ -61,8 +65,8 @@ def error(params, *sizes, words=(), make_matcher=lambda: None, allowed=None, **s
         options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
         return TextFilters(params, PROMPT, sizes[0], **options)
 
-    def by_definition(table):
-        return Shaped(table, params, words, allowed)
+    def by_definition(table: Table) -> Shaped:
+        return Shaped(table.V, lambda text: table.row(text).log().tolist(), params, words, allowed)
 
     settings |= {"make_filters": make_filters, "by_definition": by_definition}
     return largest_error(*sizes, **settings)
@@ -99,3 +103,27 @@ def test_nothing_leaks_from_one_step_into_the_next():
     assert error(PENALTIES, 3, 1, 1, num_steps=2) < ROUNDING
     plans = StepPlan("autoregressive"), StepPlan("naive", 1), StepPlan("triforce", 1, 1)
     assert error(FORBIDDEN, 3, 1, 1, words=WORDS, num_steps=2, plans=plans) < ROUNDING
+
+
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {}])
+def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
+    """By a model's runner, one block of four places."""
+    model = tiny_model(tiny_config(vocab_size=20))
+    bias = {3: 2.0, 9: -3.0, 11: 100}
+    penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "logit_bias": bias}
+    params = SamplingParams(0.6, **filters, **penalties)
+    prompt, guesses = random_prompt(model.config, 12), [3, 4, 4]
+    runner = ModelRunner(model, new_cache(model.config), params, vocab_size=20)
+    runner.sample_by(0, params, TextFilters(params, prompt, 20))
+    proposal = Proposal.of([guesses], torch.ones(1, 3, 1), [["draft"] * 3])
+    output = runner.next_probs([prompt], [True], proposal)
+
+    def scores(text):
+        return output.logits_BNV[0, len(text) - 12].tolist()
+
+    shaped = Shaped(20, scores, params, start=12)
+    for n in range(4):
+        wanted_V = shaped.row((*prompt, *guesses[:n]))
+        assert torch.allclose(output.probs_BNV[0, n].double(), wanted_V, atol=1e-6)
+        raw_V = fresh_read(model, [*prompt, *guesses[:n]])[1][-1]
+        assert torch.allclose(output.logits_BNV[0, n], raw_V, atol=1e-4)

@@ -1,5 +1,6 @@
 """Answers of both endpoints, by the real `openai` client, against the engine itself."""
 
+import json
 import math
 
 import openai
@@ -185,3 +186,37 @@ def test_a_chat_without_max_tokens_may_fill_the_context(ask):
 def test_a_model_without_a_template_is_a_bad_request(server):
     with pytest.raises(openai.BadRequestError, match="has no chat template"):
         server.openai.chat.completions.create(model="tiny", messages=MESSAGES)
+
+
+def test_penalties_bias_and_bad_words_are_those_of_the_engine(server, engine):
+    fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"71": -100}}
+    more = {"repetition_penalty": 1.2, "bad_words": ["the"], "min_tokens": 24}
+    choice = complete(server, **fields, extra_body=more).choices[0]
+    how = {"speculation": SpeculationConfig("autoregressive", coupled=True), "temperature": 1.0}
+    fields |= {**more, "logit_bias": {71: -100}, "max_new_tokens": 24, "seed": 7}
+    assert choice.text == engine.complete(PROMPT, **fields, **how).text
+
+
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+SCHEMA |= {"additionalProperties": False}
+
+
+def test_answers_have_the_form_that_is_asked_for(server, template):
+    messages = [{"role": "user", "content": "How many?"}]
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}
+    ask = server.openai.chat.completions.create
+    for seed in range(4):
+        settings = {"model": "tiny", "messages": messages, "seed": seed, "max_tokens": 200}
+        for given in (form, {"type": "json_object"}):
+            [choice] = ask(**settings, response_format=given).choices
+            if choice.finish_reason == "stop":
+                assert isinstance(json.loads(choice.message.content), dict)
+                if given is form:
+                    assert {*json.loads(choice.message.content)} == {"n"}
+        pieces = ask(**settings, response_format=form, stream=True)
+        streamed = "".join(piece.choices[0].delta.content or "" for piece in pieces)
+        assert streamed == ask(**settings, response_format=form).choices[0].message.content
+    one = complete(server, extra_body={"structured_outputs": {"choice": ["yes", "no"]}})
+    assert (one.choices[0].finish_reason, one.choices[0].text in ("yes", "no")) == ("stop", True)
+    plain = complete(server, extra_body={"response_format": {"type": "text"}})
+    assert plain.choices[0].text == complete(server).choices[0].text

@@ -26,9 +26,21 @@ USER = {"role": "user", "content": "a"}
         ("prompt", {"prompt": "\ud800"}),
         ("n", {"n": 2}),
         ("echo", {"echo": True}),
-        ("response_format", {"response_format": {"type": "json_object"}}),
+        ("response_format", {"response_format": {"type": "xml"}}),
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema": {}}}),
+        ("structured_outputs", {"structured_outputs": {"gbnf": "root"}}),
+        ("json_schema cannot be used", {"structured_outputs": {"json": {"type": "strin"}}}),
+        ("the regex cannot be used", {"structured_outputs": {"regex": "(a"}}),
+        ("line 1, column 8", {"structured_outputs": {"grammar": "start: foo"}}),
+        ("grammar", {"grammar": "root ::= x"}),
+        ("logit_bias has token 320", {"logit_bias": {"320": 1}}),
+        ("logit_bias", {"logit_bias": {"5": 101}}),
+        ("presence_penalty is 2.1", {"presence_penalty": 2.1}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("bad_words", {"bad_words": [""]}),
         ("max_tokns", {"max_tokns": 3}),
-        ("repetition_penalty", {"repetition_penalty": 1.1}),
+        ("repetition_penalty", {"repetition_penalty": 0}),
+        ("length_penalty", {"length_penalty": 1.1}),
         ("chat_template_kwargs", {"chat_template_kwargs": {"x": 1}}),
         ("max_tokens is '3'; it must be a whole number", {"max_tokens": "3"}),
         ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
@@ -91,7 +103,7 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
     with serving(engine, ignored=set()) as server:
         fields = {"model": "tiny", "prompt": "She had", "max_tokens": 2, "seed": 3}
         plain = server.openai.completions.create(**fields)
-        extra = {"repetition_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
+        extra = {"length_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
         for _ in range(2):
             answer = server.openai.completions.create(**fields, extra_body=extra)
             assert answer.choices[0].text == plain.choices[0].text
