@@ -181,7 +181,7 @@ class Protocol:
         sampling = changed(self.sampling, vars(asked))
         if chat is not None and chat.grammar:
             if sampling.grammar is not None:
-                raise InputError("tools and response_format are given; leave one of them out")
+                raise InputError("response_format is given with tools; leave one of them out")
             sampling = replace(sampling, grammar=Grammar("lark", chat.grammar))
         room = self.context - len(ids)
         num_new = most or max(1, room if is_chat else min(room, TEXT_TOKENS))

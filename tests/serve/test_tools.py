@@ -161,7 +161,7 @@ def with_turn(**changes):
             "messages[1].tool_calls[0].function.arguments",
             with_turn(tool_calls=[{"id": "call_x81mQ", "function": CALL | {"arguments": "[1]"}}]),
         ),
-        ("response_format are given", {"response_format": {"type": "json_object"}}),
+        ("response_format is given with tools", {"response_format": {"type": "json_object"}}),
         ("messages[1] is", with_turn(function_call={"name": "x"})),
         ("messages[0].content has None", {"messages": [{"role": "user"}]}),
     ],
