@@ -155,7 +155,8 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
         tool_template = None
         if isinstance(template, list):  # of several ones
             several = {it["name"]: it["template"] for it in template}
-            template, tool_template = several.get("default"), several.get("tool_use")
+            template = several.get("default")
+            tool_template = several.get("tool_use")
         if not isinstance(add_bos, bool):
             raise TypeError(f"add_bos_token is {shorten(repr(add_bos), 60)}")
         for it in (template, tool_template):

@@ -104,7 +104,8 @@ class Tokenizer:
         """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
         `template` is the source of a chat template, `special_tokens` what it knows by name, and
         `tool_template` takes its place where there are tools."""
-        self._backend, self._template, self._tool_template = backend, template, tool_template
+        self._backend, self._template = backend, template
+        self._tool_template = tool_template
         self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id

@@ -170,13 +170,9 @@ class Protocol:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         owner = f"{salt}/{user}" if salt else ""
-        chat, ids = None, [0]
-        if (most or 0) > self.context:
-            pass
-        elif isinstance(asked, ChatFields):
-            chat = self._chat(asked, owner)
-            ids = chat.token_ids
-        else:
+        chat = self._chat(asked, owner) if isinstance(asked, ChatFields) else None
+        ids = [0] if chat is None else chat.token_ids
+        if isinstance(asked, TextFields) and (most or 0) <= self.context:
             ids = self._ids(asked)
         sampling = changed(self.sampling, vars(asked))
         if chat is not None and chat.grammar:

@@ -100,6 +100,7 @@ def test_the_next_prompt_begins_with_the_very_tokens_of_prompt_and_answer(
     assert plain[: len(said)] != said
     rest = later.token_ids[len(said) :]
     assert rest == plain[-len(rest) :]
+    assert later.token_ids.count(2) == plain.count(2)
     said = model.answer(later, "It is warm.")
     warm, other = (
         {"role": "assistant", "content": "It is warm."},
@@ -157,6 +158,15 @@ def test_what_is_kept_is_of_one_owner_one_conversation_and_these_tools(model):
     assert not num_common({"role": "user", "content": "So?"}, *turns[1:], owner="a")
     other = ANSWER | {"content": "I look."}
     assert not num_common(USER, other, RESULT, owner="a")
+
+
+def test_a_prompt_that_the_template_writes_in_another_way_is_read_anew(model, monkeypatch):
+    """As with a date in it."""
+    model.answer(model.prompt(USER), SAID["hermes"])
+    other = ChatTemplate(QWEN.replace("<tools>", "<TOOLS>"), {})
+    monkeypatch.setitem(vars(model.engine.tokenizer), "chat_template", other)
+    later = model.prompt(USER, ANSWER, RESULT)
+    assert later.token_ids == model.encode(later.text)
 
 
 def test_calls_that_are_not_whole_and_texts_before_a_stop_are_not_kept(model):

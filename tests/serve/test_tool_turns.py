@@ -77,11 +77,13 @@ def test_what_must_be_called_is_called_with_arguments_of_its_schema(ask):
 
 
 def test_text_without_calls_is_what_it_would_be(ask, roomy, monkeypatch):
-    """A grammar that waits for a tag takes nothing of the distribution but control tokens, and a
-    byte that no text has, which are out of it here anyhow."""
+    """A grammar that waits for a tag takes nothing of the distribution but control tokens, unused
+    ones, and a byte that no text has, which are out of it here anyhow."""
     tokenizer = roomy.tokenizer
     [byte] = (it for it in range(tokenizer.num_tokens) if tokenizer.token(it) == "\u00ff")
-    fields = {"max_tokens": 40, "logit_bias": dict.fromkeys(map(str, (0, 1, byte)), -100)}
+    unused = range(tokenizer.num_tokens, roomy.config.vocab_size)
+    bias = dict.fromkeys(map(str, (0, 1, byte, *unused)), -100)
+    fields = {"max_tokens": 40, "logit_bias": bias}
     texts = []
     for method in (Tools.grammar, lambda *_, **__: ""):
         monkeypatch.setattr(Tools, "grammar", method)

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 from minitri.loading.text_stream import overlap
 
-THINK, END_THINK = "<think>", "</think>"
+THINK = "<think>"
+END_THINK = "</think>"
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class AnswerParser:
         self._rest += text
         self._is_last = is_last
         next(self._steps, None)
-        found, self._found = self._found, []
+        found = self._found
+        self._found = []
         return found
 
     def _read(self, thinks: bool) -> Generator[None, None, None]:
@@ -80,11 +82,9 @@ class AnswerParser:
             yield from self._skip_spaces()
             yield from self._pass_to(END_THINK, "reasoning")
             yield from self._skip_spaces()
-        opening, may_call, taken = "", False, ""
-        if self._form is not None:
-            opening = self._form.opening
-            taken = yield from self._take(opening)
-            may_call = bool(taken) or self._form.is_bare
+        opening = self._form.opening if self._form else ""
+        taken = (yield from self._take(opening)) if opening else ""
+        may_call = bool(taken or (self._form and self._form.is_bare))
         while self._rest or taken or not self._is_last:
             if may_call and (yield from self._calls(taken)):
                 taken = yield from self._take(opening)
@@ -96,7 +96,8 @@ class AnswerParser:
     def _calls(self, taken: str) -> Generator[None, None, bool]:
         """Calls after a tag, which is content if there are none. Whether there are."""
         assert self._form is not None
-        is_call, heads = False, self._heads
+        is_call = False
+        heads = self._heads
         if self._form.bracket:
             bracket = yield from self._take(self._form.bracket)
             taken += bracket
@@ -127,7 +128,8 @@ class AnswerParser:
                 if not any(text.startswith(seen) for text in texts):
                     return ""
                 if seen in texts:
-                    taken, self._rest = self._rest[:at], self._rest[at:]
+                    taken = self._rest[:at]
+                    self._rest = self._rest[at:]
                     return taken
             if self._is_last:
                 return ""
@@ -154,13 +156,15 @@ class AnswerParser:
 
     def _pass_arguments(self) -> Generator[None, None, None]:
         """Passes on an object, by its brackets and strings."""
-        depth, is_string, is_escaped = 0, False, False
+        depth = 0
+        is_string = is_escaped = False
         while True:
             for at, character in enumerate(self._rest, 1):
                 if is_escaped:
                     is_escaped = False
                 elif is_string:
-                    is_string, is_escaped = character != '"', character == "\\"
+                    is_string = character != '"'
+                    is_escaped = character == "\\"
                 else:
                     is_string = character == '"'
                     depth += (character in "{[") - (character in "}]")

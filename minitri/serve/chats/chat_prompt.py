@@ -30,7 +30,8 @@ class ChatPrompt:
     ) -> None:
         """`encode` makes token ids of a text with control tokens. `goes_on`: the last message is
         the beginning of the answer. Raises `InputError`."""
-        self._replay, self._tokenizer = replay, engine.tokenizer
+        self._replay = replay
+        self._tokenizer = engine.tokenizer
         self._ends = engine.config.eos_token_ids
         self._turns = read_messages(messages)
         self._tools = tools.for_template
@@ -46,7 +47,8 @@ class ChatPrompt:
         self.text = self._render(self._turns)
         self._context = (owner, self._tools)
         self._thinks = self.text.rstrip().endswith(THINK)
-        self._form, self._names = (form if tools.names else None), tools.names
+        self._form = form if tools.names else None
+        self._names = tools.names
         tags = [THINK, END_THINK, *((form.opening, form.closing) if tools.names else ())]
         controls = self._tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
@@ -74,7 +76,8 @@ class ChatPrompt:
             index, kept = found
             end = self._end_of(self._turns[index], kept.length)
             if end and digest_of(self.text[: kept.length]) == kept.digest:
-                rest, kept_ids = self.text[end:], [*kept.token_ids]
+                rest = self.text[end:]
+                kept_ids = [*kept.token_ids]
         ids = encode(rest)
         if kept_ids and kept_ids[-1] in self._ends:
             ids = ids[1:]  # the end token, which the answer has

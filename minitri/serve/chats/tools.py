@@ -76,7 +76,8 @@ class Tools:
             to = f"TO_{rule.upper()}"
             return f"{rule}[lazy]: {to}\n{to}: {text} {json.dumps(end)}"
 
-        opening, is_auto = form.opening, self.choice == "auto"
+        opening = form.opening
+        is_auto = self.choice == "auto"
         excluded = [f"ANY {json.dumps(opening)} ANY"] * (opening not in controls)
         excluded += [r'/\s*\{\s*"(name|type|id)"\s*:/ ANY'] * form.is_bare
         excluded += [r"/\s*<think>/ ANY"] * (may_think and THINK not in controls)
