@@ -2,7 +2,7 @@
 typed events in the order in which they happen."""
 
 import html
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +115,8 @@ class Request:
     """Who asks: clients take turns, and those with the fewest rows are next."""
     score_prompt: bool
     """Whether the prompt's tokens have log-probabilities, too: then all of it is read."""
+    shown: Container[int]
+    """Control tokens that the text has, as they are spelled; others are left out."""
 
     def __init__(
         self,
@@ -126,6 +128,7 @@ class Request:
         owner: str = "",
         client: str = "",
         score_prompt: bool = False,
+        shown: Container[int] = (),
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -137,6 +140,7 @@ class Request:
         self.owner = owner
         self.client = client
         self.score_prompt = score_prompt
+        self.shown = shown
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 
@@ -164,7 +168,7 @@ class Row:
         self.finish_reason: str | None = None
         self.prompt_scores: list[LogProbs] = []
         self.stats = RowStats(len(ids))
-        self._decoder = IncrementalDecoder(tokenizer, ids)
+        self._decoder = IncrementalDecoder(tokenizer, ids, request.shown)
         self._scanner = StopScanner(request.generation.stop)
 
     @property

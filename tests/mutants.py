@@ -398,6 +398,27 @@ filters/test_engines.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[flo
   the root of a tree counted twice
     ModelRunner.read_tree: row_T.nonzero().flatten().tolist()[has_root:]
     => row_T.nonzero().flatten().tolist()
+serve/test_answer_parser.py::test_pieces_do_not_depend_on_where_a_text_is_cut
+  a tag that is cut is not a tag
+    AnswerParser._pass_to: 0 if self._is_last else overlap(self._rest, tag) => 0
+  an escape counts until the end of a piece
+    AnswerParser._pass_arguments: is_escaped = character == "\\"
+    => is_escaped = character == "\\" and at < len(self._rest)
+serve/test_answer_parser.py::test_texts_put_together_at_random_lose_nothing
+  a tag without a call is lost | AnswerParser._calls: self._add("content", taken) => None
+serve/test_chat_prompt.py
+::test_what_is_kept_is_of_one_owner_one_conversation_and_these_tools
+  answers of another client | keys_of: json.dumps(context, sort_keys=True) => ""
+serve/test_chat_prompt.py
+::test_the_next_prompt_begins_with_the_very_tokens_of_prompt_and_answer[False-model2-mistral]
+  an end token twice | ChatPrompt._encoded: ids[1:] => ids
+serve/test_chat_prompt.py
+::test_a_prompt_that_the_template_writes_in_another_way_is_read_anew
+  tokens of a prompt that the template writes no more
+    ChatPrompt._encoded: digest_of(self.text[: kept.length]) == kept.digest => True
+serve/test_tool_grammar.py::test_bytes_that_are_no_text_are_free_too[hermes]
+  bytes that are no text are forbidden
+    Tools.grammar: r"ANY: /(?-u:[\x00-\xfe])*/" => r"ANY: /(?-u:[\x00-\x7f])*/"
 """
 
 MUTANTS = read_table(TABLE)

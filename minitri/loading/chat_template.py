@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from minitri.errors import InputError, explain
 
@@ -20,37 +21,42 @@ MAX_SECONDS = 5.0  # of a processor, for a rendering
 MAX_BYTES = 1 << 29  # of memory, for a process
 ADVICE = "give a prompt of plain text, or correct the template"
 
-Message = Mapping[str, str]
-"""`role` (system, user or assistant) and `content`."""
+Message = Mapping[str, Any]
+"""`role` (system, user, assistant or tool) and `content`; of calls also what the template wants."""
 
 
 class ChatTemplate:
     """A model's template, ready to render conversations, in several threads, too."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        """`special_tokens` are texts of `bos_token` and the like. Raises `InputError`."""
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
+        """`special_tokens` are texts of `bos_token` and the like; with tools `tool_source` counts,
+        if there is one. Raises `InputError`."""
         self._source = source
+        self.tool_source = tool_source or source
         self._special_tokens = special_tokens
         self._idle: list[subprocess.Popen[str]] = []
         self._owner = os.getpid()
         weakref.finalize(self, stop, self._idle)
         with explain("the model's chat template is not valid", ADVICE):
-            self._ask({})
+            self._ask(source, {})
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
         """A conversation as text, up to where the next answer begins. Raises `InputError`. The role
         developer is that of the system in a template that does not know it."""
-        if "developer" not in self._source:
+        source = self.tool_source if tools else self._source
+        if "developer" not in source:
             messages = [
                 {**it, "role": "system"} if it.get("role") == "developer" else it for it in messages
             ]
         variables = {"messages": [*messages], "add_generation_prompt": True}
-        variables |= {"tools": None, "documents": None, **self._special_tokens}
+        variables |= {"tools": [*tools] or None, "documents": None, **self._special_tokens}
         with explain("the model's chat template fails", ADVICE):
-            return self._ask(variables)
+            return self._ask(source, variables)
 
-    def _ask(self, variables: Mapping[str, object]) -> str:
-        """What a process makes of the template. Raises `ValueError`."""
+    def _ask(self, source: str, variables: Mapping[str, object]) -> str:
+        """What a process makes of a template. Raises `ValueError`."""
         if self._owner != os.getpid():  # after a fork they are the other's
             self._owner = os.getpid()
             self._idle.clear()
@@ -60,7 +66,7 @@ class ChatTemplate:
             child = start()
         line = ""
         with suppress(BrokenPipeError):
-            print(json.dumps([self._source, variables]), file=child.stdin, flush=True)
+            print(json.dumps([source, variables]), file=child.stdin, flush=True)
             line = child.stdout.readline() if child.stdout else ""
         if line and not self._idle:
             self._idle.append(child)

@@ -152,12 +152,16 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
         settings = {key: it for key, it in checkpoint.tokenizer_config.items() if it is not None}
         add_bos = settings.get("add_bos_token", backend.adds_bos)
         template = settings.get("chat_template")
+        tool_template = None
         if isinstance(template, list):  # of several ones
-            template = {it["name"]: it["template"] for it in template}.get("default")
+            several = {it["name"]: it["template"] for it in template}
+            template = several.get("default")
+            tool_template = several.get("tool_use")
         if not isinstance(add_bos, bool):
             raise TypeError(f"add_bos_token is {shorten(repr(add_bos), 60)}")
-        if not isinstance(template, str | None):
-            raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
+        for it in (template, tool_template):
+            if not isinstance(it, str | None):
+                raise TypeError(f"chat_template is {shorten(repr(it), 60)}")
     if not 1 <= backend.num_tokens <= config.vocab_size:
         raise InputError(
             f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's "
@@ -175,4 +179,4 @@ def load_tokenizer(checkpoint: Checkpoint, config: ModelConfig) -> Tokenizer:
         text = value.get("content") if isinstance(value, dict) else value
         if name.endswith("_token") and isinstance(text, str):
             special[name] = text
-    return Tokenizer(backend, bos if add_bos else None, template, special)
+    return Tokenizer(backend, bos if add_bos else None, template, special, tool_template)

@@ -1,7 +1,8 @@
 """Text as it grows, token by token: whole characters, and stop strings wherever borders fall."""
 
+import functools
 import os.path
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from minitri.loading.tokenizer import Tokenizer
 
@@ -55,8 +56,9 @@ class IncrementalDecoder:
     MAX_WAITING = 16
     """Four times the tokens that a character may have."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: list[int]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], shown: Container[int] = ()) -> None:
+        """`shown` are control tokens that the text has, as they are spelled."""
+        self._decode = functools.partial(tokenizer.decode, shown=shown)
         self._ids = prompt[-self.CONTEXT :]
         self._window = 0  # first token of the window
         self._read = len(self._ids)  # first token whose text has not been given out
@@ -65,7 +67,7 @@ class IncrementalDecoder:
     def push(self, token: int) -> str:
         """The text that became certain with this token; may be empty."""
         self._ids.append(token)
-        text = self._tokenizer.decode(self._ids[self._window :])
+        text = self._decode(self._ids[self._window :])
         num_broken = len(text) - len(text.rstrip("\ufffd"))
         if num_broken and len(self._ids) - self._read < self.MAX_WAITING:
             return ""
@@ -74,11 +76,11 @@ class IncrementalDecoder:
     def flush(self, num_held: int = 0) -> str:
         """All text not given out yet but its last characters, whatever may follow; broken
         characters as U+FFFD."""
-        known = self._tokenizer.decode(self._ids[self._window : self._read])
+        known = self._decode(self._ids[self._window : self._read])
         known = known[: len(known) - self._num_held]
-        text = self._tokenizer.decode(self._ids[self._window :])
+        text = self._decode(self._ids[self._window :])
         if num_held:  # in the next window, or they would be lost
-            num_held = min(num_held, len(self._tokenizer.decode(self._ids[self._read :])))
+            num_held = min(num_held, len(self._decode(self._ids[self._read :])))
         text = text[: len(text) - num_held]
         self._num_held = num_held
         self._window = self._read

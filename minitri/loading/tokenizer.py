@@ -5,8 +5,9 @@ written as the model's chat template says.
 """
 
 import functools
+import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sentencepiece
@@ -98,10 +99,13 @@ class Tokenizer:
         bos_token_id: int | None,
         template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
+        tool_template: str | None = None,
     ) -> None:
         """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
-        `template` is the source of a chat template, `special_tokens` what it knows by name."""
+        `template` is the source of a chat template, `special_tokens` what it knows by name, and
+        `tool_template` takes its place where there are tools."""
         self._backend, self._template = backend, template
+        self._tool_template = tool_template
         self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
@@ -130,15 +134,18 @@ class Tokenizer:
         """The model's chat template, if it has one. Raises `InputError` if that is broken."""
         from minitri.loading.chat_template import ChatTemplate  # with Jinja: for conversations only
 
-        return ChatTemplate(self._template, self._special_tokens) if self._template else None
+        if not self._template:
+            return None
+        return ChatTemplate(self._template, self._special_tokens, self._tool_template)
 
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
         """Token ids of a conversation, up to where the next answer begins: a list of messages such
         as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
-    def render_chat(self, messages: "str | Sequence[Message]") -> str:
-        """The same as text, in which control tokens are spelled out. Raises `InputError`."""
+    def render_chat(self, messages: "str | Sequence[Message]", tools: Sequence[Any] = ()) -> str:
+        """The same as text, in which control tokens are spelled out, with tools that the model may
+        call. Raises `InputError`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self.chat_template is None:
@@ -146,16 +153,29 @@ class Tokenizer:
                 "this model has no chat template: it completes texts; use an instruct model, or "
                 "write the conversation into the prompt"
             )
-        return self.chat_template.render(messages)
+        return self.chat_template.render(messages, tools)
 
     def encode_marked(self, text: str) -> list[int]:
         """Token ids of a text in which control tokens are spelled out; no BOS is added."""
         check_unicode(text, "the conversation")
         return self._backend.encode_marked(text)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text without control tokens; bytes that are no UTF-8 give U+FFFD."""
-        return self._backend.decode([*ids])
+    def decode(self, ids: Sequence[int], shown: Container[int] = ()) -> str:
+        """Text without control tokens, but for those that are to be `shown` as they are spelled;
+        bytes that are no UTF-8 give U+FFFD."""
+        text = ""
+        for is_shown, tokens in itertools.groupby(ids, shown.__contains__):
+            part = [*tokens]
+            spelled = "".join(self.token(token) or "" for token in part) if is_shown else None
+            text += spelled or self._backend.decode(part)
+        return text
+
+    def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
+        """Of these texts those that the vocabulary has as control tokens, with their ids."""
+        found = {text: self.encode_marked(text) for text in spellings}
+        return {
+            text: ids[0] for text, ids in found.items() if len(ids) == 1 and not self.decode(ids)
+        }
 
     def lexicon(self) -> str | list[bytes]:
         """The bytes of all tokens, empty for control tokens; or the `tokenizers` JSON with them."""

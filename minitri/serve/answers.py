@@ -18,6 +18,8 @@ from minitri import End, Engine, Event, Idle, Request, Token
 from minitri.loading.text_stream import IncrementalDecoder
 from minitri.requests import PrefillProgress
 from minitri.serve.access import ApiError
+from minitri.serve.chats.answer_parser import AnswerParser, Piece
+from minitri.serve.chats.chat_prompt import ChatPrompt
 from minitri.serve.protocol import Fields
 from minitri.stats import LogProbs
 
@@ -42,10 +44,15 @@ class Writer:
     """The answer to one call, of one text or several."""
 
     def __init__(
-        self, requests: Sequence[Request], asked: Fields, model: str, engine: Engine
+        self,
+        requests: Sequence[Request],
+        asked: Fields,
+        model: str,
+        engine: Engine,
+        chat: ChatPrompt | None = None,
     ) -> None:
         self._asked = asked
-        self._choices = [Choice(request, asked, engine) for request in requests]
+        self._choices = [Choice(request, asked, engine, chat) for request in requests]
         self._ends: dict[int, End] = {}  # by the numbers of their choices
         kind = "text_completion"
         if asked.is_chat:
@@ -116,7 +123,9 @@ class Writer:
 class Choice:
     """One text of an answer."""
 
-    def __init__(self, request: Request, asked: Fields, engine: Engine) -> None:
+    def __init__(
+        self, request: Request, asked: Fields, engine: Engine, chat: ChatPrompt | None
+    ) -> None:
         assert not isinstance(request.prompt, str)
         self._prompt = request.prompt
         self._asked = asked
@@ -124,6 +133,10 @@ class Choice:
         self._ends = () if request.generation.ignore_eos else engine.config.eos_token_ids
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
+        self._chat = chat
+        self._parser = chat.parser() if chat is not None else AnswerParser()
+        self._pieces: list[Piece] = []
+        self._num_calls = 0
         self._echo = engine.tokenizer.decode(self._prompt) if asked.echo else ""  # so is this
 
     def whole(self, first: End, end: End) -> Json:
@@ -151,12 +164,41 @@ class Choice:
         if end is not None and asked.num_texts > 1:
             choice["seed"] = end.seed
         if asked.is_chat:
-            choice["delta" if asked.stream else "message"] = self._speaker | {"content": text}
-            self._speaker = {}
+            pieces = self._parser.push(text, is_last=end is not None)
+            self._pieces += pieces
+            choice["delta" if asked.stream else "message"] = self._said(pieces)
+            if self._num_calls and reason in ("eos", "stop"):
+                choice["finish_reason"] = "tool_calls"
+            if end is not None and self._chat is not None:
+                self._chat.keep(self._pieces, end)
         else:
             choice["text"] = self._echo + text
             self._echo = ""
         return choice
+
+    def _said(self, pieces: Sequence[Piece]) -> Json:
+        """Pieces of an answer as a message, or a part of one."""
+        texts = {"content": ""}
+        calls: dict[int, Json] = {}
+        for kind, text in pieces:
+            if kind == "call":
+                self._num_calls += 1
+                head = {"id": secrets.token_hex(5)[1:], "type": "function"}
+                calls[self._num_calls - 1] = head | {"function": {"name": text, "arguments": ""}}
+            elif kind == "arguments":
+                call = calls.setdefault(self._num_calls - 1, {"function": {"arguments": ""}})
+                call["function"]["arguments"] += text
+            else:
+                name = "reasoning_content" if kind == "reasoning" else kind
+                texts[name] = texts.get(name, "") + text
+        said: Json = self._speaker | texts
+        self._speaker = {}
+        if calls:
+            said["content"] = said["content"] or None
+            said["tool_calls"] = [*calls.values()]
+            if self._asked.stream:
+                said["tool_calls"] = [{"index": index} | it for index, it in calls.items()]
+        return said
 
     def _prompt_tokens(self, scores: Sequence[LogProbs]) -> list[Token]:
         """Those of the prompt, of which the first has no score."""

@@ -163,7 +163,7 @@ class Service:
         """Answers a call while its row runs, until it ends or the client leaves."""
         loop = asyncio.get_running_loop()
         started = loop.time()
-        requests, asked = call
+        requests, asked, chat = call
         job = Job(requests)
 
         async def watch() -> None:
@@ -173,7 +173,7 @@ class Service:
             job.tell(None)
 
         _, write = KINDS[scope["path"]]
-        writer = write(requests, asked, self.protocol.names[0], self.protocol.engine)
+        writer = write(requests, asked, self.protocol.names[0], self.protocol.engine, chat)
         kind = b"text/event-stream" if asked.stream else b"application/json"
         headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
         start = {"type": "http.response.start", "status": 200, "headers": headers}

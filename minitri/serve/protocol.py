@@ -5,9 +5,10 @@ Fields and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`,
 fields here, `/docs` says, too.
 """
 
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
@@ -18,11 +19,14 @@ from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
 from minitri.serve.body import is_ids, read_object
+from minitri.serve.chats.chat_prompt import ChatPrompt
+from minitri.serve.chats.replay import Replay
+from minitri.serve.chats.tools import read_tools
 from minitri.settings import MAX_ROWS
 
 TEXT_TOKENS = 16
 """New tokens of /v1/completions unless the client says how many: OpenAI's default."""
-IGNORED = ("metadata", "service_tier", "parallel_tool_calls", "store")
+IGNORED = ("metadata", "service_tier", "store")
 STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
 NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
@@ -152,7 +156,8 @@ class ChatFields(Fields):
 
     is_chat = True
     messages: Any = ()
-    """A list of objects with a role and a content: a text, or a list of parts of type text."""
+    """A list of objects with a role and a content: a text, or a list of parts of type text. Answers
+    may have tool_calls, and messages of the role tool the tool_call_id of one."""
     max_completion_tokens: int | None = between(None, 1)
     """OpenAI's newer name of max_tokens, before which it counts."""
     logprobs: bool = False
@@ -161,8 +166,12 @@ class ChatFields(Fields):
     """With logprobs: also of so many tokens that are likeliest."""
     continue_final_message: bool = False
     """Go on with the text of the last message."""
-    tool_choice: str | None = one_of(None, "none", "auto")
-    """Whether tools are called, of which there are none."""
+    tools: Any = ()
+    """Functions that the answer may call: objects of type function, with a name and a schema."""
+    tool_choice: Any = None
+    """Whether it calls some: auto, none, required, or the function to call."""
+    parallel_tool_calls: bool | None = None
+    """Whether it may call several. Default: true."""
     modalities: Sequence[str] | None = one_of(None, ["text"])
     """Kinds of answers."""
 
@@ -176,8 +185,9 @@ class ChatFields(Fields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-Call = tuple[list[Request], Fields]
-"""Prompts of token ids, once for each text, and how to go on; and how to answer."""
+Call = tuple[list[Request], Fields, ChatPrompt | None]
+"""Prompts of token ids, once for each text, and how to go on; how to answer; the conversation of a
+chat."""
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,9 @@ class Protocol:
     """Tokens of a prompt and its answer."""
     ignored: set[str] | None = None
     """Unknown fields that there were; None: they are refused."""
+    tool_format: str | None = None
+    """How the model writes calls; None: as its chat template does."""
+    replay: Replay = field(default_factory=Replay)
 
     def read(self, body: bytes, kind: type[Fields], client: str = "", salt: str = "") -> Call:
         """What a body asks for. Prompts share the cache where the salt is the same; all do without.
@@ -200,9 +213,12 @@ class Protocol:
         asked = chat = self.parsed(body, kind(**vars(self.sampling)))
         if (content := asked.as_chat()) is not None:
             chat = self._known(content, ChatFields(**vars(self.sampling)))
-        return self._requests(chat, client, salt), asked
+        requests, conversation = self._requests(chat, client, salt)
+        return requests, asked, conversation
 
-    def _requests(self, asked: Fields, client: str, salt: str) -> list[Request]:
+    def _requests(
+        self, asked: Fields, client: str, salt: str
+    ) -> tuple[list[Request], ChatPrompt | None]:
         most, logprobs = asked.max_tokens, asked.num_logprobs
         if isinstance(asked, ChatFields):
             most = asked.max_completion_tokens or most
@@ -212,12 +228,25 @@ class Protocol:
         generation = changed(GenerationConfig(), vars(asked) | {"logprobs": logprobs})
         if sum(map(len, generation.stop)) > STOP_CHARACTERS:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
-        sampling = changed(self.sampling, vars(asked))
-        text_filters(sampling, [], self.engine.tokenizer, self.engine.config)  # may take a while
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        owner = f"{salt}/{user}" if salt else ""
+        may_fit = (most or 0) <= self.context
+        chat = self.chat(asked, owner) if isinstance(asked, ChatFields) and may_fit else None
+        sampling = changed(self.sampling, vars(asked))
+        if chat is not None and chat.grammar:
+            if sampling.grammar is not None:
+                raise InputError("response_format is given with tools; leave one of them out")
+            sampling = replace(sampling, grammar=Grammar("lark", chat.grammar))
+        # What is wrong with a grammar is told here, where no step waits for it.
+        text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
+        prompts = [[0]]
+        if chat is not None:
+            prompts = [chat.token_ids]
+        elif isinstance(asked, TextFields) and may_fit:
+            prompts = self._prompts(asked)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
         requests: list[Request] = []
-        for ids in self._prompts(asked) if (most or 0) <= self.context else [[0]]:
+        for ids in prompts:
             room = self.context - len(ids)
             num_new = (room if asked.is_chat else min(room, TEXT_TOKENS)) if most is None else most
             if (num_new := max(1, num_new)) > room:
@@ -232,12 +261,13 @@ class Protocol:
                     sampling,
                     replace(generation, max_new_tokens=num_new),
                     asked.speculation,
-                    f"{salt}/{user}" if salt else "",
+                    owner,
                     client,
                     scores_prompt and i == 0,
+                    chat.shown if chat is not None else (),
                 )
                 requests.append(request)
-        return requests
+        return requests, chat
 
     def parsed(self, body: bytes, defaults: F) -> F:
         """What is asked for. Raises `ApiError` for another model."""
@@ -267,11 +297,8 @@ class Protocol:
                 log.warning("the field %s is ignored: this server does not know it", shown)
         return changed(defaults, content)
 
-    def _prompts(self, asked: Fields) -> list[list[int]]:
+    def _prompts(self, asked: TextFields) -> list[list[int]]:
         """Token ids of each."""
-        if isinstance(asked, ChatFields):
-            return [self.chat_ids(asked)]
-        assert isinstance(asked, TextFields)
         given = asked.prompt
         prompts = [given] if isinstance(given, str) or is_ids(given) else given
         if not isinstance(prompts, list) or not all(
@@ -281,15 +308,18 @@ class Protocol:
         encode = self.engine.tokenizer.encode
         return [it if is_ids(it) else self._encoded(it, encode) if it else [] for it in prompts]
 
-    def chat_ids(self, asked: ChatFields) -> list[int]:
-        """Token ids of the messages, and of the answer that is to go on."""
-        if not (messages := asked.messages):
-            raise InputError("messages is empty; send one at least")
-        tokenizer = self.engine.tokenizer
-        turns = list(map(_turn, messages if isinstance(messages, list) else [messages]))
-        begun = turns.pop()["content"] if asked.continue_final_message else ""
-        ids = self._encoded(tokenizer.render_chat(turns), tokenizer.encode_marked)
-        return ids + self._encoded(begun, tokenizer.encode_marked)
+    def chat(self, asked: ChatFields, owner: str = "") -> ChatPrompt:
+        """The conversation that a chat goes on with."""
+        return ChatPrompt(
+            asked.messages,
+            read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
+            self.engine,
+            self.replay,
+            functools.partial(self._encoded, encode=self.engine.tokenizer.encode_marked),
+            owner=owner,
+            goes_on=asked.continue_final_message,
+            tool_format=self.tool_format,
+        )
 
     def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
         """Token ids of a text; if it is too long, of a beginning that is too long."""
@@ -299,22 +329,3 @@ class Protocol:
                 return ids
             size *= 2
         return encode(text)
-
-
-def _turn(message: Any) -> dict[str, str]:
-    """A message with its text as one string."""
-    match message:
-        case {"role": str(role), **others} if (
-            "content" in others or role == "assistant"
-        ) and not any(value for name, value in others.items() if name not in ("content", "name")):
-            content = others.get("content", "")
-            parts = content if isinstance(content, list) else [content]
-            return {"role": role, "content": "".join(map(_text, parts))}
-    raise InputError(f"messages has {shorten(repr(message), 60)}; give a role and a content")
-
-
-def _text(part: Any) -> str:
-    match part:
-        case str(text) | {"type": "text", "text": str(text)}:
-            return text
-    raise InputError(f"messages has a part {shorten(repr(part), 60)}; give texts")

@@ -14,6 +14,7 @@ from minitri.errors import shorten
 from minitri.fields import between, refuse
 from minitri.serve.access import ApiError
 from minitri.serve.answers import Json, Writer, in_stream, to_json, usage
+from minitri.serve.chats.chat_prompt import ChatPrompt
 from minitri.serve.protocol import ChatFields, Fields
 
 TEXTS = ("input_text", "output_text")
@@ -43,6 +44,8 @@ class ResponseFields(Fields):
     """Functions that may be called; tools of other types are left out."""
     tool_choice: Any = None
     """Whether functions are called: auto, none, required, or which one."""
+    parallel_tool_calls: bool | None = None
+    """Whether several may be called. Default: true."""
     n: int = between(1, 1, 1)
     """How many answers."""
 
@@ -73,6 +76,7 @@ class ResponseFields(Fields):
         tools = [nested(it, "function") for it in self.tools if it.get("type") == "function"]
         is_by_name = isinstance(self.tool_choice, dict)
         choice = nested(self.tool_choice, "function") if is_by_name else self.tool_choice
+        chat["parallel_tool_calls"] = self.parallel_tool_calls
         return chat | {"tools": tools, "tool_choice": choice}
 
     def _messages(self) -> list[Json]:
@@ -122,9 +126,14 @@ class ResponseWriter(Writer):
     """The answer to one call."""
 
     def __init__(
-        self, requests: Sequence[Request], asked: ResponseFields, model: str, engine: Engine
+        self,
+        requests: Sequence[Request],
+        asked: ResponseFields,
+        model: str,
+        engine: Engine,
+        chat: ChatPrompt | None = None,
     ) -> None:
-        super().__init__(requests, asked, model, engine)
+        super().__init__(requests, asked, model, engine, chat)
         self.id = f"resp_{secrets.token_hex(12)}"
         self._head = {
             "id": self.id,
@@ -134,7 +143,7 @@ class ResponseWriter(Writer):
             "seed": requests[0].seed,
             "tools": [*asked.tools],
             "tool_choice": asked.tool_choice or "auto",
-            "parallel_tool_calls": True,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
         }
         self._items: list[Json] = []
         self._number = 0  # of the next event

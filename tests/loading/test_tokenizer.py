@@ -175,7 +175,8 @@ def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, mo
     [*before, _, _, _] = tokenizer.encode("a\ufffd")
     ids = tokenizer.encode("a" + "\ufffd" * 1333)[len(before) :]
     decode, lengths = tokenizer.decode, []
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
+    count = lambda ids, shown: lengths.append(len(ids)) or decode(ids, shown)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "decode", count)
     decoder = IncrementalDecoder(tokenizer, before)
     text = "".join(decoder.push(token) for token in ids) + decoder.flush()
     assert (text, len(ids)) == ("\ufffd" * 1333, 3999)

@@ -12,6 +12,7 @@ import openai
 import pytest
 import uvicorn
 
+import minitri
 from minitri.loading.chat_template import ChatTemplate
 from minitri.serve.access import Access
 from minitri.serve.app import Service
@@ -19,6 +20,7 @@ from minitri.serve.connections import Connection
 from minitri.serve.protocol import Protocol
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.worker import Worker
+from tests.conftest import write_hf_folder
 from tests.loading.test_chat_template import CHATML
 
 CONTEXT, NUM_ROWS = 400, 4
@@ -64,11 +66,11 @@ class Server:
         self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
 
 
-def opened(engine, before, num_rows: int, speculation: SpeculationConfig):
+def opened(engine, before, num_rows: int, speculation: SpeculationConfig, context: int):
     """An open run with something to do before each of its events."""
     run = engine.open(
         batch_size=num_rows,
-        generation=GenerationConfig(reserve=CONTEXT),
+        generation=GenerationConfig(reserve=context),
         speculation=speculation,
     )
     events = run._events
@@ -92,13 +94,16 @@ def serving(
     max_queue=64,
     speculation=COUPLED,
     ignored=None,
+    run=None,
+    context=CONTEXT,
     **access,
 ):
-    """A server in a thread, whose worker calls `before` before each event."""
-    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), CONTEXT, ignored)
+    """A server in a thread, whose worker calls `before` before each event, or which has this run in
+    the place of the engine's."""
+    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), context, ignored)
     listener = socket.create_server(("127.0.0.1", 0))
-    start = functools.partial(opened, engine, before, num_rows, speculation)
-    worker = Worker(lambda _: start(), start())
+    start = functools.partial(opened, engine, before, num_rows, speculation, context)
+    worker = Worker(lambda _: run or start(), run or start())
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, num_rows + max_queue, Access(**access))
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None, http=Connection))
@@ -111,6 +116,14 @@ def serving(
         finally:
             server.should_exit = True
             thread.join()
+
+
+@pytest.fixture(scope="session")
+def roomy(tmp_path_factory):
+    """A tiny model with room for long conversations."""
+    folder = tmp_path_factory.mktemp("models") / "roomy"
+    write_hf_folder(folder, max_position_embeddings=1 << 15)
+    return minitri.load(folder, dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")
