@@ -205,8 +205,8 @@ class Row:
         """Of a row that is finished, in a run with these statistics."""
         reason = self.finish_reason or CANCELLED
         output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
-        tokens, scores = tuple(self.tokens), tuple(self.prompt_scores)
-        return End(self.number, *output, tokens, stats, self.stats, error, scores)
+        scores = tuple(self.prompt_scores)
+        return End(self.number, *output, tuple(self.tokens), stats, self.stats, error, scores)
 
 
 def settings_of(

@@ -126,8 +126,8 @@ class Chat:
         """Gives answers this grammar. Raises `InputError` if the library cannot hold it."""
         from minitri.filters.matcher import text_filters  # with PyTorch
 
-        engine, sampling = self._engine, SamplingParams(grammar=grammar)
-        text_filters(sampling, [], engine.tokenizer, engine.config)
+        engine = self._engine
+        text_filters(SamplingParams(grammar=grammar), [], engine.tokenizer, engine.config)
         self._settings["grammar"] = grammar
         tell(f"answers are {grammar.kind.replace('_', ' ') if grammar else 'free'}")
 

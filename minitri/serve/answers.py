@@ -111,7 +111,8 @@ class Writer:
 
     def _best(self) -> list[Json]:
         """The choices: of each prompt's texts as many as are wanted, the best first."""
-        num, found = self._asked.n, []
+        num = self._asked.n
+        found: list[Json] = []
         for number, group in enumerate(self._groups()):
             pairs = [*zip(self._choices[number * len(group) :], group, strict=False)]
             if num < len(group):

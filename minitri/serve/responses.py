@@ -149,7 +149,8 @@ class ResponseWriter(Writer):
         self._number = 0  # of the next event
 
     def take(self, index: int, event: Event) -> bytes:
-        choice, is_stream = self._choices[index], self._asked.stream
+        choice = self._choices[index]
+        is_stream = self._asked.stream
         told = b""
         if not self._number:
             for kind in ("created", "in_progress"):
