@@ -113,10 +113,10 @@ class Request:
     """Whose it is: no text begins with K and V of another owner's."""
     client: str
     """Who asks: clients take turns, and those with the fewest rows are next."""
-    score_prompt: bool
-    """Whether the prompt's tokens have log-probabilities, too: then all of it is read."""
     shown: Container[int]
     """Control tokens that the text has, as they are spelled; others are left out."""
+    score_prompt: bool
+    """Whether the prompt's tokens have log-probabilities, too: then all of it is read."""
 
     def __init__(
         self,
@@ -127,8 +127,8 @@ class Request:
         speculation: bool = True,
         owner: str = "",
         client: str = "",
-        score_prompt: bool = False,
         shown: Container[int] = (),
+        score_prompt: bool = False,
         **fields: Any,
     ) -> None:
         """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
@@ -139,8 +139,8 @@ class Request:
         self.speculation = speculation
         self.owner = owner
         self.client = client
-        self.score_prompt = score_prompt
         self.shown = shown
+        self.score_prompt = score_prompt
         self.sampling, self.generation = with_fields(fields, sampling, generation)
 
 

@@ -127,6 +127,10 @@ class Choice:
     def __init__(
         self, request: Request, asked: Fields, engine: Engine, chat: ChatPrompt | None
     ) -> None:
+        self._chat = chat
+        self._parser = chat.parser() if chat is not None else AnswerParser()
+        self._pieces: list[Piece] = []
+        self._num_calls = 0
         assert not isinstance(request.prompt, str)
         self._prompt = request.prompt
         self._asked = asked
@@ -134,10 +138,6 @@ class Choice:
         self._ends = () if request.generation.ignore_eos else engine.config.eos_token_ids
         self._offset = 0  # characters so far
         self._speaker = {"role": "assistant"}  # is told once
-        self._chat = chat
-        self._parser = chat.parser() if chat is not None else AnswerParser()
-        self._pieces: list[Piece] = []
-        self._num_calls = 0
         self._echo = engine.tokenizer.decode(self._prompt) if asked.echo else ""  # so is this
 
     def whole(self, first: End, end: End) -> Json:
@@ -164,13 +164,13 @@ class Choice:
             choice["origin"] = tokens[-1].origin
         if end is not None and asked.num_texts > 1:
             choice["seed"] = end.seed
-        if asked.is_chat:
+        if self._chat is not None:
             pieces = self._parser.push(text, is_last=end is not None)
             self._pieces += pieces
             choice["delta" if asked.stream else "message"] = self._said(pieces)
             if self._num_calls and reason in ("eos", "stop"):
                 choice["finish_reason"] = "tool_calls"
-            if end is not None and self._chat is not None:
+            if end is not None:
                 self._chat.keep(self._pieces, end)
         else:
             choice["text"] = self._echo + text

@@ -3,10 +3,13 @@
 import json
 from typing import Any
 
-from minitri.errors import explain
+from minitri import Grammar, InputError
+from minitri.errors import explain, shorten
 
 SCHEMAS = ("schema", "parameters", "json")
 """Names of what is JSON Schema, in which null is a value."""
+KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Of grammars, by vLLM's names."""
 
 
 def read_object(body: bytes) -> dict[str, Any]:
@@ -30,3 +33,21 @@ def without_nulls(value: Any) -> Any:
 def is_ids(prompt: Any) -> bool:
     """Whether it is a list of whole numbers."""
     return isinstance(prompt, list) and all(type(token) is int for token in prompt)
+
+
+def grammar_of(form: Any, outputs: Any) -> Grammar | None:
+    """What OpenAI's response_format or vLLM's structured_outputs says. Raises `InputError`."""
+    match form, outputs:
+        case None | {"type": "text"}, None:
+            return None
+        case {"type": "json_object"}, None:
+            return Grammar("json_object")
+        case {"type": "json_schema", "json_schema": {"schema": schema}}, None:
+            return Grammar("json_schema", json.dumps(schema))
+        case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
+            text = one[name]
+            return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
+    given = shorten(repr(form or outputs), 60)
+    raise InputError(
+        f"response_format or structured_outputs is {given}; see /docs for what they may be"
+    )

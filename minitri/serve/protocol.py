@@ -6,7 +6,6 @@ fields here, `/docs` says, too.
 """
 
 import functools
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -18,7 +17,7 @@ from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
-from minitri.serve.body import is_ids, read_object
+from minitri.serve.body import grammar_of, is_ids, read_object
 from minitri.serve.chats.chat_prompt import ChatPrompt
 from minitri.serve.chats.replay import Replay
 from minitri.serve.chats.tools import read_tools
@@ -30,8 +29,6 @@ IGNORED = ("metadata", "service_tier", "store")
 STREAMS = ({"include_usage": True}, {"include_usage": False}, {"include_obfuscation": False})
 NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
-KINDS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
-"""Of grammars, by vLLM's names."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
 MAX_WARNINGS = 100
@@ -81,24 +78,8 @@ class Fields(SamplingParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        object.__setattr__(self, "grammar", self._asked_grammar() or self.grammar)
-
-    def _asked_grammar(self) -> Grammar | None:
-        """What the form of the answer says. Raises `InputError`."""
-        match self.response_format, self.structured_outputs:
-            case None | {"type": "text"}, None:
-                return None
-            case {"type": "json_object"}, None:
-                return Grammar("json_object")
-            case {"type": "json_schema", "json_schema": {"schema": schema}}, None:
-                return Grammar("json_schema", json.dumps(schema))
-            case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
-                text = one[name]
-                return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
-        given = shorten(repr(self.response_format or self.structured_outputs), 60)
-        raise InputError(
-            f"response_format or structured_outputs is {given}; see /docs for what they may be"
-        )
+        grammar = grammar_of(self.response_format, self.structured_outputs)
+        object.__setattr__(self, "grammar", grammar or self.grammar)
 
     @property
     def num_texts(self) -> int:
@@ -186,8 +167,8 @@ class ChatFields(Fields):
 
 
 Call = tuple[list[Request], Fields, ChatPrompt | None]
-"""Prompts of token ids, once for each text, and how to go on; how to answer; the conversation of a
-chat."""
+"""Prompts of token ids, once for each text, and how to go on; how to answer, and of a chat its
+conversation."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +211,10 @@ class Protocol:
             refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         user = asked.safety_identifier or asked.user or asked.prompt_cache_key
         owner = f"{salt}/{user}" if salt else ""
-        may_fit = (most or 0) <= self.context
-        chat = self.chat(asked, owner) if isinstance(asked, ChatFields) and may_fit else None
+        chat = self.chat(asked, owner) if isinstance(asked, ChatFields) else None
+        prompts = [[0]] if chat is None else [chat.token_ids]
+        if isinstance(asked, TextFields) and (most or 0) <= self.context:
+            prompts = self._prompts(asked)
         sampling = changed(self.sampling, vars(asked))
         if chat is not None and chat.grammar:
             if sampling.grammar is not None:
@@ -239,11 +222,6 @@ class Protocol:
             sampling = replace(sampling, grammar=Grammar("lark", chat.grammar))
         # What is wrong with a grammar is told here, where no step waits for it.
         text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
-        prompts = [[0]]
-        if chat is not None:
-            prompts = [chat.token_ids]
-        elif isinstance(asked, TextFields) and may_fit:
-            prompts = self._prompts(asked)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
         requests: list[Request] = []
         for ids in prompts:
@@ -263,8 +241,8 @@ class Protocol:
                     asked.speculation,
                     owner,
                     client,
-                    scores_prompt and i == 0,
                     chat.shown if chat is not None else (),
+                    scores_prompt and i == 0,
                 )
                 requests.append(request)
         return requests, chat
@@ -309,10 +287,11 @@ class Protocol:
         return [it if is_ids(it) else self._encoded(it, encode) if it else [] for it in prompts]
 
     def chat(self, asked: ChatFields, owner: str = "") -> ChatPrompt:
-        """The conversation that a chat goes on with."""
+        """The conversation of a request."""
+        tools = read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         return ChatPrompt(
             asked.messages,
-            read_tools(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
+            tools,
             self.engine,
             self.replay,
             functools.partial(self._encoded, encode=self.engine.tokenizer.encode_marked),

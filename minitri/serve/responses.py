@@ -76,8 +76,8 @@ class ResponseFields(Fields):
         tools = [nested(it, "function") for it in self.tools if it.get("type") == "function"]
         is_by_name = isinstance(self.tool_choice, dict)
         choice = nested(self.tool_choice, "function") if is_by_name else self.tool_choice
-        chat["parallel_tool_calls"] = self.parallel_tool_calls
-        return chat | {"tools": tools, "tool_choice": choice}
+        chat |= {"tools": tools, "parallel_tool_calls": self.parallel_tool_calls}
+        return chat | {"tool_choice": choice}
 
     def _messages(self) -> list[Json]:
         """Those of a chat; calls that follow one another are of one message."""

@@ -46,9 +46,8 @@ def tokenize(protocol: Protocol, body: bytes) -> dict[str, Any]:
     asked = protocol.parsed(body, TokenizeFields())
     tokenizer = protocol.engine.tokenizer
     encode = tokenizer.encode if asked.add_special_tokens else tokenizer.encode_marked
-    ids = encode(asked.prompt)
-    if asked.messages:
-        ids = protocol.chat(ChatFields(messages=asked.messages)).token_ids
+    chat = ChatFields(messages=asked.messages)
+    ids = protocol.chat(chat).token_ids if asked.messages else encode(asked.prompt)
     spelled = [*map(tokenizer.token, ids)] if asked.return_token_strs else None
     counts = {"count": len(ids), "max_model_len": protocol.context}
     return counts | {"tokens": ids, "token_strs": spelled}

@@ -7,7 +7,10 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from minitri.loading.chat_template import ChatTemplate
+from minitri.serve.protocol import ChatFields
 from minitri.serve.responses import ResponseFields, ResponseWriter
+from tests.serve.templates import FAMILIES
 from tests.serve.test_answers import MESSAGES, own_text
 
 EVENT = TypeAdapter(ResponseStreamEvent)
@@ -213,3 +216,29 @@ def test_all_shared_fields_reach_the_chat():
     chat = asked.as_chat()
     for name in ("temperature", "top_p", "seed", "stop", "user", "model"):
         assert chat[name] == getattr(asked, name)
+
+
+def test_a_call_of_a_function_and_what_it_gave_make_a_turn(server, monkeypatch):
+    """Whole and in a stream; the answer after it begins with the tokens of the call."""
+    tokenizer = server.service.protocol.engine.tokenizer
+    monkeypatch.setitem(vars(tokenizer), "chat_template", ChatTemplate(FAMILIES["hermes"], {}))
+    shape = {"type": "object", "properties": {"at": {"enum": ["sea", "land"]}}, "required": ["at"]}
+    tool = LOOK | {"parameters": shape | {"additionalProperties": False}}
+    fields = {"model": "tiny", "tools": [tool], "tool_choice": "required"}
+    fields |= {"parallel_tool_calls": False, "max_output_tokens": 90}
+    ask = server.openai.responses.create
+    answers = (ask(input="Where?", extra_body={"seed": seed}, **fields) for seed in range(50))
+    seed, answer = next(it for it in enumerate(answers) if it[1].status == "completed")
+    fields["extra_body"] = {"seed": seed}
+    [call] = answer.output
+    assert (call.type, call.name) == ("function_call", "look")
+    assert json.loads(call.arguments)["at"] in ("sea", "land")
+    events = [*ask(input="Where?", stream=True, **fields)]
+    kinds = [event.type.removeprefix("response.") for event in events]
+    assert kinds[-1] == "completed"
+    deltas = [event.delta for event in events if "arguments.delta" in event.type]
+    assert "".join(deltas) == call.arguments == events[-1].response.output[0].arguments
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "a ship"}
+    items = [{"role": "user", "content": "Where?"}, call.to_dict(), result]
+    chat = ChatFields(messages=ResponseFields(input=items).as_chat()["messages"])
+    assert "a ship" in server.service.protocol.chat(chat).text
