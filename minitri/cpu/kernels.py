@@ -167,6 +167,18 @@ class Kernels:
         self.call("dequantize", dtype, form, struct_of(packed_NX, out_NE, N, E, self.num_threads))
         return out_NE
 
+    def norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
+        """RMSNorm of the last dimension, computed in float32."""
+        x = x.contiguous()
+        E = x.shape[-1]
+        require(
+            (weight_E.dtype, *weight_E.shape, *weight_E.stride()) == (x.dtype, E, 1),
+            tensors=(x, weight_E),
+        )
+        out = torch.empty_like(x)
+        self.call("norm", x.dtype, struct_of(x, weight_E, out, x.numel() // E, E, eps))
+        return out
+
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape

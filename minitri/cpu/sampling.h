@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
+#include <limits>
 #include <vector>
 #include "attention.h"
 
@@ -114,6 +115,26 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     if (!std::isfinite(top) || sum_lanes(as_floats(are_nan)) != 0) std::fill(x, x + n, NAN);
     else if (a.temperature == 0) keep_first_highest(x, n, top);
     else keep_by_filters(a, x, n, top);
+}
+
+// Where the running sum of n probabilities, whole vectors, exceeds a limit; n where it does not.
+inline int64_t place_above(const float* x, int64_t n, double limit, double* sum) {
+    *sum = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        if (!any_above(load(x + i), 0.0f)) continue;
+        for (int64_t j = i; j < i + LANES; ++j) {
+            *sum += x[j];
+            if (*sum > limit) return j;
+        }
+    }
+    return n;
+}
+
+// A token by inverse CDF, at most `last`; see `decoding/sampling.py:sample`, of which it has the bits.
+inline int64_t sample_row(const float* x, int64_t n, double uniform, int64_t last) {
+    double total, sum;
+    place_above(x, n, std::numeric_limits<double>::infinity(), &total);
+    return std::min(place_above(x, n, uniform * total, &sum), last);
 }
 
 inline void filter(const FilterArguments& a) {
