@@ -185,9 +185,8 @@ class DraftRunner(ModelRunner):
         else:
             guess = self.model.execution.round
             assert guess is not None
-            packed_4BT = pack_block(self.model, fresh, self.cache, max(map(len, fresh)))
             filters = (self.sampling, self.passes.vocab_size)
-            tokens_BN, probs_BNV = guess(self.cache, packed_4BT, numbers_BN, *filters)
+            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, *filters)
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
         return tokens_BN, probs_BNV

@@ -13,13 +13,12 @@ from functools import cached_property, lru_cache, partial
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn import RMSNorm
 
 from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.caches.tiles import Tiles
-from minitri.cpu.kernels import Kernels, memory_of, require, struct_of
+from minitri.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
 from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.cache import Cache
@@ -140,19 +139,6 @@ class KernelRotary(Rotary):
         return self.kernels.rotate(x_BTHD, self.cos, self.signed_sin)
 
 
-class KernelNorm(RMSNorm):
-    """The norm before an LM head, by a kernel."""
-
-    def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
-        super().__init__(like.normalized_shape, like.eps, device="meta")
-        self.weight = like.weight
-        self.kernels = kernels
-
-    def forward(self, x: Tensor) -> Tensor:
-        assert self.eps is not None
-        return self.kernels.norm(x, self.weight, self.eps)
-
-
 class KernelLayers(Layers):
     """All transformer blocks in one call, which writes to the cache and reads it by itself."""
 
@@ -181,8 +167,7 @@ class KernelLayers(Layers):
         rule: Tensor | None = None,
         queries: Tensor | None = None,
     ) -> list[Tensor | float | None]:
-        """`PassArguments` of a pass that turns the block x into its result; without a rotation
-        that is still to be set."""
+        """`PassArguments` of a pass that turns the block x into its result."""
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:

@@ -175,13 +175,13 @@ void pass(const PassArguments& p) {
 
 struct RoundArguments {
     PassArguments pass;       // over the first block; x is overwritten by those after it
-    const int64_t *block, *lasts;  // (B, T) tokens, padded; (B) where each row's last one stands
+    const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
     const float *cos, *sin;   // (S, D), of all slots
     const uint8_t* embeddings;  // rows of a matrix of the form, each with its bytes
     int64_t num_tokens, row_bytes, form;
     const void* norm;         // (E)
     Matrix head;
-    const int64_t* ids;       // the tokens of the head's outputs, which are rounded then; or null
+    const int64_t* ids;       // tokens of the head's outputs, which are rounded then, and rising; or null
     const FilterArguments* filters;  // (B), without pointers
     const double* uniforms;   // (B, N)
     int64_t* tokens;          // (B, N)
@@ -224,24 +224,26 @@ void draft_round(const RoundArguments& a) {
         read_tokens<T>(a, p, i, cos, sin);
         pass<Op>(p);
         for (int64_t b = 0; b < B; ++b) {
-            const int64_t last = i == 0 ? a.lasts[b] : 0;
-            norm<T>({static_cast<T*>(p.x) + (b * p.T + last) * E, a.norm, hidden + b * E, 1, E, p.eps});
-            lengths[b] += last + 1;
+            const int64_t read = i == 0 ? a.num_read[b] : 1;
+            norm<T>({static_cast<T*>(p.x) + (b * p.T + read - 1) * E, a.norm, hidden + b * E, 1, E, p.eps});
+            lengths[b] += read;
         }
         void* logits = a.ids ? static_cast<void*>(rounded) : wide;
         linear_of<Op>(int(a.head.form), {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E,
                                          outputs, outputs, false, a.ids == nullptr, p.num_threads, p.eps});
         Pool::get().run(B, B * V, p.num_threads, [&](int64_t b) {
             static thread_local Scratch<float> row_memory;
-            const int64_t padded = (V + LANES - 1) / LANES * LANES, at = b * a.N + i;
-            float* row = row_memory.get(padded);
-            std::fill(row, row + padded, MINUS_INFINITY);
-            if (a.ids == nullptr) std::copy_n(wide + b * outputs, std::min(V, outputs), row);
-            for (int64_t n = 0; a.ids && n < outputs; ++n) {
-                if (a.ids[n] < V) row[a.ids[n]] = widen(rounded[b * outputs + n]);
-            }
+            const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;
+            const int64_t most = a.num_tokens + LANES;
+            float* row = row_memory.get(most);
+            std::fill(row, row + most, MINUS_INFINITY);
+            if (a.ids == nullptr) std::copy_n(wide + b * outputs, V, row);
+            for (int64_t n = 0; a.ids && n < outputs; ++n) row[a.ids[n]] = widen(rounded[b * outputs + n]);
+            std::fill(row + V, row + padded, MINUS_INFINITY);
             filter_row(a.filters[b], row, padded);
-            a.tokens[at] = sample_row(row, padded, a.uniforms[at], a.width - 1);
+            std::fill(row + V, row + most, 0.0f);
+            const int64_t* rising = a.ids ? a.ids + outputs : nullptr;
+            a.tokens[at] = sample_row(row, rising, outputs, a.uniforms[at], a.width - 1);
             std::fill(std::copy_n(row, V, a.probs + at * a.width), a.probs + (at + 1) * a.width, 0.0f);
         });
     }
@@ -258,6 +260,16 @@ int outcome(Work&& work) {
     } catch (...) {  // of memory: nothing else is thrown
         return 1;
     }
+}
+
+// Of `work`, which is given what multiplies numbers of this type.
+template <class Work>
+int by_type(int dtype, Work&& work) {
+    return outcome([&] {
+        if (dtype == 0) work(Widened<float>());
+        if (dtype == 1) work(BFloat16Operand());
+        if (dtype == 2) work(Widened<Float16>());
+    });
 }
 
 }  // namespace
@@ -279,51 +291,27 @@ const char* minitri_instructions() {
 }
 
 int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) attention<Widened<float>>(*a, is_short);
-        if (dtype == 1) attention<BFloat16Operand>(*a, is_short);
-        if (dtype == 2) attention<Widened<Float16>>(*a, is_short);
-    });
+    return by_type(dtype, [&](auto op) { attention<decltype(op)>(*a, is_short); });
 }
 
 int minitri_linear(int dtype, int form, const LinearArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) linear_of<Widened<float>>(form, *a);
-        if (dtype == 1) linear_of<BFloat16Operand>(form, *a);
-        if (dtype == 2) linear_of<Widened<Float16>>(form, *a);
-    });
+    return by_type(dtype, [&](auto op) { linear_of<decltype(op)>(form, *a); });
 }
 
 int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) dequantize_of<float>(form, *a);
-        if (dtype == 1) dequantize_of<BFloat16>(form, *a);
-        if (dtype == 2) dequantize_of<Float16>(form, *a);
-    });
+    return by_type(dtype, [&](auto op) { dequantize_of<typename decltype(op)::Stored>(form, *a); });
 }
 
 int minitri_pass(int dtype, const PassArguments* p) {
-    return outcome([&] {
-        if (dtype == 0) pass<Widened<float>>(*p);
-        if (dtype == 1) pass<BFloat16Operand>(*p);
-        if (dtype == 2) pass<Widened<Float16>>(*p);
-    });
+    return by_type(dtype, [&](auto op) { pass<decltype(op)>(*p); });
 }
 
 int minitri_norm(int dtype, const NormArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) norm<float>(*a);
-        if (dtype == 1) norm<BFloat16>(*a);
-        if (dtype == 2) norm<Float16>(*a);
-    });
+    return by_type(dtype, [&](auto op) { norm<typename decltype(op)::Stored>(*a); });
 }
 
 int minitri_round(int dtype, const RoundArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) draft_round<Widened<float>>(*a);
-        if (dtype == 1) draft_round<BFloat16Operand>(*a);
-        if (dtype == 2) draft_round<Widened<Float16>>(*a);
-    });
+    return by_type(dtype, [&](auto op) { draft_round<decltype(op)>(*a); });
 }
 
 int minitri_filter(int, const FilterArguments* a) {
@@ -331,11 +319,7 @@ int minitri_filter(int, const FilterArguments* a) {
 }
 
 int minitri_rotate(int dtype, const RotateArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) rotate<float>(*a);
-        if (dtype == 1) rotate<BFloat16>(*a);
-        if (dtype == 2) rotate<Float16>(*a);
-    });
+    return by_type(dtype, [&](auto op) { rotate<typename decltype(op)::Stored>(*a); });
 }
 
 }

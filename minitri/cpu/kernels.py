@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import RMSNorm
 
 from minitri.caches.tiles import Tiles
 from minitri.cpu.build import SOURCE, load_library
@@ -167,18 +168,6 @@ class Kernels:
         self.call("dequantize", dtype, form, struct_of(packed_NX, out_NE, N, E, self.num_threads))
         return out_NE
 
-    def norm(self, x: Tensor, weight_E: Tensor, eps: float) -> Tensor:
-        """RMSNorm of the last dimension, computed in float32."""
-        x = x.contiguous()
-        E = x.shape[-1]
-        require(
-            (weight_E.dtype, *weight_E.shape, *weight_E.stride()) == (x.dtype, E, 1),
-            tensors=(x, weight_E),
-        )
-        out = torch.empty_like(x)
-        self.call("norm", x.dtype, struct_of(x, weight_E, out, x.numel() // E, E, eps))
-        return out
-
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape
@@ -212,6 +201,23 @@ class Kernels:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:
             raise RuntimeError("the CPU kernels cannot start a thread; raise ulimit -u")
+
+
+class KernelNorm(RMSNorm):
+    """The norm before an LM head."""
+
+    def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
+        super().__init__(like.normalized_shape, like.eps)
+        self.weight, self.kernels = like.weight, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out, E = torch.empty_like(x), len(self.weight)
+        require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
+        self.kernels.call(
+            "norm", x.dtype, struct_of(x, self.weight, out, x.numel() // E, E, self.eps)
+        )
+        return out
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:

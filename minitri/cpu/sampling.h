@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <cmath>
 #include <iterator>
-#include <limits>
 #include <vector>
 #include "attention.h"
 
@@ -117,24 +116,18 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     else keep_by_filters(a, x, n, top);
 }
 
-// Where the running sum of n probabilities, whole vectors, exceeds a limit; n where it does not.
-inline int64_t place_above(const float* x, int64_t n, double limit, double* sum) {
-    *sum = 0;
-    for (int64_t i = 0; i < n; i += LANES) {
-        if (!any_above(load(x + i), 0.0f)) continue;
-        for (int64_t j = i; j < i + LANES; ++j) {
-            *sum += x[j];
-            if (*sum > limit) return j;
-        }
+// A token by inverse CDF, with the bits of `decoding/sampling.py:sample`; all n that are possible are
+// given, rising, or they are the first n. Where nothing is, as of NaN, it is `last`.
+inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform, int64_t last) {
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < n; ++i) total += x[ids ? ids[i] : i];
+    const double target = uniform * total;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t id = ids ? ids[i] : i;
+        sum += x[id];
+        if (sum > target) return id;
     }
-    return n;
-}
-
-// A token by inverse CDF, at most `last`; see `decoding/sampling.py:sample`, of which it has the bits.
-inline int64_t sample_row(const float* x, int64_t n, double uniform, int64_t last) {
-    double total, sum;
-    place_above(x, n, std::numeric_limits<double>::infinity(), &total);
-    return std::min(place_above(x, n, uniform * total, &sum), last);
+    return last;
 }
 
 inline void filter(const FilterArguments& a) {

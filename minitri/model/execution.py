@@ -13,10 +13,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Round = Callable[
-    ["Cache", "Tensor", "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
+    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int],
+    tuple["Tensor", "Tensor"],
 ]
-"""N guesses of a draft model and the distributions (B, N, V) that they were sampled from: by its
-cache, a block as `pack_block` gives it, uniform numbers (B, N), the filters of each row, and V."""
+"""N guesses (B, N) of a draft model and the distributions (B, N, V) that they were sampled from,
+after what its cache holds and a block of each row; by uniform numbers (B, N), the filters of each
+row, and V. It leaves the lengths of the cache as they are."""
 
 
 class Ranks:
