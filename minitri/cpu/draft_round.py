@@ -14,7 +14,7 @@ from minitri.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead
 from minitri.cpu.kernels import require, struct_of
 from minitri.cpu.quantized import Form
 from minitri.model.cache import Cache
-from minitri.model.linear import TrimmedHead
+from minitri.model.linear import TiedHead, TrimmedHead
 from minitri.model.llama import Llama
 from minitri.settings import SamplingParams
 
@@ -32,9 +32,9 @@ class DraftRound:
         assert isinstance(layers, KernelLayers)
         self._head, self._layers = head, layers
         self._ids_2N = None if ids is None else torch.stack((ids, ids.sort().values))
-        tied = lender.lm_head if isinstance(lender.lm_head, KernelTiedHead) else None
+        tied = lender.lm_head if isinstance(lender.lm_head, TiedHead) else None
         self._table_VX: Tensor = lender.embed_tokens if tied is None else tied.weight
-        self._table_form = Form.PLAIN if tied is None else tied.form
+        self._table_form = tied.form if isinstance(tied, KernelTiedHead) else Form.PLAIN
         self._norm_E = model.norm.weight
         self._rope = model.rope
         self._turns = self._rope.at(torch.arange(0))  # of as many slots as were needed so far

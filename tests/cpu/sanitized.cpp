@@ -38,16 +38,16 @@ std::vector<T> results(int dtype, int threads) {
     auto ok = [](int code) { if (code) std::abort(); };
     for (int64_t T_ : {1, 5, 70}) {
         for (int64_t D : {64, 80, 6}) {
-            const int64_t B = 2, K = 2, H = 6, S = 1300;
-            const std::vector<int64_t> lengths{3, S - T_};
-            auto q = filled<T>(B * T_ * H * D, 1), k = filled<T>(B * K * S * D, 2);
-            auto v = filled<T>(B * K * S * D, 3);
-            std::vector<T> out(B * T_ * H * D);
-            std::vector<uint8_t> rule(T_ * T_, 1);
-            for (int i = 0; i < 2; ++i) {
+            for (int i = 0; i < (D % 32 || dtype == 2 ? 2 : 3); ++i) {
+                const int64_t B = 2, K = 2, H = 6, S = i == 2 ? 1344 : 1300;  // tiles are whole blocks
+                const std::vector<int64_t> lengths{3, S - T_};
+                auto q = filled<T>(B * T_ * H * D, 1), k = filled<T>(B * K * S * D, 2);
+                auto v = filled<T>(B * K * S * D, 3);
+                std::vector<T> out(B * T_ * H * D);
+                std::vector<uint8_t> rule(T_ * T_, 1);
                 AttentionArguments a{q.data(), k.data(), v.data(), out.data(), lengths.data(),
-                                     i ? rule.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
-                                     K * S * D, S * D, D, threads};
+                                     i == 1 ? rule.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
+                                     K * S * D, S * D, D, i == 2, threads};
                 ok(minitri_attention(dtype, T_ <= 64, &a));
                 keep(out);
             }
@@ -73,14 +73,13 @@ std::vector<T> results(int dtype, int threads) {
             keep(plain);
         }
     }
-    const int64_t L = 2, B = 2, T_ = 3, W = 2, E = 96, K = 2, H = 4, D = 24, S = 700, inner = 1088;
+    const int64_t L = 2, B = 2, T_ = 3, W = 2, E = 96, K = 2, H = 4, D = 32, inner = 1088;
     const int64_t total = (H + 2 * K) * D, R = B * T_;
-    auto x = filled<T>(R * E, 8), keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
+    auto x = filled<T>(R * E, 8);
     auto norm = filled<T>(E, 10), head = filled<T>(D, 11), qkv = filled<T>(total * E, 12);
     auto o = filled<T>(E * H * D, 13), up = filled<T>(2 * inner * E, 14), down = filled<T>(E * inner, 15);
     auto cos = filled<float>(R * D, 16), sin = filled<float>(R * D, 17);
     std::vector<T> queries(L * B * W * H * D), turned(R * (H + K) * D), flat = filled<T>(R * total, 18);
-    const std::vector<int64_t> lengths{S - T_, 0};
     LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(),
                        {{qkv.data(), nullptr, H * D, E, 16},
                         {qkv.data() + H * D * E, nullptr, K * D, E, 16},
@@ -88,14 +87,45 @@ std::vector<T> results(int dtype, int threads) {
                        {o.data(), nullptr, E, H * D, 16},
                        {up.data(), nullptr, 2 * inner, E, 16}, {down.data(), nullptr, E, inner, 16}};
     const std::vector<LayerWeights> layers(L, layer);
-    PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(), raw.data(),
-                    queries.data(), lengths.data(), nullptr, L, B, T_, W, E, H, K, D, B * K * S * D,
-                    K * S * D, S * D, D, B * W * H * D, threads, 1e-6, nullptr};
-    ok(minitri_pass(dtype, &p));
-    for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
+    for (int is_tiled = 0; is_tiled < (dtype == 2 ? 1 : 2); ++is_tiled) {
+        const int64_t S = is_tiled ? 704 : 700;
+        const std::vector<int64_t> lengths{S - T_, 0};
+        auto keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
+        PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(),
+                        is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, L, B, T_, W,
+                        E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads, 1e-6,
+                        nullptr};
+        ok(minitri_pass(dtype, &p));
+        for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
+    }
     RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
     ok(minitri_rotate(dtype, &r));
     keep(turned);
+    const int64_t G = 4, known = 70;  // guesses of a drafter that knows 100 tokens, its target 90
+    auto table = filled<T>(100 * E, 20), last = filled<T>(100 * E, 21);
+    auto turns = filled<float>(S * D, 22);
+    std::vector<int64_t> ids, block{3, 99, 500, 7, 0, 0}, num_read{3, 1}, starts{S - T_ - G + 1, 5};
+    for (int64_t i = 0; i < known; ++i) ids.push_back(i * 37 % 100);
+    ids.insert(ids.end(), ids.begin(), ids.begin() + known);
+    std::sort(ids.begin() + known, ids.end());
+    const std::vector<double> uniforms{0.0, 0.1, 0.5, 0.999999, 0.3, 0.2, 0.7, 0.9};
+    const std::vector<FilterArguments> filters{{nullptr, nullptr, 1, 90, 20, 1, 0.7, 0.9, -9.0},
+                                               {nullptr, nullptr, 1, 90, 0, 1, 0.0, 1.0, -9.0}};
+    for (bool is_partial : {true, false}) {
+        std::vector<int64_t> tokens(B * G);
+        std::vector<float> probs(B * G * 95);
+        PassArguments p{layers.data(), x.data(), nullptr, nullptr, keys.data(), values.data(), raw.data(),
+                        nullptr, starts.data(), nullptr, L, B, T_, 0, E, H, K, D, B * K * S * D, K * S * D,
+                        S * D, D, 0, 0, threads, 1e-6, nullptr};
+        RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
+                         reinterpret_cast<const uint8_t*>(table.data()), 100, E * int64_t(sizeof(T)), 16,
+                         norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},
+                         is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
+                         tokens.data(), probs.data(), G, 95};
+        ok(minitri_round(dtype, &a));
+        for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
+        for (int64_t token : tokens) { all.emplace_back(); narrow(float(token), &all.back()); }
+    }
     const int64_t N = 3, V = 33001;
     const auto logits = filled<float>(N * V, 19);
     for (double temperature : {0.0, 0.7}) {
