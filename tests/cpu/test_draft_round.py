@@ -208,7 +208,6 @@ row[a.ids[n]] = => row[a.ids[n + outputs]] =
 a.ids ? a.ids + outputs : => a.ids ? a.ids :
 filter_row(a.filters[b] => filter_row(a.filters[0]
 std::copy_n(a.cos + slot * p.D => std::copy_n(a.cos + (slot + 1) * p.D
-sum > target => sum >= target
 """
 """Wrong rounds: a text of the source => what stands in its place."""
 
