@@ -148,14 +148,13 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        cache = shared.cache
         is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
-        if is_long or type(cache) not in WRITABLE:
+        if is_long or type(shared.cache) not in WRITABLE:
             rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        fields = self.fields(x_BTE, cache, shared.rotary, rule, shared.queries_LBTHD)
+        fields = self.fields(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
         self.kernels.call("pass", x_BTE.dtype, struct_of(*fields))
         return x_BTE
 
@@ -196,7 +195,7 @@ class KernelLayers(Layers):
             *(self._weights, x_BTE, *(turns or (None, None))),
             *(memory_of(cache.keys), memory_of(cache.values), raw_keys, queries, lengths, rule),
             *(L, B, T, queries.shape[2] if queries is not None else 0),
-            *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
+            *(E, attention.heads[0], K, D, *cache.keys.stride()[:4]),
             queries.stride(0) if queries is not None else 0,
             isinstance(cache.keys, Tiles),
             *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
