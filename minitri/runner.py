@@ -209,19 +209,29 @@ class DraftRunner(ModelRunner):
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
+    def guesses_rounds(self, *, coupled: bool) -> bool:
+        """Whether it can `guess`: by a graph, or by uniform numbers in one call."""
+        return self.graphs is not None or (self.model.execution.round is not None and not coupled)
+
     def guess(
         self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
     ) -> tuple[Tensor, Tensor]:
         """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
-        assert self.graphs is not None
         fresh = self.unread(sequences, active)
-        size = self.cache.settings.max_block  # always, so that graphs are few
-        packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        tokens_BN, probs_BNV = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
         N = numbers_BN.shape[1]
+        if self.graphs is not None:
+            size = self.cache.settings.max_block  # always, so that graphs are few
+            packed_4BT = pack_block(self.model, fresh, self.cache, size)
+            guessed = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
+            tokens_BN, probs_BNV = (it.clone() for it in guessed)  # the next replay overwrites them
+        else:
+            guess = self.model.execution.round
+            assert guess is not None
+            filters = (self.sampling, self.passes.vocab_size)
+            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, *filters)
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
-        return tokens_BN.clone(), probs_BNV.clone()  # the next replay overwrites them
+        return tokens_BN, probs_BNV
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
         """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
@@ -234,7 +244,7 @@ class DraftRunner(ModelRunner):
 
 
 class CapturedDraft(Level):
-    """A draft model, which has no stage below it, that guesses a round in one graph."""
+    """A draft model, which has no stage below it, that guesses a round in one graph or call."""
 
     runner: DraftRunner
 

@@ -100,8 +100,9 @@ class Stack:
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""
         make = TreeLevel if self.shape.speculation.tree else Level
-        if self.memory.graphs is not None and make is Level and isinstance(runner, DraftRunner):
-            make = CapturedDraft
+        if make is Level and isinstance(runner, DraftRunner):
+            coupled = self.shape.speculation.coupled
+            make = CapturedDraft if runner.guesses_rounds(coupled=coupled) else Level
         return make(runner, self.source, self._stats_of(name), self.meter)
 
     def _without_model(self) -> Stage:

@@ -58,6 +58,9 @@ decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[
     ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early | Passes.read: places_BN[:, 1:] => places_BN[:, :-1]
   a drafted token's noise is that of the first | Level._draft: len(sequence) + i => len(sequence)
+cpu/test_draft_round.py::test_rounds_below_a_retrieval_level_have_these_bits
+  a round in one call hands up the distribution of the guess before
+    DraftRound.guess: (tokens_BN, probs_BNV) => (tokens_BN, probs_BNV.roll(1, 1))
 caches/test_retrieval_cache.py::test_committed_tokens_overwrite_the_least_important_slots_first[1]
   retrieval tail not refreshed
     RetrievalCache._copy_committed: zip((self.keys, self.values), exact, strict=True)

@@ -18,9 +18,10 @@ from minitri.caches.full import FullCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.caches.tiles import Tiles
-from minitri.cpu.kernels import Kernels, memory_of, require, struct_of
+from minitri.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
 from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
+from minitri.model.cache import Cache
 from minitri.model.execution import Execution
 from minitri.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.model.llama import Attention, Layer, Layers, Llama, Pass, gate
@@ -147,12 +148,25 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        cache = shared.cache
-        queries = shared.queries_LBTHD
         is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
-        if is_long or type(cache) not in WRITABLE:
+        if is_long or type(shared.cache) not in WRITABLE:
             rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=rotary))
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
+        fields = self.fields(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
+        self.kernels.call("pass", x_BTE.dtype, struct_of(*fields))
+        return x_BTE
+
+    def fields(
+        self,
+        x_BTE: Tensor,
+        cache: Cache,
+        rotary: Rotary | None = None,
+        rule: Tensor | None = None,
+        queries: Tensor | None = None,
+    ) -> list[Tensor | float | None]:
+        """`PassArguments` of a pass that turns the block x into its result."""
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:
@@ -162,7 +176,7 @@ class KernelLayers(Layers):
         attention = first.self_attn
         raw_keys = getattr(cache, "raw_keys", None)
         slots = [it for it in (cache.keys, cache.values, raw_keys) if it is not None]
-        turns = (shared.rotary.cos, shared.rotary.signed_sin)
+        turns = (rotary.cos, rotary.signed_sin) if rotary is not None else ()
         like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
         require(
             *((it.shape, it.stride(), it.dtype) == like and it.stride()[4] == 1 for it in slots),
@@ -171,25 +185,21 @@ class KernelLayers(Layers):
             all(it.is_contiguous() for it in turns),
             len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
             (len(self), attention.heads[1], first.mlp.gate_up_proj.in_features) == (L, K, E),
-            shared.rule_TT is None or shared.rule_TT.shape == (T, T),
+            x_BTE.is_contiguous() and (rule is None or rule.shape == (T, T)),
             queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
             queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
             tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
         )
-        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         lengths = torch.tensor(cache.lengths)
-        rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        arguments = struct_of(
-            *(self._weights, x_BTE, shared.rotary.cos, shared.rotary.signed_sin),
+        return [
+            *(self._weights, x_BTE, *(turns or (None, None))),
             *(memory_of(cache.keys), memory_of(cache.values), raw_keys, queries, lengths, rule),
             *(L, B, T, queries.shape[2] if queries is not None else 0),
-            *(E, first.self_attn.heads[0], K, D, *cache.keys.stride()[:4]),
+            *(E, attention.heads[0], K, D, *cache.keys.stride()[:4]),
             queries.stride(0) if queries is not None else 0,
             isinstance(cache.keys, Tiles),
             *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
-        )
-        self.kernels.call("pass", x_BTE.dtype, arguments)
-        return x_BTE
+        ]
 
     @cached_property
     def _weights(self) -> Tensor:
@@ -227,6 +237,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         TiedHead: partial(KernelTiedHead, kernels=kernels),
     }
     model.layers = KernelLayers(layers, kernels)
+    model.norm = KernelNorm(model.norm, kernels)
     model.lm_head = replace_modules(model.lm_head, heads)
     model.attend = kernels.attend
     model.execution = Execution(

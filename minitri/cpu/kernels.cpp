@@ -173,6 +173,82 @@ void pass(const PassArguments& p) {
     }
 }
 
+struct RoundArguments {
+    PassArguments pass;       // over the first block; x is overwritten by those after it
+    const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
+    const float *cos, *sin;   // (S, D), of all slots
+    const uint8_t* embeddings;  // rows of a matrix of the form, each with its bytes
+    int64_t num_tokens, row_bytes, form;
+    const void* norm;         // (E)
+    Matrix head;
+    const int64_t* ids;       // tokens of the head's outputs, which are rounded then, and rising; or null
+    const FilterArguments* filters;  // (B), without pointers
+    const double* uniforms;   // (B, N)
+    int64_t* tokens;          // (B, N)
+    float* probs;             // (B, N, width): tokens from the filters' V on have probability 0
+    int64_t N, width;
+};
+
+// What the i-th pass of a round reads: embeddings and turns of all rows.
+template <class T>
+void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, float* cos, float* sin) {
+    for (int64_t r = 0; r < p.B * p.T; ++r) {
+        const int64_t b = r / p.T, slot = p.lengths[b] + r % p.T;
+        const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
+        const uint8_t* row = a.embeddings + std::clamp<int64_t>(token, 0, a.num_tokens - 1) * a.row_bytes;
+        T* x = static_cast<T*>(p.x) + r * p.E;
+        if (a.form % NESTED < 16) dequantize_of<T>(int(a.form), {row, x, 1, p.E, 1});
+        else std::memcpy(x, row, p.E * sizeof(T));
+        std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
+        std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);
+    }
+}
+
+// N guesses of a draft model after each row's block, one after the other, and the distributions that
+// they were sampled from.
+template <class Op>
+void draft_round(const RoundArguments& a) {
+    using T = typename Op::Stored;
+    static thread_local Scratch<T> memory;
+    static thread_local Scratch<float> float_memory;
+    PassArguments p = a.pass;
+    const int64_t B = p.B, E = p.E, turns = B * p.T * p.D, outputs = a.head.N, V = a.filters[0].V;
+    T *hidden = memory.get(B * (E + outputs)), *rounded = hidden + B * E;
+    float* cos = float_memory.get(2 * turns + B * outputs);
+    float *sin = cos + turns, *wide = sin + turns;
+    std::vector<int64_t> lengths(p.lengths, p.lengths + B);
+    p.lengths = lengths.data();
+    p.cos = cos;
+    p.sin = sin;
+    for (int64_t i = 0; i < a.N; ++i, p.T = 1) {
+        read_tokens<T>(a, p, i, cos, sin);
+        pass<Op>(p);
+        for (int64_t b = 0; b < B; ++b) {
+            const int64_t read = i == 0 ? a.num_read[b] : 1;
+            norm<T>({static_cast<T*>(p.x) + (b * p.T + read - 1) * E, a.norm, hidden + b * E, 1, E, p.eps});
+            lengths[b] += read;
+        }
+        void* logits = a.ids ? static_cast<void*>(rounded) : wide;
+        linear_of<Op>(int(a.head.form), {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E,
+                                         outputs, outputs, false, a.ids == nullptr, p.num_threads, p.eps});
+        Pool::get().run(B, B * V, p.num_threads, [&](int64_t b) {
+            static thread_local Scratch<float> row_memory;
+            const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;
+            const int64_t most = a.num_tokens + LANES;
+            float* row = row_memory.get(most);
+            std::fill(row, row + most, MINUS_INFINITY);
+            if (a.ids == nullptr) std::copy_n(wide + b * outputs, V, row);
+            for (int64_t n = 0; a.ids && n < outputs; ++n) row[a.ids[n]] = widen(rounded[b * outputs + n]);
+            std::fill(row + V, row + padded, MINUS_INFINITY);
+            filter_row(a.filters[b], row, padded);
+            std::fill(row + V, row + most, 0.0f);
+            const int64_t* rising = a.ids ? a.ids + outputs : nullptr;
+            a.tokens[at] = sample_row(row, rising, outputs, a.uniforms[at], a.width - 1);
+            std::fill(std::copy_n(row, V, a.probs + at * a.width), a.probs + (at + 1) * a.width, 0.0f);
+        });
+    }
+}
+
 // What a kernel returns: 0, or why it has no result. No exception leaves the library.
 template <class Work>
 int outcome(Work&& work) {
@@ -184,6 +260,16 @@ int outcome(Work&& work) {
     } catch (...) {  // of memory: nothing else is thrown
         return 1;
     }
+}
+
+// Of `work`, which is given what multiplies numbers of this type.
+template <class Work>
+int by_type(int dtype, Work&& work) {
+    return outcome([&] {
+        if (dtype == 0) work(Widened<float>());
+        if (dtype == 1) work(BFloat16Operand());
+        if (dtype == 2) work(Widened<Float16>());
+    });
 }
 
 }  // namespace
@@ -205,35 +291,27 @@ const char* minitri_instructions() {
 }
 
 int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) attention<Widened<float>>(*a, is_short);
-        if (dtype == 1) attention<BFloat16Operand>(*a, is_short);
-        if (dtype == 2) attention<Widened<Float16>>(*a, is_short);
-    });
+    return by_type(dtype, [&](auto op) { attention<decltype(op)>(*a, is_short); });
 }
 
 int minitri_linear(int dtype, int form, const LinearArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) linear_of<Widened<float>>(form, *a);
-        if (dtype == 1) linear_of<BFloat16Operand>(form, *a);
-        if (dtype == 2) linear_of<Widened<Float16>>(form, *a);
-    });
+    return by_type(dtype, [&](auto op) { linear_of<decltype(op)>(form, *a); });
 }
 
 int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) dequantize_of<float>(form, *a);
-        if (dtype == 1) dequantize_of<BFloat16>(form, *a);
-        if (dtype == 2) dequantize_of<Float16>(form, *a);
-    });
+    return by_type(dtype, [&](auto op) { dequantize_of<typename decltype(op)::Stored>(form, *a); });
 }
 
 int minitri_pass(int dtype, const PassArguments* p) {
-    return outcome([&] {
-        if (dtype == 0) pass<Widened<float>>(*p);
-        if (dtype == 1) pass<BFloat16Operand>(*p);
-        if (dtype == 2) pass<Widened<Float16>>(*p);
-    });
+    return by_type(dtype, [&](auto op) { pass<decltype(op)>(*p); });
+}
+
+int minitri_norm(int dtype, const NormArguments* a) {
+    return by_type(dtype, [&](auto op) { norm<typename decltype(op)::Stored>(*a); });
+}
+
+int minitri_round(int dtype, const RoundArguments* a) {
+    return by_type(dtype, [&](auto op) { draft_round<decltype(op)>(*a); });
 }
 
 int minitri_filter(int, const FilterArguments* a) {
@@ -241,11 +319,7 @@ int minitri_filter(int, const FilterArguments* a) {
 }
 
 int minitri_rotate(int dtype, const RotateArguments* a) {
-    return outcome([&] {
-        if (dtype == 0) rotate<float>(*a);
-        if (dtype == 1) rotate<BFloat16>(*a);
-        if (dtype == 2) rotate<Float16>(*a);
-    });
+    return by_type(dtype, [&](auto op) { rotate<typename decltype(op)::Stored>(*a); });
 }
 
 }

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import RMSNorm
 
 from minitri.caches.tiles import Tiles
 from minitri.cpu.build import SOURCE, architecture, load_library
@@ -200,6 +201,23 @@ class Kernels:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:
             raise RuntimeError("the CPU kernels cannot start a thread; raise ulimit -u")
+
+
+class KernelNorm(RMSNorm):
+    """The norm before an LM head."""
+
+    def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
+        super().__init__(like.normalized_shape, like.eps)
+        self.weight, self.kernels = like.weight, kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out, E = torch.empty_like(x), len(self.weight)
+        require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
+        self.kernels.call(
+            "norm", x.dtype, struct_of(x, self.weight, out, x.numel() // E, E, self.eps)
+        )
+        return out
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:

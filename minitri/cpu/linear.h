@@ -177,6 +177,35 @@ inline Vec silu(Vec x) {
     return x * (x > 0.0f ? splat(1.0f) : e) / (e + 1.0f);
 }
 
+// E numbers, padded with zeros to whole vectors, through an RMSNorm.
+template <class T>
+inline void norm_row(float* wide, const T* weight, int64_t E, double eps) {
+    Vec squares{};
+    for (int64_t e = 0; e < E; e += LANES) squares += load(wide + e) * load(wide + e);
+    const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(E) + float(eps));
+    for (int64_t e = 0; e < E; ++e) wide[e] = wide[e] * factor * widen(weight[e]);
+}
+
+struct NormArguments {
+    const void *x, *weight;   // (R, E), (E)
+    void* out;                // (R, E)
+    int64_t R, E;
+    double eps;
+};
+
+template <class T>
+void norm(const NormArguments& a) {
+    static thread_local Scratch<float> memory;
+    float* wide = memory.get(a.E + LANES);
+    std::fill(wide + a.E, wide + a.E + LANES, 0.0f);
+    for (int64_t at = 0; at < a.R * a.E; at += a.E) {
+        const T* x = static_cast<const T*>(a.x) + at;
+        for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(x[e]);
+        norm_row(wide, static_cast<const T*>(a.weight), a.E, a.eps);
+        for (int64_t e = 0; e < a.E; ++e) narrow(wide[e], static_cast<T*>(a.out) + at + e);
+    }
+}
+
 // Rows of x as operands, after an RMSNorm if there is one, and the sums of their groups.
 template <class Op>
 Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets) {
@@ -192,13 +221,7 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         std::fill(wide, wide + padded, 0.0f);
         for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(from[e]);
-        if (a.norm != nullptr) {
-            const T* weight = static_cast<const T*>(a.norm);
-            Vec squares{};
-            for (int64_t e = 0; e < padded; e += LANES) squares += load(wide + e) * load(wide + e);
-            const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(a.E) + float(a.eps));
-            for (int64_t e = 0; e < a.E; ++e) wide[e] = wide[e] * factor * widen(weight[e]);
-        }
+        if (a.norm != nullptr) norm_row(wide, static_cast<const T*>(a.norm), a.E, a.eps);
         Op::from_floats(wide, int(padded), x + r * stride);
         if (!has_offsets) continue;
         Op::to_floats(x + r * stride, int(padded), wide);  // as rounded

@@ -116,6 +116,20 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     else keep_by_filters(a, x, n, top);
 }
 
+// A token by inverse CDF, with the bits of `decoding/sampling.py:sample`; all n that are possible are
+// given, rising, or they are the first n. Where nothing is, as of NaN, it is `last`.
+inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform, int64_t last) {
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < n; ++i) total += x[ids ? ids[i] : i];
+    const double target = uniform * total;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t id = ids ? ids[i] : i;
+        sum += x[id];
+        if (sum > target) return id;
+    }
+    return last;
+}
+
 inline void filter(const FilterArguments& a) {
     const int64_t padded = (a.V + LANES - 1) / LANES * LANES;
     Pool::get().run(a.N, a.N * a.V, a.num_threads, [&](int64_t row) {

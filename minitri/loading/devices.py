@@ -2,10 +2,12 @@
 
 import os
 from contextlib import suppress
+from dataclasses import replace
 
 import torch
 
 from minitri.config import ModelConfig
+from minitri.cpu.draft_round import DraftRound
 from minitri.cpu.flash_attention import attend_cpu
 from minitri.cpu.kernel_layers import quantized_copy
 from minitri.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
@@ -87,13 +89,17 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`.
-    It keeps none of the plain matrices."""
-    is_fast = model.execution.is_row_invariant and model.device.type == "cpu"
-    if wanted == "same" or not is_fast:
+    It keeps none of the plain matrices. There it guesses whole rounds."""
+    if not (model.execution.is_row_invariant and model.device.type == "cpu"):
         return model
-    copy = quantized_copy(model)
-    copy.lent_embedding = model.lent_embedding
-    copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
+    copy = model
+    if wanted != "same":
+        copy = quantized_copy(model)
+        copy.lent_embedding = model.lent_embedding
+        copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
+    lender = getattr(copy.lent_embedding, "__self__", copy)
+    if type(lender) is Llama and lender.dtype == copy.dtype:
+        copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
     return copy
 
 

@@ -1,6 +1,6 @@
 """How a model is computed, as far as those who run it must know; what loads a model states it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
@@ -8,9 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from minitri.model.cache import Cache
     from minitri.settings import SamplingParams
 
 T = TypeVar("T")
+Round = Callable[
+    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int],
+    tuple["Tensor", "Tensor"],
+]
+"""N guesses (B, N) of a draft model and the distributions (B, N, V) that they were sampled from,
+after what its cache holds and a block of each row; by uniform numbers (B, N), the filters of each
+row, and V. It leaves the lengths of the cache as they are."""
 
 
 class Ranks:
@@ -45,6 +53,8 @@ class Execution:
     """Entered around every step, and around every chunk of a prompt."""
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
     """Does the same as `probs_from_logits`, faster."""
+    round: "Round | None" = None
+    """Does what `gpu.graphs.Passes.round` does, in one call."""
     tiles_kv: bool = False
     """K and V are best kept in tiles, see `caches/tiles.py`."""
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)

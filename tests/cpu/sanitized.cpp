@@ -101,6 +101,33 @@ std::vector<T> results(int dtype, int threads) {
     RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
     ok(minitri_rotate(dtype, &r));
     keep(turned);
+    const int64_t G = 4, known = 70;  // guesses of a drafter that knows 100 tokens, its target 90
+    auto table = filled<T>(100 * E, 20), last = filled<T>(100 * E, 21);
+    const int64_t slots = 24;
+    auto old_keys = filled<T>(L * B * K * slots * D, 22), old_values = old_keys, old_raw = old_keys;
+    auto turns = filled<float>(slots * D, 23);
+    std::vector<int64_t> ids, block{3, 99, 500, 7, 0, 0}, num_read{3, 1}, starts{slots - T_ - G + 1, 5};
+    for (int64_t i = 0; i < known; ++i) ids.push_back(i * 37 % 100);
+    ids.insert(ids.end(), ids.begin(), ids.begin() + known);
+    std::sort(ids.begin() + known, ids.end());
+    const std::vector<double> uniforms{0.0, 0.1, 0.5, 0.999999, 0.3, 0.2, 0.7, 0.9};
+    const std::vector<FilterArguments> filters{{nullptr, nullptr, 1, 90, 20, 1, 0.7, 0.9, -9.0},
+                                               {nullptr, nullptr, 1, 90, 0, 1, 0.0, 1.0, -9.0}};
+    for (bool is_partial : {true, false}) {
+        std::vector<int64_t> tokens(B * G);
+        std::vector<float> probs(B * G * 95);
+        PassArguments p{layers.data(), x.data(), nullptr, nullptr, old_keys.data(), old_values.data(),
+                        old_raw.data(), nullptr, starts.data(), nullptr, L, B, T_, 0, E, H, K, D,
+                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, nullptr};
+        RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
+                         reinterpret_cast<const uint8_t*>(table.data()), 100, E * int64_t(sizeof(T)), 16,
+                         norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},
+                         is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
+                         tokens.data(), probs.data(), G, 95};
+        ok(minitri_round(dtype, &a));
+        for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
+        for (int64_t token : tokens) { all.emplace_back(); narrow(float(token), &all.back()); }
+    }
     const int64_t N = 3, V = 33001;
     const auto logits = filled<float>(N * V, 19);
     for (double temperature : {0.0, 0.7}) {
