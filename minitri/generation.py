@@ -168,6 +168,8 @@ class Generation(Iterator[Event]):
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
+            about = (row.prompt, row.tokenizer, self._model.config)
+            row.text_filters = text_filters(row.request.sampling, *about)
             stack.admit(b, row.prompt, row.request, row.text_filters)
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
@@ -193,7 +195,7 @@ class Generation(Iterator[Event]):
 
     def _leave(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
-        del self._running[b]
+        self._running.pop(b).text_filters = None
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
@@ -315,5 +317,5 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     check_prompt(ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    filters = text_filters(request.sampling, ids, tokenizer, model.config)
-    return Row(number, replace(request, seed=seed), ids, tokenizer, filters)
+    text_filters(request.sampling, [], tokenizer, model.config)  # a check: its own come with it
+    return Row(number, replace(request, seed=seed), ids, tokenizer)

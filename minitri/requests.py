@@ -151,16 +151,10 @@ CANCELLED = "cancelled"
 class Row:
     """The output of one request: its tokens, its text, and whether it is done."""
 
-    def __init__(
-        self,
-        number: int,
-        request: Request,
-        ids: list[int],
-        tokenizer: Tokenizer,
-        text_filters: "TextFilters | None" = None,
-    ) -> None:
+    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
         self.number = number
-        self.text_filters = text_filters
+        self.tokenizer = tokenizer
+        self.text_filters: TextFilters | None = None  # while it runs
         self.arrived = 0  # when: after so many admissions
         self.request = request
         self.prompt = ids

@@ -164,6 +164,7 @@ class ModelRunner:
 
     def reset(self, b: int) -> None:
         self.cache.reset(b)
+        self.text_filters[b] = None
 
     def of_rows(self, rows: slice) -> Self:
         """A runner of these rows alone, which captures nothing."""

@@ -185,7 +185,7 @@ WRONG = {
         "repetition_penalty": [0, -1, math.nan, "1", True],
         "presence_penalty": [2.5, math.nan, None],
         "frequency_penalty": [-3, math.inf],
-        "logit_bias": [{VOCAB: 1}, {-1: 1}, {1: 101}, {1: math.nan}, [1], "1", {"a": 1}, 5],
+        "logit_bias": [{-1: 1}, {1: 101}, {1: math.nan}, [1], "1", {"a": 1}, 5],
         "bad_words": [("",), 3, ("\ud800",)],
         "min_tokens": [-1, 1.5, None],
         "grammar": ["x", 3, {}],

@@ -26,6 +26,7 @@ from torch import Tensor
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
 from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
+from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
@@ -68,8 +69,13 @@ def score(
     text = prompt + new
     V = engine.config.vocab_size
 
+    filters = text_filters(sampling, prompt, engine.tokenizer, engine.config)
+
     def probs(model: Llama) -> Tensor:
         logits_NV = last_logits(model, text[:-1], len(new))[:, :V]
+        if filters is not None:
+            logits_NV = logits_NV.clone()
+            filters.apply(logits_NV, [new[:n] for n in range(len(new))])
         return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
 
     p_NV = probs(engine.model)
