@@ -26,8 +26,8 @@ from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_pr
 from minitri.loading.tokenizer import Tokenizer
 from minitri.memory import MemoryPool, Models, check_process, running
 from minitri.model.llama import Llama
+from minitri.prefill import score
 from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
-from minitri.runner import score
 from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 
 if TYPE_CHECKING:

@@ -168,8 +168,8 @@ class Generation(Iterator[Event]):
             b = memory.prefix.best_place(sorted(places), row.prompt, row.request.owner)
             places.remove(b)
             self._running[b] = row
-            about = (row.prompt, row.tokenizer, self._model.config)
-            row.text_filters = text_filters(row.request.sampling, *about)
+            own = (row.request.sampling, row.prompt, row.tokenizer, self._model.config)
+            row.text_filters = text_filters(*own)
             stack.admit(b, row.prompt, row.request, row.text_filters)
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
@@ -250,10 +250,9 @@ class Generation(Iterator[Event]):
 
     def _prefill(self, row: Row, b: int, stack: Stack) -> Iterator[PrefillProgress]:
         started = time.perf_counter()
-        num_top = row.request.generation.logprobs or 0
 
         def score(logits_NV: Tensor, tokens: list[int]) -> None:
-            row.prompt_scores += log_probs(logits_NV, tokens, num_top)
+            row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)
 
         chunks = stack.prefill(b, score if row.request.score_prompt else None)
         done = num_cached = row.stats.num_cached_tokens = next(chunks)

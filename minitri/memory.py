@@ -30,7 +30,8 @@ from minitri.gpu.offload.host_memory import HostMemory
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import Demand, MemoryShape
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, empty_queries
+from minitri.prefill import empty_queries
+from minitri.runner import DraftRunner, ModelRunner
 from minitri.settings import LONGEST_BLOCK
 
 E = TypeVar("E", bound=BaseException)

@@ -25,9 +25,10 @@ from minitri.gpu.graphs import GraphPool
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, Models
+from minitri.prefill import Score, prefill, read_chunk
 from minitri.requests import Request
 from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
-from minitri.runner import CapturedDraft, DraftRunner, ModelRunner, Score, prefill, read_chunk
+from minitri.runner import CapturedDraft, DraftRunner, ModelRunner
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees

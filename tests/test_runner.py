@@ -5,7 +5,8 @@ import torch
 
 from minitri.decoding.sampling import probs_from_logits
 from minitri.model.block import read_block
-from minitri.runner import ModelRunner, prefill
+from minitri.prefill import prefill
+from minitri.runner import ModelRunner
 from minitri.settings import SamplingParams
 from tests.cascades import random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model

@@ -31,8 +31,8 @@ from minitri.cli.inputs import read_prompt
 from minitri.cli.terminal import LEGEND, colored
 from minitri.engine import Engine
 from minitri.errors import InputError
+from minitri.prefill import prefill
 from minitri.requests import Token
-from minitri.runner import prefill
 from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4

@@ -7,7 +7,8 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.config import ModelConfig
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, empty_queries, prefill
+from minitri.prefill import empty_queries, prefill
+from minitri.runner import DraftRunner, ModelRunner
 from minitri.settings import SamplingParams, SpeculationConfig
 
 CPU, DTYPE, PLAIN = torch.device("cpu"), torch.float64, SamplingParams(1.0)

@@ -30,7 +30,7 @@ from minitri.filters.matcher import text_filters
 from minitri.loading.prompt_ids import MAX_SEED
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.runner import prefill
+from minitri.prefill import prefill
 from minitri.selftest.martingale import Martingale
 
 FALSE_ALARM = 1e-4

@@ -20,7 +20,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         if len(self.connections) > most_connections():
             others = (it for it in self.connections if isinstance(it, Connection))
-            silent = (it for it in others if it.cycle is None and not it.transport.is_closing())
+            silent = (it for it in others if not (it.cycle or it.transport.is_closing()))
             next((it for it in silent if it is not self), self).transport.abort()
         self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
 

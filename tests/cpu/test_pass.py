@@ -16,7 +16,7 @@ from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_ke
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import Form
 from minitri.model.llama import Block
-from minitri.runner import prefill
+from minitri.prefill import prefill
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tests.conftest import CPU, new_cache, tiny_config, tiny_model
 from tests.cpu import test_kernels as claims

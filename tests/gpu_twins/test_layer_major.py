@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, PrefillProgress, Request, SpeculationConfig
-from minitri.runner import prefill
+from minitri.prefill import prefill
 from tests.cascades import WARM, Rig, random_prompt, tiny_engine
 from tests.conftest import new_cache, tiny_model
 from tests.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded

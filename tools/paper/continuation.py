@@ -29,7 +29,8 @@ from minitri.decoding.verification import Proposal
 from minitri.loading.prompt_ids import check_prompt
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
-from minitri.runner import DraftRunner, ModelRunner, empty_queries, prefill
+from minitri.prefill import empty_queries, prefill
+from minitri.runner import DraftRunner, ModelRunner
 from minitri.settings import LONGEST_BLOCK
 from tools.paper.baselines.bounds import top_tokens
 

@@ -40,7 +40,7 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """`runner.prefill` for a cache in host memory.
+    """`minitri.prefill.prefill` for a cache in host memory.
 
     Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
     the end, for the chunks that hold the last `max_queries` tokens.
