@@ -22,6 +22,9 @@ class Grammar:
     text: str = field(default="")
     """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
 
+    def __str__(self) -> str:
+        return self.kind
+
     def __post_init__(self) -> None:
         check_fields(self)
         check_unicode(self.text, f"the {self.kind}")
