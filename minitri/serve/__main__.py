@@ -18,7 +18,7 @@ with clean_imports(huge_pages=False):
     from minitri.cli import arguments
     from minitri.cli.boot import boot
     from minitri.errors import explain, shorten
-    from minitri.fields import between, one_of
+    from minitri.fields import between
     from minitri.gpu.placement import MemoryShape
     from minitri.log import log
     from minitri.serve.access import Access
@@ -54,8 +54,6 @@ class ServeFlags:
     coupled: bool = True
     """Tie random numbers to seed and position: a seed gives one text, alone and with other
     requests; without it fewer guesses are rejected at a temperature above 0."""
-    tool_format: str | None = one_of(None, "hermes", "llama3", "mistral")
-    """How the model writes calls of tools. Default: as its chat template does, or hermes."""
     ignore_unknown_fields: bool = False
     """Ignore fields of requests that this server does not know, with a warning for each name."""
 
@@ -123,8 +121,7 @@ def run_command(args: argparse.Namespace) -> None:
         with contextlib.closing(worker):
             ignored: set[str] | None = set() if args.ignore_unknown_fields else None
             max_open = num_rows + args.max_queue
-            form = args.tool_format
-            protocol = Protocol(engine, names, sampling, context, ignored, form)
+            protocol = Protocol(engine, names, sampling, context, ignored)
             service = Service(protocol, worker, max_open, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"

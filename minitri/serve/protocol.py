@@ -184,8 +184,6 @@ class Protocol:
     """Tokens of a prompt and its answer."""
     ignored: set[str] | None = None
     """Unknown fields that there were; None: they are refused."""
-    tool_format: str | None = None
-    """How the model writes calls; None: as its chat template does."""
     replay: Replay = field(default_factory=Replay)
 
     def read(self, body: bytes, kind: type[Fields], client: str = "", salt: str = "") -> Call:
@@ -297,7 +295,6 @@ class Protocol:
             functools.partial(self._encoded, encode=self.engine.tokenizer.encode_marked),
             owner=owner,
             goes_on=asked.continue_final_message,
-            tool_format=self.tool_format,
         )
 
     def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minitri import End, Engine, InputError
-from minitri.serve.chats.answer_parser import END_THINK, FORMATS, THINK, AnswerParser, Piece
+from minitri.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, Piece
 from minitri.serve.chats.messages import Message, one_call_each, read_messages
 from minitri.serve.chats.replay import Replay, as_message, digest_of, keys_of
 from minitri.serve.chats.tools import Tools, format_of
@@ -26,7 +26,6 @@ class ChatPrompt:
         *,
         owner: str = "",
         goes_on: bool = False,
-        tool_format: str | None = None,
     ) -> None:
         """`encode` makes token ids of a text with control tokens. `goes_on`: the last message is
         the beginning of the answer. Raises `InputError`."""
@@ -42,7 +41,7 @@ class ChatPrompt:
         if template is not None and (has_calls or self._tools) and "tools" not in source:
             problem = "this model's chat template leaves tools out"
             raise InputError(f"{problem}; send no tools, or use a model that was made for them")
-        form = FORMATS[tool_format] if tool_format else format_of(source)
+        form = format_of(source)
         self._is_single = form.is_bare
         self.text = self._render(self._turns)
         self._context = (owner, self._tools)
