@@ -115,7 +115,8 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
     if not ends:
         raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
     kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
-    if grammar not in kept:
+    found = kept.get(grammar)
+    if found is None:  # and other threads may change what is kept meanwhile
         with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
             import llguidance
 
@@ -125,9 +126,9 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
                 lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
             kept[None] = kept.get(None) or llguidance.LLTokenizer(lexicon, size, [*ends])
         if len(kept) > MAX_KEPT:
-            del kept[next(it for it in kept if it)]
-        kept[grammar] = compile_grammar(grammar, kept[None])
-    return kept[grammar].deep_copy()
+            kept.pop(next(it for it in [*kept] if it), None)
+        found = kept[grammar] = compile_grammar(grammar, kept[None])
+    return found.deep_copy()
 
 
 PLACE = re.compile(r"^line \d+, column \d+: ")

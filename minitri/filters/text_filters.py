@@ -111,7 +111,7 @@ class TextFilters:
         num_new = len(self.text) - self._first + len(path)
         tokens = [*self._end_tokens] if num_new < self._params.min_tokens else []
         if self._sizes:
-            latest = [*self.text[-self._sizes[-1] :], *path]
+            latest = [*self.text[max(0, len(self.text) - self._sizes[-1]) :], *path]
             for size in self._sizes:
                 tokens += self._last_of.get(tuple(latest[len(latest) - size :]), ())
         return tokens

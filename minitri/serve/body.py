@@ -47,7 +47,7 @@ def grammar_of(form: Any, outputs: Any) -> Grammar | None:
         case None, {**one} if len(one) == 1 and (name := str(*one)) in KINDS:
             text = one[name]
             return Grammar(KINDS[name], text if isinstance(text, str) else json.dumps(text))
-    given = shorten(repr(form or outputs), 60)
+    given = shorten(repr(outputs if form is None else form), 60)
     raise InputError(
         f"response_format or structured_outputs is {given}; see /docs for what they may be"
     )

@@ -31,6 +31,8 @@ NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 CUT_TOKENS = 512
 """Most that a cut in a text adds to the tokens before it: the longest have 256 characters."""
+MAX_PROMPTS = 2048
+"""Of a request: OpenAI's limit. More are refused before each becomes `n` requests."""
 MAX_WARNINGS = 100
 F = TypeVar("F", bound=Any)
 STOP_CHARACTERS = 1024
@@ -281,6 +283,8 @@ class Protocol:
             isinstance(it, str) or is_ids(it) for it in prompts
         ):
             refuse(asked, "prompt", "give a text, a list of token ids, or a list of these")
+        if len(prompts) > MAX_PROMPTS:
+            refuse(asked, "prompt", f"it must have at most {MAX_PROMPTS} texts")
         encode = self.engine.tokenizer.encode
         return [it if is_ids(it) else self._encoded(it, encode) if it else [] for it in prompts]
 

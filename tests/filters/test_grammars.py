@@ -3,12 +3,15 @@ of tokenizers, against the bytes of tokens; what the library refuses; texts of s
 
 import json
 import re
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.decoding.verification import verify_block
+from minitri.filters import matcher
 from minitri.filters.matcher import GrammarMatcher, compiled
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer, tiny_config
@@ -143,3 +146,17 @@ def test_what_is_no_grammar_is_refused_when_it_is_made(kind, text):
 def test_a_model_without_an_end_token_has_no_grammars():
     with pytest.raises(InputError, match="no end-of-sequence token"):
         compiled(Grammar("json_object"), tokenizer(), tiny_config(vocab_size=320))
+
+
+def test_threads_that_compile_do_not_take_grammars_from_each_other(monkeypatch):
+    """More than are kept at once: one evicts what another is about to return."""
+    monkeypatch.setattr(matcher, "MAX_KEPT", 3)
+    shared = tokenizer()
+    grammars = [Grammar("choice", f'["{number}"]') for number in range(5)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            [*pool.map(lambda it: compiled(it, shared, CONFIG), grammars * 400)]
+    finally:
+        sys.setswitchinterval(interval)

@@ -3,6 +3,7 @@ under them, summed over every random number, is that of their definitions in pla
 
 import functools
 import math
+import time
 
 import pytest
 import torch
@@ -127,3 +128,13 @@ def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
         assert torch.allclose(output.probs_BNV[0, n].double(), wanted_V, atol=1e-6)
         raw_V = fresh_read(model, [*prompt, *guesses[:n]])[1][-1]
         assert torch.allclose(output.logits_BNV[0, n], raw_V, atol=1e-4)
+
+
+def test_forbidden_tokens_cost_the_same_after_a_long_text():
+    filters = TextFilters(SamplingParams(), [5] * 1_000_000, 64, bad_words=[[7]])
+    logits_NV = torch.zeros(8, 64)
+    started = time.perf_counter()
+    for _ in range(40):
+        filters.apply(logits_NV, [[5] * n for n in range(8)])
+    assert time.perf_counter() - started < 1  # 2.5 where each pass copies the text
+    assert logits_NV[:, 7].isneginf().all()

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 
 import pytest
 
@@ -147,3 +148,14 @@ def test_a_long_answer_takes_as_long_as_its_characters():
     text = json.dumps({"text": 'x{\\"' * 50_000})
     pieces = parsed("hermes", [*f'<tool_call>{{"name": "now", "arguments": {text}}}</tool_call>'])
     assert pieces == [Piece("call", "now"), Piece("arguments", text)]
+
+
+@pytest.mark.parametrize("start", ["", '{"name" ', "<think>"])
+def test_nor_do_spaces_that_may_stand_before_a_tag(start):
+    """A stream's pieces are read where those of all others wait."""
+    parser = AnswerParser(FORMATS["llama3"], NAMES)
+    started = time.perf_counter()
+    for text in [start, *[" "] * 20_000]:
+        parser.push(text)
+    parser.push("", is_last=True)
+    assert time.perf_counter() - started < 5

@@ -22,6 +22,7 @@ USER = {"role": "user", "content": "a"}
         ("prompt", {"prompt": ""}),
         ("prompt is ['a', [5], 6]", {"prompt": ["a", [5], 6]}),
         ("prompt", {"prompt": ["a", ""]}),
+        ("prompt", {"prompt": ["a"] * 2049}),
         ("prompt", {"prompt": [1, True]}),
         ("prompt", {"prompt": [1, 320]}),
         ("prompt", {"prompt": [5] * CONTEXT}),

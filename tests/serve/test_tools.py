@@ -155,6 +155,7 @@ def with_turn(**changes):
             "messages[2].tool_call_id is None",
             {"messages": [USER, ANSWER, {**RESULT, "tool_call_id": None}]},
         ),
+        ("messages[0].tool_call_id is ['x']", {"messages": [{**RESULT, "tool_call_id": ["x"]}]}),
         ("messages[0].tool_calls is of the role user", {"messages": [USER | {"tool_calls": [1]}]}),
         ("messages[1].tool_calls[0] is 1", with_turn(tool_calls=[1])),
         (

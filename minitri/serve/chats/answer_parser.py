@@ -121,9 +121,10 @@ class AnswerParser:
     def _take(self, *texts: str) -> Generator[None, None, str]:
         """Takes the one of these texts that comes next, spaces apart; returns it with them, and
         nothing if none comes."""
+        seen, at = "", 0
         while True:
-            seen = ""
-            for at, character in enumerate(self._rest, 1):
+            for character in self._rest[at:]:
+                at += 1
                 seen += character.strip()
                 if not any(text.startswith(seen) for text in texts):
                     return ""

@@ -43,7 +43,7 @@ def _read(message: Any, where: str, called: dict[str, str]) -> Message:
             called[call["id"]] = new["function"]["name"]
     if role == "tool":
         call = others.get("tool_call_id")
-        if call not in called:
+        if not isinstance(call, str) or call not in called:
             got = f"{where}.tool_call_id is {shorten(repr(call), 60)}"
             raise InputError(f"{got}, which no message before it calls; send the id of a call")
         found |= {"tool_call_id": short_id(call), "name": called[call]}
