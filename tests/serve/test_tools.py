@@ -144,6 +144,7 @@ def with_turn(**changes):
         ("tools[0]", {"tools": [{"type": "web_search"}]}),
         ("tools[0]", with_tool(name="")),
         ("tools[0]", with_tool(name="a b")),
+        ("tools[0]", with_tool(name="required")),
         ("tools[0]", with_tool(parameters=[1])),
         ("tools[1].function.name is get_weather, as of another", {"tools": TOOLS[:1] * 2}),
         ("tool_choice is 'always'", {"tool_choice": "always"}),

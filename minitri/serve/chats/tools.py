@@ -11,8 +11,9 @@ from minitri import InputError
 from minitri.errors import shorten
 from minitri.serve.chats.answer_parser import END_THINK, FORMATS, THINK, ToolFormat
 
-NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 CHOICES = ("auto", "none", "required")
+NAME = re.compile(rf"(?!({'|'.join(CHOICES)})$)[\w.-]{{1,64}}", re.ASCII)
+"""Of a function, which is none of the choices."""
 SPACES = r"[ \n]{0,16}"
 """Between the words of arguments: without a limit some models never end them."""
 NO_PARAMETERS = {"type": "object", "properties": {}}
