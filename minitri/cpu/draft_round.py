@@ -24,13 +24,16 @@ class DraftRound:
 
     def __init__(self, model: Llama, lender: Llama) -> None:
         """`lender` has the embeddings, which are those of all tokens, in the same number type."""
-        head, layers = model.lm_head, model.layers
+        head = model.lm_head
+        layers = model.layers
         ids: Tensor | None = None
         if isinstance(head, TrimmedHead):
-            ids, head = head.token_ids, head.linear
+            ids = head.token_ids
+            head = head.linear
         assert isinstance(head, KernelHead)
         assert isinstance(layers, KernelLayers)
-        self._head, self._layers = head, layers
+        self._head = head
+        self._layers = layers
         self._ids_2N = None if ids is None else torch.stack((ids, ids.sort().values))
         tied = lender.lm_head if isinstance(lender.lm_head, TiedHead) else None
         self._table_VX: Tensor = lender.embed_tokens if tied is None else tied.weight
@@ -78,7 +81,8 @@ class DraftRound:
         filters = bytearray().join(struct_of(None, None, 1, *own) for own in numbers)
         filters_B = torch.frombuffer(filters, dtype=torch.uint8)
         fields = self._layers.fields(x_BTE, cache)  # its tensors must outlive the struct
-        head, table_VX = self._head, self._table_VX
+        head = self._head
+        table_VX = self._table_VX
         arguments = struct_of(
             *(*fields, block_BT, num_read_B, self._turns.cos, self._turns.signed_sin),
             *(table_VX, self._num_tokens, table_VX[0].nbytes, self._table_form, self._norm_E),

@@ -208,11 +208,13 @@ class KernelNorm(RMSNorm):
 
     def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
         super().__init__(like.normalized_shape, like.eps)
-        self.weight, self.kernels = like.weight, kernels
+        self.weight = like.weight
+        self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         x = x.contiguous()
-        out, E = torch.empty_like(x), len(self.weight)
+        out = torch.empty_like(x)
+        E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
         self.kernels.call(
             "norm", x.dtype, struct_of(x, self.weight, out, x.numel() // E, E, self.eps)

@@ -121,7 +121,8 @@ class AnswerParser:
     def _take(self, *texts: str) -> Generator[None, None, str]:
         """Takes the one of these texts that comes next, spaces apart; returns it with them, and
         nothing if none comes."""
-        seen, at = "", 0
+        seen = ""
+        at = 0
         while True:
             for character in self._rest[at:]:
                 at += 1
