@@ -207,7 +207,7 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in
 gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
-    DraftRunner.guess: tokens_BN.clone() => torch.tensor(tokens_BN.tolist())
+    DraftRunner.guess: it.clone() => torch.tensor(it.tolist())
 decoding/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
@@ -373,8 +373,8 @@ filters/test_text_filters.py
   the least number of tokens counts those of the prompt
     TextFilters._banned: len(self.text) - self._first + len(path) => len(self.text) + len(path)
   bad words end with the certain tokens
-    TextFilters._banned: [*self.text[-self._sizes[-1]:], *path]
-    => self.text[-self._sizes[-1]:]
+    TextFilters._banned: [*self.text[max(0, len(self.text) - self._sizes[-1]) :], *path]
+    => self.text[max(0, len(self.text) - self._sizes[-1]) :]
 filters/test_text_filters.py
 ::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
   bias after top-p

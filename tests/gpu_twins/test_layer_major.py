@@ -27,7 +27,7 @@ def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
 
 def by_chunks(monkeypatch) -> None:
     """As other caches are read: every chunk through all layers."""
-    monkeypatch.setattr("minitri.runner.OffloadedFullCache", type(None))
+    monkeypatch.setattr("minitri.prefill.OffloadedFullCache", type(None))
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
