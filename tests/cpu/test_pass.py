@@ -257,7 +257,7 @@ LANES, steps * LANES}; => LANES, LANES};
 layer.post_norm => layer.input_norm
 h < p.H ? q_norm : k_norm => q_norm
 layer.down, p.x, p.x => layer.down, nullptr, p.x
-+ float(a.eps) => + 0.0f
+E) + float(eps) => E) + 0.0f
 """
 """Wrong kernels: a text of the source => what stands in its place."""
 
