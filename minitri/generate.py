@@ -23,7 +23,7 @@ with clean_imports():
     from minitri.errors import shorten
     from minitri.fields import between
     from minitri.loading.named_models import table
-    from minitri.loading.prompt_ids import MAX_SEED
+    from minitri.loading.prompt_ids import next_seed
     from minitri.log import log
     from minitri.parallel.ranks import join
     from minitri.settings import MAX_ROWS
@@ -103,7 +103,7 @@ def run_command(args: argparse.Namespace) -> int:
         work += f" of {shorten(source)}"
     sampling, seed = boot.sampling_of(args, engine, work)
     if args.n > 1:
-        seeds = [(seed + i) % (MAX_SEED + 1) for i in range(args.n)]
+        seeds = [next_seed(seed, i) for i in range(args.n)]
         requests = [Request(prompt, own, sampling, generation) for own in seeds]
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation

@@ -26,7 +26,7 @@ with clean_imports():
     from minitri.cli.terminal import LEGEND, stream
     from minitri.errors import MAX_COUNT, explain, shorten
     from minitri.fields import between, check_names
-    from minitri.loading.prompt_ids import MAX_SEED, as_seeds
+    from minitri.loading.prompt_ids import as_seeds, next_seed
     from minitri.loading.tokenizer import Tokenizer
     from minitri.log import log
     from minitri.requests import Request, Row
@@ -200,7 +200,7 @@ class Chat:
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
-        self._settings["seed"] = (self._settings["seed"] + 1) % (MAX_SEED + 1)
+        self._settings["seed"] = next_seed(self._settings["seed"])
         reason = row.finish_reason
         if reason == "length" and room < most_new:
             reason = "full"

@@ -16,7 +16,7 @@ from minitri.cli.inputs import encode, read_text
 from minitri.cli.report import answer
 from minitri.errors import explain, shorten
 from minitri.fields import check_names
-from minitri.loading.prompt_ids import MAX_SEED, as_seeds
+from minitri.loading.prompt_ids import as_seeds, next_seed
 from minitri.settings import TEXT_FIELDS
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
@@ -37,7 +37,7 @@ def run_lines(
         head = {"id": number, "line": number}
         try:
             with explain("it is no object of JSON", "write one"):
-                fields = {"seed": (seed + index) % (MAX_SEED + 1), **json.loads(line)}
+                fields = {"seed": next_seed(seed, index), **json.loads(line)}
             head["id"] = fields.pop("id", number)
             check_names(fields, KNOWN)
             [own_seed] = as_seeds(fields.pop("seed"), 1)

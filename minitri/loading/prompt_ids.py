@@ -79,6 +79,11 @@ def draw_seed() -> int:
     return secrets.randbelow(MAX_SEED + 1)
 
 
+def next_seed(seed: int, number: int = 1) -> int:
+    """The seed of another text, so many after the one with this seed."""
+    return (seed + number) % (MAX_SEED + 1)
+
+
 def fold_seed(seed: int) -> int:
     """The seed for a number of 64 bits, or a negative one: itself, if it is one."""
     seed %= 1 << 64

@@ -27,7 +27,7 @@ from minitri import Engine, GenerationConfig, Request, SamplingParams, Speculati
 from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.filters.matcher import text_filters
-from minitri.loading.prompt_ids import MAX_SEED
+from minitri.loading.prompt_ids import next_seed
 from minitri.model.block import read_block
 from minitri.model.llama import Llama
 from minitri.prefill import prefill
@@ -50,7 +50,7 @@ def run_test(
     """Continues the prompts with independent random numbers; returns for every score a p-value."""
     generation = GenerationConfig(num_new, ignore_eos=True)
     requests = [
-        Request(prompt, (seed + number) % (MAX_SEED + 1), sampling, generation)
+        Request(prompt, next_seed(seed, number), sampling, generation)
         for number, prompt in enumerate(prompts)
     ]
     run = engine.stream(requests, batch_size=ROWS_AT_ONCE, speculation=speculation)

@@ -14,7 +14,7 @@ from minitri import Engine, GenerationConfig, Grammar, InputError, Request, Samp
 from minitri.errors import shorten
 from minitri.fields import between, changed, one_of, refuse
 from minitri.filters.matcher import text_filters
-from minitri.loading.prompt_ids import MAX_SEED, draw_seed, fold_seed
+from minitri.loading.prompt_ids import draw_seed, fold_seed, next_seed
 from minitri.log import log
 from minitri.serve.access import ApiError
 from minitri.serve.body import grammar_of, is_ids, read_object
@@ -235,7 +235,7 @@ class Protocol:
             for i in range(asked.num_texts):
                 request = Request(
                     ids,
-                    (seed + len(requests)) % (MAX_SEED + 1),
+                    next_seed(seed, len(requests)),
                     sampling,
                     replace(generation, max_new_tokens=num_new),
                     asked.speculation,
