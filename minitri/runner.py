@@ -202,10 +202,6 @@ class DraftRunner(ModelRunner):
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
 
-    def guesses_rounds(self, *, coupled: bool) -> bool:
-        """Whether it can `guess`: by a graph, or by uniform numbers in one call."""
-        return self.graphs is not None or (self.model.execution.round is not None and not coupled)
-
     def guess(
         self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
     ) -> tuple[Tensor, Tensor]:

@@ -102,8 +102,9 @@ class Stack:
         """A stage with a model; stages are made from the lowest upwards."""
         make = TreeLevel if self.shape.speculation.tree else Level
         if make is Level and isinstance(runner, DraftRunner):
-            coupled = self.shape.speculation.coupled
-            make = CapturedDraft if runner.guesses_rounds(coupled=coupled) else Level
+            # In one call only uniform numbers decide.
+            by_call = runner.model.execution.round and not self.shape.speculation.coupled
+            make = CapturedDraft if self.memory.graphs is not None or by_call else Level
         return make(runner, self.source, self._stats_of(name), self.meter)
 
     def _without_model(self) -> Stage:
@@ -142,10 +143,9 @@ class Stack:
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are there: first those that
-        other texts left, then after every chunk; at the end all, though `start` reads the last.
-        With `score` (see `read_chunk`) nothing is taken of other texts.
-        In between other rows may go on, unless K and V are in host memory and the run takes no
-        requests."""
+        other texts left (with `score`, see `read_chunk`, none), then after every chunk; at the end
+        all, though `start` reads the last. In between other rows may go on, unless K and V are in
+        host memory and the run takes no requests."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]

@@ -42,8 +42,7 @@ class FullCache(Cache):
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
-        for layer in range(len(self.keys)):
-            yield self.keys[layer, b], self.values[layer, b]
+        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers
     """The same of all slots of row b, whatever its length."""

@@ -14,6 +14,7 @@ chunk, N chunks, C of them kept, W observation window, R = H / K times the token
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,13 +59,11 @@ class RetrievalCache(Cache):
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        where = (full.keys.dtype, full.device)
+        where: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
         tiled = isinstance(full.keys, Tiles)
-        super().__init__(*empty_slots((L, B, K, slots, D), *where, tiled=tiled))
+        super().__init__(*empty_slots((L, B, K, slots, D), **where, tiled=tiled))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        self._queries = [
-            torch.empty(L, 0, num_heads, D, dtype=where[0], device=where[1]) for _ in budgets
-        ]
+        self._queries = [torch.empty(L, 0, num_heads, D, **where) for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property

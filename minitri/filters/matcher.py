@@ -120,11 +120,12 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
         with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
             import llguidance
 
-            size = max(config.vocab_size, tokenizer.num_tokens)
-            lexicon: Any = tokenizer.lexicon() if not kept else ""
-            if not isinstance(lexicon, str):
-                lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
-            kept[None] = kept.get(None) or llguidance.LLTokenizer(lexicon, size, [*ends])
+            if None not in kept:  # the tokens themselves
+                size = max(config.vocab_size, tokenizer.num_tokens)
+                lexicon: Any = tokenizer.lexicon()
+                if not isinstance(lexicon, str):
+                    lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
+                kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
         if len(kept) > MAX_KEPT:
             kept.pop(next(it for it in [*kept] if it), None)
         found = kept[grammar] = compile_grammar(grammar, kept[None])
