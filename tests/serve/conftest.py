@@ -22,6 +22,7 @@ from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.worker import Worker
 from tests.conftest import write_hf_folder
 from tests.loading.test_chat_template import CHATML
+from tests.serve.templates import FAMILIES
 
 CONTEXT, NUM_ROWS = 400, 4
 COUPLED = SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True)
@@ -137,3 +138,11 @@ def template(engine, monkeypatch) -> ChatTemplate:
     made = ChatTemplate(CHATML, {})
     monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
     return made
+
+
+@pytest.fixture(params=FAMILIES)
+def family(roomy, monkeypatch, request):
+    """The name of one of the formats of calls, whose chat template the model has."""
+    template = ChatTemplate(FAMILIES[request.param], {})
+    monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template)
+    return request.param

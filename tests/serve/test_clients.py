@@ -54,27 +54,14 @@ def test_litellm_completes_texts_and_asks_for_responses(server, wanted, engine, 
 
 def test_langchain_invokes_and_streams(server, wanted):
     langchain = pytest.importorskip("langchain_openai")
-    chat = langchain.ChatOpenAI(
-        model="tiny",
-        base_url=server.url + "/v1",
-        api_key="x",
-        max_tokens=16,
-        temperature=0,
-        stream_usage=True,
-    )
+    fields = {"base_url": server.url + "/v1", "api_key": "x", "max_tokens": 16, "temperature": 0}
+    chat = langchain.ChatOpenAI(model="tiny", stream_usage=True, **fields)
     answer = chat.invoke(QUESTION)
     assert (answer.content, answer.usage_metadata["output_tokens"]) == (wanted, 16)
     pieces = [*chat.stream(QUESTION)]
     assert "".join(piece.content for piece in pieces) == wanted
     assert sum(it.usage_metadata["output_tokens"] for it in pieces if it.usage_metadata) == 16
-    newer = langchain.ChatOpenAI(
-        model="tiny",
-        base_url=server.url + "/v1",
-        api_key="x",
-        max_tokens=16,
-        temperature=0,
-        use_responses_api=True,
-    )
+    newer = langchain.ChatOpenAI(model="tiny", use_responses_api=True, **fields)
     assert newer.invoke(QUESTION).text == wanted
     assert "".join(piece.text for piece in newer.stream(QUESTION)) == wanted
 

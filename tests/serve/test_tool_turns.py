@@ -40,13 +40,6 @@ def server(roomy):
         yield running
 
 
-@pytest.fixture(params=FAMILIES)
-def family(roomy, monkeypatch, request):
-    template = ChatTemplate(FAMILIES[request.param], {})
-    monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template)
-    return request.param
-
-
 @pytest.fixture
 def ask(server, family):
     def ask(messages, **fields):

@@ -28,13 +28,6 @@ def scripted(roomy, run):
         yield server
 
 
-@pytest.fixture(params=FAMILIES)
-def family(roomy, monkeypatch, request):
-    template = ChatTemplate(FAMILIES[request.param], {})
-    monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template)
-    return request.param
-
-
 @pytest.fixture
 def hermes(roomy, monkeypatch):
     template = ChatTemplate(FAMILIES["hermes"], {})
