@@ -388,8 +388,11 @@ filters/test_grammars.py::test_both_levels_together_give_the_masked_distribution
     GrammarMatcher._read: self._matcher.rollback(len(self._path) - common) => None
   an end token allowed inside
     GrammarMatcher._mask: not (is_over or self._matcher.is_accepting()) => False
+filters/test_grammars.py::test_forced_text_is_a_guess_about_how_it_is_cut[sizes1-verify_block]
   text that is forced is cut into tokens in one way
     compile_grammar: f"{text}\n{NOT_FORCED}" => text
+  forced text accepted by halves
+    Proposal.with_certain: F.one_hot(ids_N, V + more_words) => F.one_hot(ids_N, V + more_words) / 2
 filters/test_engines.py
 ::test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do[triforce]
   a part of the rows has the penalties of others

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from minitri.decoding.meter import Meter
 from minitri.decoding.random_source import RandomSource
 from minitri.decoding.verification import Active, Proposal, Rows
-from minitri.filters.text_filters import TextFilters
+from minitri.filters.text_filters import TextFilters, forced_of
 from minitri.settings import SamplingParams
 from minitri.stats import LevelStats
 
@@ -166,7 +166,12 @@ class Level(Stage):
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
             proposer = self.below.stats.name
-            proposal = self.below.propose(sequences, guessing)
+            forced = self.forced(sequences, guessing)
+            guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
+            if any(guessing):
+                proposal = self.below.propose(sequences, guessing)
+            if any(forced):
+                proposal = proposal.with_certain(forced, proposer)
         with self._meter.round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.settle()
@@ -176,6 +181,12 @@ class Level(Stage):
                 num_accepted = len(row.tokens) - 1
                 self._meter.note_acceptance(self.stats, who, proposal.depth(b), num_accepted)
         return emitted
+
+    def forced(self, sequences: Rows, guessing: Active) -> Rows:
+        """What stands in the place of guesses from below where a grammar leaves one text."""
+        assert self.below is not None
+        rows = forced_of(self.runner.text_filters, sequences, guessing)
+        return [row[: self.below.gamma] for row in rows]
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass, and appends the outcome to the active rows: no token if

@@ -10,6 +10,7 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -53,6 +54,20 @@ class Proposal:
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
+
+    def with_certain(self, rows: Rows, origin: str) -> Self:
+        """This one with the tokens of these rows, where there are any, as certain guesses."""
+        tokens = [new or row for new, row in zip(rows, self.tokens, strict=True)]
+        origins = [[origin] * len(it) or was for it, was in zip(rows, self.origins, strict=True)]
+        _, N, V = self.probs_BNV.shape
+        more_tokens = max(map(len, tokens)) - N
+        more_words = max(0, 1 + max(itertools.chain(*rows)) - V)
+        probs_BNV = F.pad(self.probs_BNV, (0, more_words, 0, more_tokens))
+        for b, row in enumerate(rows):
+            if row:
+                ids_N = torch.tensor(row, device=probs_BNV.device)
+                probs_BNV[b, : len(row)] = F.one_hot(ids_N, V + more_words)
+        return self.of(tokens, probs_BNV, origins)
 
     @functools.cached_property
     def tokens(self) -> Rows:

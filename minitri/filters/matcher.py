@@ -68,6 +68,12 @@ class GrammarMatcher:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
+    def forced(self, path: list[int]) -> list[int]:
+        is_over = self._is_over or not self._read(path)
+        if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
+            return []
+        return list(self._matcher.compute_ff_tokens())  # of these bytes
+
     @property
     def error(self) -> str:
         """Why the library has given up, in one line."""
@@ -103,10 +109,18 @@ class Pieces:
         self.tokens = [*tokens, *[b""] * (size - len(tokens))]
         self.special_token_ids = [it for it, text in enumerate(self.tokens) if not text]
         self.eos_token_id = end_token
+        self._ids = {text: it for it, text in enumerate(tokens) if text}
+        self._longest = max(map(len, self._ids))
 
-    def __call__(self, _text: object) -> list[int]:
-        """What a text is cut into, which counts only where it is forced."""
-        return []
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens that it begins with, for guesses about text that is forced."""
+        ids = []
+        while text:
+            sizes = range(min(self._longest, len(text)), 0, -1)
+            size = next((it for it in sizes if text[:it] in self._ids), len(text))
+            ids += [self._ids[text[:size]]] if text[:size] in self._ids else []
+            text = text[size:]
+        return ids
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:

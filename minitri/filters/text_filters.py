@@ -33,6 +33,9 @@ class Matcher(Protocol):
     def forbidden(self, path: list[int]) -> Tensor | None:
         """Which tokens (V,) may not follow the certain ones and these; None: it has given up."""
 
+    def forced(self, path: list[int]) -> list[int]:
+        """Text that must follow, as the tokenizer would cut it; it may be cut in other ways."""
+
     @property
     def error(self) -> str:
         """Why it has given up, in one line."""
@@ -192,3 +195,14 @@ def paths_of(
             paths = [[*start, *(block[i] for i in nodes)] for nodes in places]
         found.append(paths)
     return found
+
+
+def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
+    """Of active rows with a grammar the text that it forces after a sequence. Only a guess: a cut
+    into tokens which the distribution may not choose."""
+    forced = Rows()
+    paths = paths_of(filters, sequences, active, [[]] * len(sequences))
+    for own, row in zip(filters, paths, strict=True):
+        matcher = own.matcher if own is not None else None
+        forced.append(matcher.forced(row[0]) if matcher is not None and row else [])
+    return forced

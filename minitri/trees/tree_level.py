@@ -65,6 +65,10 @@ class TreeLevel(Level):
             is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )
 
+    def forced(self, sequences: Rows, guessing: Active) -> Rows:
+        """Nothing: a tree has one shape in all rows."""
+        return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
+
     def _draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:

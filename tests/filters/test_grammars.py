@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minitri import Grammar, InputError, SamplingParams
-from minitri.decoding.verification import verify_block
+from minitri.decoding.verification import verify, verify_block
 from minitri.filters import matcher
 from minitri.filters.matcher import GrammarMatcher, compiled
 from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
@@ -77,6 +77,15 @@ def test_blocks_give_the_masked_distribution_with_penalties_too(sizes):
 @pytest.mark.parametrize("name", ["fork", "lopsided", "2x2"])
 def test_nodes_of_trees_are_masked_by_their_own_paths(name, gamma2):
     assert grammar_error(4, 1, gamma2, shape=SHAPES[name]) < ROUNDING
+
+
+@pytest.mark.parametrize("rule", [verify, verify_block])
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (4, 2, 1), (4, 2, 0), (4, 0, 2), (4, 3, 0)])
+def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", ["abab"])
+    assert make_matcher().forced([0]) == [2, 3]
+    for seed in (2, 3, 4):  # of tables in which both cuts are likely
+        assert grammar_error(*sizes, horizon=4, rule=rule, seed=seed) < ROUNDING
 
 
 def test_nothing_leaks_from_one_step_into_the_next():

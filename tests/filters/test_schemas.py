@@ -5,12 +5,14 @@ More of them: MINITRI_SCHEMA_REQUESTS=2000 python -m pytest -s tests/filters/tes
 
 import json
 import os
+import random
 from collections import Counter
 
 import jsonschema
 import pytest
 
 from minitri import End, Grammar, Request, SamplingParams
+from minitri.filters.matcher import GrammarMatcher, compiled
 from tests.cascades import random_prompt
 
 NUM_REQUESTS = int(os.environ.get("MINITRI_SCHEMA_REQUESTS", "60"))
@@ -87,3 +89,22 @@ def test_what_ends_by_itself_is_valid(engine, method):
     print(f"\n  {method}: {dict(reasons)}, {guessed} tokens were guessed")
     assert reasons["eos"] + reasons["length"] == len(requests)
     assert reasons["eos"] > len(requests) // 2
+
+
+@pytest.mark.parametrize("number", range(len(SCHEMAS)))
+def test_to_ask_what_is_forced_changes_no_mask(engine, number):
+    grammar = Grammar("json_schema", json.dumps(SCHEMAS[number]))
+    start = compiled(grammar, engine.tokenizer, engine.config)
+    asked, other = (GrammarMatcher(start.deep_copy(), engine.config) for _ in range(2))
+    source, path = random.Random(number), list[int]()
+    for _ in range(60):
+        forced = asked.forced(path)
+        mask_V = other.forbidden(path)
+        assert asked.forbidden(path).equal(mask_V)
+        allowed = (~mask_V).nonzero().flatten().tolist()
+        assert not forced or forced[0] in allowed
+        path.append(source.choice(allowed))
+        if source.random() < 0.2:
+            for matcher in (asked, other):
+                matcher.extend(path)
+            path = []
