@@ -50,9 +50,11 @@ struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
 // to (rows), totals (rows, LANES).
 struct Part {
     float *sums, *largest, *totals;
-    static int64_t num_floats(int64_t rows, int64_t width) { return rows * (width + 1 + LANES); }
-    Part(float* memory, int64_t rows, int64_t width)
-        : sums(memory), largest(memory + rows * width), totals(largest + rows) {}
+    static int64_t num_floats(int64_t rows, int64_t width) {
+        return rows * (width + 1 + LANES) + LANES * width;
+    }
+    Part(float* memory, int64_t rows, int64_t width)  // a matrix unit writes after the last row
+        : sums(memory), largest(memory + (rows + LANES) * width), totals(largest + rows) {}
 };
 
 // The queries of rows [first, first + R) of one KV head as operands, padded with zeros. Row r is token
@@ -135,10 +137,14 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
     const int G = int(a.H / a.K), D = int(a.D);
     const float scale = LOG2_E / std::sqrt(float(D));
     const size_t block_units = size_t(steps) * BLOCK;
-    Unit* block_keys = memory.get(2 * block_units + size_t(R) * steps);
+    // Rows that are multiplied together, of which the last ones may be no rows.
+    const int most = std::max(MatrixUnit<Op>::ROWS, TILE_ROWS), num_parts = (R + most - 1) / most;
+    const int together = MatrixUnit<Op>::ROWS ? (R + num_parts - 1) / num_parts : TILE_ROWS;
+    Unit* block_keys = memory.get(2 * block_units + size_t(R + LANES) * steps);
     Unit *block_values = block_keys + block_units, *queries = block_values + block_units;
     const bool is_tiled = Op::AS_STORED && a.is_tiled;
     copy_queries<Op>(a, b, k, first, R, width, queries);
+    if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(together);
     if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // what pads a head
     std::fill(part.sums, part.sums + int64_t(R) * width, 0.0f);
     std::fill(part.largest, part.largest + R, MINUS_INFINITY);
@@ -157,20 +163,27 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
             Op::transpose(slot_keys, a.kv_slot, n, D, block_keys);
             Op::interleave(slot_values, a.kv_slot, n, D, width, block_values);
         }
-        for (int r = 0; r < R; r += TILE_ROWS) {
-            const int M = std::min(TILE_ROWS, R - r);
-            alignas(64) float scores[TILE_ROWS * BLOCK];
-            alignas(64) Unit probs[TILE_ROWS * BLOCK];
+        auto product = [&](int M, const Unit* rows, int steps, const Columns<Op>& columns,
+                           int num_columns, float* sums, bool from_zero) {
+            if (MatrixUnit<Op>::ROWS) {
+                MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero);
+            } else {
+                multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
+            }
+        };
+        for (int r = 0; r < R; r += together) {
+            const int M = std::min(together, R - r);
+            alignas(64) float scores[LANES * BLOCK];
+            alignas(64) Unit probs[LANES * BLOCK];
             if (is_tiled) keys.ahead = values.ahead = r == 0 ? int64_t(block_units) : 0;
-            multiply<Op>(M, queries + r * steps, steps, keys, BLOCK, steps, scores, true);
+            product(M, queries + r * steps, steps, keys, BLOCK, scores, true);
             for (int m = 0; m < M; ++m) {
                 float* row = scores + m * BLOCK;
                 if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
                 update_softmax<Op>(row, scale, part, r + m, width);
                 Op::from_floats(row, BLOCK, probs + m * prob_steps);
             }
-            multiply<Op>(M, probs, prob_steps, values, width, prob_steps,
-                         part.sums + int64_t(r) * width, false);
+            product(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
         }
     }
 }

@@ -6,6 +6,11 @@
 #include <array>
 #include <cstring>
 #include "numbers.h"
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(HAS_BF16_PAIRS)
+#define HAS_MATRIX_UNIT 1
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
 
@@ -292,5 +297,72 @@ void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<
         multiply_columns<Op, 1>(M, rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
     }
 }
+
+// Products by a matrix unit (AMX): of up to 16 rows at a time, each as it would be alone.
+template <class Op>
+struct MatrixUnit {
+    static constexpr int ROWS = 0;  // none
+    static void use(int) {}
+    static void multiply(const typename Op::Unit*, int64_t, Columns<Op>, int, int, float*, bool) {}
+};
+
+#ifdef HAS_MATRIX_UNIT
+template <>
+struct MatrixUnit<Pairs> {
+    inline static const bool IS_ALLOWED = [] {  // a process has to ask for its registers
+        constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+        return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+    }();
+    inline static const int ROWS = IS_ALLOWED ? 16 : 0;
+
+    // Prepares this thread for products of M rows.
+    static void use(int M) {
+        struct { uint8_t palette = 1, start = 0, none[14] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } form;
+        for (int i = 0; i < 6; ++i) {
+            form.bytes[i] = 4 * LANES;
+            form.rows[i] = uint8_t(i < 5 ? M : LANES);  // 0 to 3: sums, 4: rows, 5: columns
+        }
+        _tile_loadconfig(&form);
+    }
+
+    // As the function `multiply`; steps and columns are multiples of 16 and 32.
+    static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns, int num_columns,
+                         int steps, float* sums, bool from_zero) {
+        int v = 0;
+        asm volatile("" ::: "memory");  // compilers do not know that tiles are read from memory
+        for (; v + 4 * LANES <= num_columns; v += 4 * LANES, columns.at += 4 * columns.vector) {
+            multiply_tiles<4>(rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
+        }
+        for (; v < num_columns; v += 2 * LANES, columns.at += 2 * columns.vector) {
+            multiply_tiles<2>(rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
+        }
+        asm volatile("" ::: "memory");
+    }
+
+    template <int V>
+    static void multiply_tiles(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns, int steps,
+                               float* sums, int64_t sum_stride, bool from_zero) {
+#define FOR_SUMS(DO) DO(0) DO(1) if constexpr (V == 4) { DO(2) DO(3) }
+#define START(i) if (from_zero) _tile_zero(i); else _tile_loadd(i, sums + i * LANES, 4 * sum_stride);
+#define ADD(i)                                                              \
+    _tile_loadd(5, columns.at + i * columns.vector, 4 * columns.step);      \
+    _tile_dpbf16ps(i, 4, 5);
+#define FINISH(i) _tile_stored(i, sums + i * LANES, 4 * sum_stride);
+        FOR_SUMS(START)
+        for (int k = 0; k < steps; k += LANES, columns.at += LANES * columns.step) {
+            for (int i = 0; columns.ahead && i < V * LANES; ++i) {
+                __builtin_prefetch(columns.at + i % LANES * columns.step + i / LANES * columns.vector + columns.ahead);
+            }
+            _tile_loadd(4, rows + k, 4 * row_stride);
+            FOR_SUMS(ADD)
+        }
+        FOR_SUMS(FINISH)
+#undef FOR_SUMS
+#undef START
+#undef ADD
+#undef FINISH
+    }
+};
+#endif
 
 }  // namespace
