@@ -166,7 +166,7 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
         auto product = [&](int M, const Unit* rows, int steps, const Columns<Op>& columns,
                            int num_columns, float* sums, bool from_zero) {
             if (MatrixUnit<Op>::ROWS) {
-                MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero);
+                MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
             } else {
                 multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
             }

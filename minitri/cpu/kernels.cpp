@@ -278,7 +278,7 @@ extern "C" {
 
 const char* minitri_instructions() {
 #if defined(HAS_BF16_PAIRS)
-    return "AVX-512 BF16";
+    return MatrixUnit<Pairs>::ROWS ? "AVX-512 BF16, AMX" : "AVX-512 BF16";
 #elif defined(__AVX512F__)
     return "AVX-512";
 #elif defined(__AVX2__)

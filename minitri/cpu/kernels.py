@@ -44,7 +44,7 @@ class Kernels:
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
-        has_pairs = self.instructions == "AVX-512 BF16"
+        has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.tiled_dtypes = (torch.float32, torch.bfloat16) if has_pairs else (torch.float32,)
         """Those whose K and V may lie in tiles."""
         self.num_threads = num_threads

@@ -55,7 +55,7 @@ inline int64_t prefetch_distance(int64_t row_bytes) {
 template <class Op>
 struct Plain {
     using Operand = Op;
-    static constexpr bool HAS_OFFSETS = false;
+    static constexpr bool HAS_OFFSETS = false, IS_PLAIN = true;
     using T = typename Op::Stored;
     const T* weights;
     int64_t E;
@@ -88,6 +88,7 @@ template <class Op, int BITS>
 struct Quantized : Layout<BITS> {
     using Operand = Op;
     using Form = Layout<BITS>;
+    static constexpr bool IS_PLAIN = false;
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
     template <int M>
@@ -172,6 +173,47 @@ void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, 
     }
 }
 
+// Rows of x as columns of a matrix unit: 16 of them together, padded with zeros.
+template <class Op>
+Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
+    using Unit = typename Op::Unit;
+    static thread_local Scratch<Unit> memory;
+    const int64_t num = (R + LANES - 1) / LANES * rows.stride * LANES;
+    Unit* to = memory.get(num);
+    std::fill(to, to + num, Unit(0));
+    for (int64_t r = 0; r < R; ++r) {
+        Unit* column = to + r / LANES * rows.stride * LANES + r % LANES;
+        for (int64_t k = 0; k < rows.stride; ++k) column[k * LANES] = rows.x[r * rows.stride + k];
+    }
+    return {to, LANES, rows.stride * LANES};
+}
+
+// As `linear_chunk`, by a matrix unit: weights are its rows, in memory as they are unless some are
+// missing of 16, or numbers of 32.
+template <class Op>
+void linear_chunk_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_t R, int64_t first,
+                          int64_t count, float* out, int64_t stride) {
+    using Unit = typename Op::Unit;
+    static thread_local Scratch<Unit> padded_memory;
+    static thread_local Scratch<float> sum_memory;
+    constexpr int64_t WIDTH = LANES * Op::STEP;
+    const int64_t steps = (w.E + WIDTH - 1) / WIDTH * LANES, bytes = w.E * sizeof(*w.weights);
+    const int num_columns = int(R + LANES - 1) / LANES * LANES;
+    const auto* weights = w.weights + first * w.E;
+    auto* rows = reinterpret_cast<const Unit*>(weights);
+    if (count < LANES || w.E % WIDTH) {
+        Unit* padded = padded_memory.get(LANES * steps);
+        std::fill(padded, padded + LANES * steps, Unit(0));
+        for (int64_t o = 0; o < count; ++o) std::memcpy(padded + o * steps, weights + o * w.E, bytes);
+        rows = padded;
+    }
+    float* sums = sum_memory.get(LANES * num_columns);
+    MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, int(steps), sums, true, LANES * steps);
+    for (int64_t r = 0; r < R; ++r) {
+        for (int64_t o = 0; o < count; ++o) out[r * stride + o] = sums[o * num_columns + r];
+    }
+}
+
 inline Vec silu(Vec x) {
     const Vec e = power_of_2((x > 0.0f ? -x : x) * LOG2_E);
     return x * (x > 0.0f ? splat(1.0f) : e) / (e + 1.0f);
@@ -237,6 +279,8 @@ void linear(const Weights& weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
     const auto rows = prepare_rows<Op>(a, Weights::HAS_OFFSETS);
+    const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
+    const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
     constexpr int64_t CHUNK = LANES;  // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
@@ -245,11 +289,18 @@ void linear(const Weights& weights, const LinearArguments& a) {
         static thread_local Scratch<float> memory;
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);
+        auto multiply = [&](int64_t first, int64_t count, float* out) {
+            if constexpr (Weights::IS_PLAIN) {
+                if (by_unit) return linear_chunk_by_unit(weights, columns, a.R, first, count, out, CHUNK);
+            }
+            linear_chunk(weights, rows, a.R, first, count, out, CHUNK);
+        };
+        if (by_unit) MatrixUnit<Op>::use(LANES);
         for (int64_t chunk = task * per_task; chunk < last; ++chunk) {
             const int64_t first = chunk * CHUNK, count = std::min(CHUNK, outputs - first);
-            linear_chunk(weights, rows, a.R, first, count, a.is_gated ? gates : sums, CHUNK);
+            multiply(first, count, a.is_gated ? gates : sums);
             if (a.is_gated) {
-                linear_chunk(weights, rows, a.R, outputs + first, count, sums, CHUNK);
+                multiply(outputs + first, count, sums);
                 for (int64_t i = 0; i < a.R * CHUNK; i += LANES) {
                     store(sums + i, silu(load(gates + i)) * load(sums + i));
                 }

@@ -303,7 +303,7 @@ template <class Op>
 struct MatrixUnit {
     static constexpr int ROWS = 0;  // none
     static void use(int) {}
-    static void multiply(const typename Op::Unit*, int64_t, Columns<Op>, int, int, float*, bool) {}
+    static void multiply(const typename Op::Unit*, int64_t, Columns<Op>, int, int, float*, bool, int64_t) {}
 };
 
 #ifdef HAS_MATRIX_UNIT
@@ -325,24 +325,26 @@ struct MatrixUnit<Pairs> {
         _tile_loadconfig(&form);
     }
 
-    // As the function `multiply`; steps and columns are multiples of 16 and 32.
+    // As the function `multiply`, of as many rows and of a multiple of 16 steps. What lies `ahead` of
+    // 16 rows is fetched on the way; 0: nothing.
     static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns, int num_columns,
-                         int steps, float* sums, bool from_zero) {
+                         int steps, float* sums, bool from_zero, int64_t ahead) {
         int v = 0;
+        auto call = [&](int V, auto product) {
+            for (; v + V * LANES <= num_columns; v += V * LANES, columns.at += V * columns.vector) {
+                product(rows, row_stride, columns, steps, sums + v, num_columns, from_zero, ahead);
+            }
+        };
         asm volatile("" ::: "memory");  // compilers do not know that tiles are read from memory
-        for (; v + 4 * LANES <= num_columns; v += 4 * LANES, columns.at += 4 * columns.vector) {
-            multiply_tiles<4>(rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
-        }
-        for (; v < num_columns; v += 2 * LANES, columns.at += 2 * columns.vector) {
-            multiply_tiles<2>(rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
-        }
+        call(4, multiply_tiles<4>);
+        call(1, multiply_tiles<1>);
         asm volatile("" ::: "memory");
     }
 
     template <int V>
     static void multiply_tiles(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns, int steps,
-                               float* sums, int64_t sum_stride, bool from_zero) {
-#define FOR_SUMS(DO) DO(0) DO(1) if constexpr (V == 4) { DO(2) DO(3) }
+                               float* sums, int64_t sum_stride, bool from_zero, int64_t ahead) {
+#define FOR_SUMS(DO) DO(0) if constexpr (V == 4) { DO(1) DO(2) DO(3) }
 #define START(i) if (from_zero) _tile_zero(i); else _tile_loadd(i, sums + i * LANES, 4 * sum_stride);
 #define ADD(i)                                                              \
     _tile_loadd(5, columns.at + i * columns.vector, 4 * columns.step);      \
@@ -353,6 +355,7 @@ struct MatrixUnit<Pairs> {
             for (int i = 0; columns.ahead && i < V * LANES; ++i) {
                 __builtin_prefetch(columns.at + i % LANES * columns.step + i / LANES * columns.vector + columns.ahead);
             }
+            for (int m = 0; ahead && m < LANES; ++m) __builtin_prefetch(rows + ahead + (k + m) * LANES, 0, 2);
             _tile_loadd(4, rows + k, 4 * row_stride);
             FOR_SUMS(ADD)
         }
