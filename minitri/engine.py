@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
+from minitri.caches.kv_store import KVStore
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, make_rows
@@ -296,6 +297,10 @@ class Engine:
         `InputError` if it is damaged, or not of this model, dtype and RoPE."""
         held, self.snapshot_note = self._pool.load(os.fsdecode(path))
         return len(held.tokens)
+
+    def open_kv_store(self, url: str, num_bytes: int) -> None:
+        """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
+        self._pool.store = KVStore(url, num_bytes, self._pool.origin())
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""

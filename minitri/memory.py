@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache
+from minitri.caches.kv_store import KVStore
 from minitri.caches.prefixes import HeldRow, PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -131,6 +132,7 @@ class Memory:
     retrieval: ModelRunner | None = None
     retrieval_cache: RetrievalCache | None = None
     draft: DraftRunner | None = None
+    store: KVStore | None = None
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -207,6 +209,7 @@ class MemoryPool:
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
         """What the texts of later runs may begin with, too."""
+        self.store: KVStore | None = None
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
         """All that have used it and are still somewhere."""
         self._kept: Memory | None = None
@@ -224,6 +227,7 @@ class MemoryPool:
             kept = None  # gives up its memory for the new one
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
+        kept = replace(kept, store=self.store)
         self._latest = id(kept)
         return kept
 
@@ -256,14 +260,14 @@ class MemoryPool:
         """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
         if (held := self.held) is None:
             raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(name, held, self._origin(), note)
+        return write_snapshot(name, held, self.origin(), note)
 
     def load(self, name: str) -> tuple[HeldRow, str]:
         """Opens a file of `save` as the `snapshot`; returns that and its note."""
-        self.snapshot, note = read_snapshot(name, self._origin())
+        self.snapshot, note = read_snapshot(name, self.origin())
         return self.snapshot, note
 
-    def _origin(self) -> Origin:
+    def origin(self) -> Origin:
         """What K and V here depend on."""
         model = self.models.target
         if model.execution.ranks.count > 1 or not model.execution.fingerprint:
@@ -271,11 +275,14 @@ class MemoryPool:
                 f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
                 "from a file, or is divided among processes"
             )
-        return Origin(model.config, model.dtype, model.execution.fingerprint)
+        by = f"{model.device.type} {model.execution.computed_by}"
+        return Origin(model.config, model.dtype, model.execution.fingerprint, by)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
-        self._kept = self.snapshot = self._latest = None
+        if self.store is not None:
+            self.store.writer.shutdown()
+        self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:

@@ -117,9 +117,13 @@ class PrefixCache:
         sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda it: it.num_shared(texts[b], owner))
-        num_tokens = max(0, min(best.num_shared(texts[b], owner), most))
+        return self.begin(b, best, max(0, min(best.num_shared(texts[b], owner), most)))
+
+    def begin(self, b: int, source: HeldRow, num_tokens: int) -> int:
+        """Row b holds the first tokens of a source, and no others; returns how many."""
+        self._full.reset(b)
         if num_tokens:
-            self._fill(b, best, num_tokens)
+            self._fill(b, source, num_tokens)
         self._full.restore(b, num_tokens)
         self.note_certain()
         return num_tokens

@@ -43,6 +43,7 @@ class Origin:
     config: ModelConfig
     dtype: torch.dtype
     fingerprint: str  # of the weights
+    computed_by: str = ""  # the last bits alone; a file does not say it
 
     @property
     def manifest(self) -> dict[str, str]:
