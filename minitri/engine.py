@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
-from minitri.caches.kv_store import KVStore
 from minitri.drafters.plugin import Drafter
 from minitri.errors import InputError
 from minitri.generation import CLOSED, Generation, make_rows
@@ -300,7 +299,7 @@ class Engine:
 
     def open_kv_store(self, url: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        self._pool.store = KVStore(url, num_bytes, self._pool.origin())
+        self._pool.open_store(url, num_bytes)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""

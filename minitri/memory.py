@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, HeldRow
 from minitri.caches.kv_store import KVStore
-from minitri.caches.prefixes import HeldRow, PrefixCache
+from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
@@ -132,7 +132,6 @@ class Memory:
     retrieval: ModelRunner | None = None
     retrieval_cache: RetrievalCache | None = None
     draft: DraftRunner | None = None
-    store: KVStore | None = None
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -227,7 +226,7 @@ class MemoryPool:
             kept = None  # gives up its memory for the new one
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
-        kept = replace(kept, store=self.store)
+        kept.prefix.store = self.store
         self._latest = id(kept)
         return kept
 
@@ -260,14 +259,17 @@ class MemoryPool:
         """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
         if (held := self.held) is None:
             raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(name, held, self.origin(), note)
+        return write_snapshot(name, held, self._origin(), note)
 
     def load(self, name: str) -> tuple[HeldRow, str]:
         """Opens a file of `save` as the `snapshot`; returns that and its note."""
-        self.snapshot, note = read_snapshot(name, self.origin())
+        self.snapshot, note = read_snapshot(name, self._origin())
         return self.snapshot, note
 
-    def origin(self) -> Origin:
+    def open_store(self, url: str, num_bytes: int) -> None:
+        self.store = KVStore(url, num_bytes, self._origin())
+
+    def _origin(self) -> Origin:
         """What K and V here depend on."""
         model = self.models.target
         if model.execution.ranks.count > 1 or not model.execution.fingerprint:
@@ -275,8 +277,8 @@ class MemoryPool:
                 f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
                 "from a file, or is divided among processes"
             )
-        by = f"{model.device.type} {model.execution.computed_by}"
-        return Origin(model.config, model.dtype, model.execution.fingerprint, by)
+        execution = model.execution
+        return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""

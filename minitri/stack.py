@@ -159,10 +159,7 @@ class Stack:
             most = 0 if max_queries is None else last - max_queries
         if score is not None:
             most = 0
-        num_held = memory.prefix.take(b, self.sequences, most)
-        if memory.store is not None:
-            num_held = memory.store.fill(memory.prefix, b, prompt[:most], num_held)
-        yield num_held
+        yield memory.prefix.take(b, self.sequences, most)
         where = (self.target, prompt, memory.full, b)
         if self._is_open or type(memory.full) is FullCache or score is not None:
             chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries, score), None)
@@ -174,8 +171,7 @@ class Stack:
             memory.prefix.note_certain()
             if num_read < last:
                 yield num_read
-        if memory.store is not None:
-            memory.store.write(memory.full, b, prompt[:last], memory.prefix.owners[b])
+        memory.prefix.publish(b, prompt[:last])
         yield len(prompt)
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:

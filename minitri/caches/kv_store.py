@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from minitri.caches.full import FullCache
-from minitri.caches.prefixes import HeldRow, PrefixCache
+from minitri.caches.full import FullCache, HeldRow
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.errors import InputError, explain, shorten
 from minitri.log import log
@@ -43,72 +42,69 @@ class KVStore:
         self._is_local = "local" in self._fs.protocol
         self._num_bytes = num_bytes
         self._origin = origin
-        self._known = set[str]()  # names of blocks that need not be written
+        self._known = set[str]()  # blocks that need not be written
         size = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
         self._room = threading.Semaphore(1 + WAITING_BYTES // size)
         self._told = ""
         self.writer = ThreadPoolExecutor(1)
 
-    def fill(self, prefix: PrefixCache, b: int, tokens: list[int], num_held: int) -> int:
-        """Gives row b, which holds the first tokens of a text, as many as are here if those are
-        more; returns how many it holds."""
-        names = self._names(tokens, prefix.owners[b])
+    def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
+        """The longest beginning of an owner's text, if it is longer than what is held; or that."""
+        paths = self._paths(tokens, owner)
+        num_held = held.num_shared(tokens, owner)
         found: list[FullCache] = []
         with self._warning():
-            if any(map(self._fs.exists, map(self._path, names[num_held // BLOCK :][:1]))):
-                for start, name in enumerate(names):
-                    found.append(self._read(name, tokens[start * BLOCK :][:BLOCK]))
+            if any(map(self._fs.exists, paths[num_held // BLOCK :][:1])):
+                for i, path in enumerate(paths):
+                    found.append(self._read(path, tokens[i * BLOCK :][:BLOCK]))
         if (num_found := len(found) * BLOCK) <= num_held:
-            return num_held
+            return held
         keys_LBKTD = torch.cat([it.keys for it in found], 3)
         values_LBKTD = torch.cat([it.values for it in found], 3)
-        source = HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_found])
-        return prefix.begin(b, source, num_found)
+        return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_found])
 
-    def write(self, full: FullCache, b: int, tokens: list[int], owner: str) -> None:
-        """Writes, in another thread, what is not here of a prompt that row b holds."""
-        names = self._names(tokens, owner)
-        for name in reversed(names) if self._is_local else ():  # the first one is used last
+    def write(self, source: HeldRow) -> None:
+        """Writes, in another thread, what is not here of a prompt that was read."""
+        paths = self._paths(source.tokens, source.owner)
+        for path in reversed(paths) if self._is_local else ():  # the first one is used last
             with contextlib.suppress(OSError):
-                os.utime(self._path(name))
-        for i, name in enumerate(names):
-            if name not in self._known and self._room.acquire(blocking=False):
-                pair = full.tokens(b, i * BLOCK, (i + 1) * BLOCK)
+                os.utime(path)
+        for i, path in enumerate(paths):
+            if path not in self._known and self._room.acquire(blocking=False):
+                pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
                 keys, values = (it.to("cpu", copy=True)[:, None] for it in pair)
-                block = HeldRow(FullCache(keys, values), 0, tokens[i * BLOCK :][:BLOCK])
+                block = HeldRow(FullCache(keys, values), 0, source.tokens[i * BLOCK :][:BLOCK])
                 with contextlib.suppress(RuntimeError):  # the store is closed
-                    self.writer.submit(self._write, name, block)
+                    self.writer.submit(self._write, path, block)
 
-    def _names(self, tokens: list[int], owner: str) -> list[str]:
+    def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
         """Of the blocks of a text."""
         origin = self._origin
         digests = [f"{origin.manifest} {origin.computed_by} {torch.__version__} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
             digests.append(hashlib.sha256(text.encode()).hexdigest())
-        return [f"{digest}.kvblock" for digest in digests[1:]]
+        return [f"{self._folder}/{digest}.kvblock" for digest in digests[1:]]
 
-    def _path(self, name: str) -> str:
-        return f"{self._folder}/{name}"
-
-    def _read(self, name: str, tokens: list[int]) -> FullCache:
+    def _read(self, path: str, tokens: list[int]) -> FullCache:
         """Raises `FileNotFoundError`, or `InputError` if the file is not this block."""
-        self._known.discard(name)
+        self._known.discard(path)
+        name = Path(path).name
         with tempfile.TemporaryDirectory() as folder:
-            self._fs.get_file(self._path(name), f"{folder}/{name}")
+            self._fs.get_file(path, f"{folder}/{name}")
             row, note = read_snapshot(f"{folder}/{name}", self._origin)
         if (row.tokens, note) != (tokens, name):
             raise InputError(f"{name} is another block; it is written anew")
-        self._known.add(name)
+        self._known.add(path)
         return row.full
 
-    def _write(self, name: str, block: HeldRow) -> None:
+    def _write(self, path: str, block: HeldRow) -> None:
         with self._warning(), tempfile.TemporaryDirectory() as folder:
-            file = self._path(name) if self._is_local else f"{folder}/{name}"
-            write_snapshot(file, block, self._origin, name)
+            file = path if self._is_local else f"{folder}/block"
+            write_snapshot(file, block, self._origin, Path(path).name)
             if not self._is_local:
-                self._fs.pipe_file(self._path(name), Path(file).read_bytes())
-            self._known.add(name)
+                self._fs.pipe_file(path, Path(file).read_bytes())
+            self._known.add(path)
             self._make_room()
         self._room.release()
 
@@ -120,7 +116,7 @@ class KVStore:
             paths = sorted((it["name"] for it in ours), key=self._fs.modified)
             for path in paths[: 1 + len(paths) // 8]:
                 self._fs.rm_file(path)
-                self._known.discard(path.rpartition("/")[2])
+                self._known.discard(path)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

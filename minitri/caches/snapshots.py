@@ -21,8 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.prefixes import HeldRow
+from minitri.caches.full import FullCache, HeldRow
 from minitri.config import ModelConfig
 from minitri.errors import explain, shorten
 

@@ -84,8 +84,8 @@ def load_model(
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
-        by = f"{identity()} {kernels.num_threads}"
-        model.execution = replace(model.execution, computed_by=by)
+    by = device.type if kernels is None else f"{identity()} {kernels.num_threads}"
+    model.execution = replace(model.execution, computed_by=by)
     packed: dict[str, Tensor] = {}
     if native and kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()

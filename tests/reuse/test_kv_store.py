@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import fsspec
@@ -14,7 +15,7 @@ import pytest
 
 import minitri
 from minitri import InputError
-from minitri.caches import kv_store, snapshots
+from minitri.caches import kv_store
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import write_hf_folder
 from tests.reuse.conftest import say
@@ -123,7 +124,7 @@ def test_a_damaged_block_is_one_line_and_is_repaired(
     """Also one that is half written: the second of three."""
     ask(engine, prompt, tmp_path)
     engine.open_kv_store(str(tmp_path), LARGE)
-    names = engine._pool.store._names(prompt, "")
+    names = [Path(it).name for it in engine._pool.store._paths(prompt, "")]
     engine.release()
     block = tmp_path / names[1]
     whole = block.read_bytes()
@@ -165,14 +166,14 @@ def snapshot_tokens(path):
 
 def test_engines_that_round_otherwise_share_nothing(engine, prompt, text, tmp_path, monkeypatch):
     ask(engine, prompt, tmp_path)
-    origin = engine._pool.origin()
+    origin = engine._pool._origin()
     for change in ({"computed_by": "another processor"}, {"fingerprint": "another model"}):
-        changed = snapshots.replace(origin, **change)
+        changed = replace(origin, **change)
         store = kv_store.KVStore(str(tmp_path), LARGE, changed)
-        assert not {*store._names(prompt, "")} & {Path(it).name for it in paths(tmp_path)}
+        assert not {*store._paths(prompt, "")} & {*paths(tmp_path)}
     store = kv_store.KVStore(str(tmp_path), LARGE, origin)
-    assert {*store._names(prompt, "")} == {Path(it).name for it in paths(tmp_path)}
-    assert not {*store._names(prompt, "key 1")} & {*store._names(prompt, "key 2")}
+    assert {*store._paths(prompt, "")} == {*paths(tmp_path)}
+    assert not {*store._paths(prompt, "key 1")} & {*store._paths(prompt, "key 2")}
 
 
 def test_on_a_full_disk_texts_are_those_of_old_with_one_line(
@@ -219,19 +220,18 @@ def test_of_two_who_write_one_block_both_read_it_whole(engine, other, prompt, te
         each.open_kv_store(url, LARGE)
         say(each, prompt)
     stores = [engine._pool.store, other._pool.store]
-    full = engine._pool._kept.full
-    held = next(it.b for it in engine._pool._kept.prefix._ended if it.tokens)
+    held = replace(engine._pool.held, tokens=prompt[:119])
 
     def write(store):
         for _ in range(30):
             store._known.clear()
-            store.write(full, held, prompt[:119], "")
+            store.write(held)
         store.writer.shutdown()
 
     with ThreadPoolExecutor() as threads:
         works = [threads.submit(write, store) for store in stores]
-        reader = kv_store.KVStore(url, LARGE, engine._pool.origin())
-        names = reader._names(prompt[:119], "")
+        reader = kv_store.KVStore(url, LARGE, engine._pool._origin())
+        names = reader._paths(prompt[:119], "")
         while not all(work.done() for work in works):
             for i, name in enumerate(names):
                 reader._read(name, prompt[i * BLOCK :][:BLOCK])
