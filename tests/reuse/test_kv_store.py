@@ -1,9 +1,12 @@
 """The KV store: what one engine reads another need not, and never another text."""
 
+import io
 import os
 import resource
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +19,7 @@ import pytest
 import minitri
 from minitri import InputError
 from minitri.caches import kv_store
+from minitri.chat.__main__ import main as chat
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import write_hf_folder
 from tests.reuse.conftest import say
@@ -45,7 +49,7 @@ def url(request, tmp_path):
         fsspec.filesystem("memory").store.clear()
 
 
-def ask(engine, prompt, url, size=LARGE, **names):
+def ask(engine, prompt, url, size=LARGE):
     """The text of an engine that has nothing but the store, and how many tokens it did not read."""
     engine.release()
     engine.open_kv_store(str(url), size)
@@ -306,3 +310,43 @@ def test_a_url_that_cannot_be_opened_is_one_line(engine, url, words):
 def test_files_are_their_owners(engine, prompt, tmp_path):
     ask(engine, prompt, tmp_path)
     assert {Path(it).stat().st_mode & 0o777 for it in paths(tmp_path)} == {0o600}
+
+
+def test_the_chat_writes_to_the_store_what_a_later_one_reads(
+    folder, tmp_path, call, monkeypatch, caplog
+):
+    document = tmp_path / "a.txt"
+    document.write_text("She had been forced into prudence in her youth. " * 6)
+    words = ["--model", folder, "--device", "cpu", "--document", document, "--kv-store", tmp_path]
+    words += ["--seed", 1, "--temperature", 0, "--max-new-tokens", 8, "--verbose"]
+    answers = []
+    for _ in range(2):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\n"))
+        done = call(chat, *words)
+        assert done.code == 0, done.err
+        answers.append(done.out)
+        monkeypatch.setattr(kv_store, "write_snapshot", lambda *_: pytest.fail("it is written"))
+    assert answers[0] == answers[1]
+    assert len(paths(tmp_path)) > 2
+    assert "KV store" not in done.err
+
+
+def test_ctrl_c_while_blocks_are_written_ends_with_one_line(folder, tmp_path):
+    command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), "--device", "cpu"]
+    command += ["--prompt", "prudence in her youth, " * 40, "--max-new-tokens", "100"]
+    command += [
+        "--max-prompt-tokens",
+        "400",
+        "--kv-store",
+        str(tmp_path),
+        "--ignore-eos",
+        "--method",
+        "autoregressive",
+    ]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "--quiet"], **pipes) as process:
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=60)
+    assert (process.returncode, told) in [(130, "minitri: interrupted\n"), (0, "")]
+    assert {it.suffix for it in tmp_path.iterdir()} == {".kvblock"}
