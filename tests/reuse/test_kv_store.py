@@ -331,7 +331,7 @@ def test_the_chat_writes_to_the_store_what_a_later_one_reads(
     assert "KV store" not in done.err
 
 
-def test_ctrl_c_while_blocks_are_written_ends_with_one_line(folder, tmp_path):
+def test_ctrl_c_while_blocks_are_written_leaves_cleanly(folder, tmp_path):
     command = [sys.executable, "-m", "minitri.generate", "--model", str(folder), "--device", "cpu"]
     command += ["--prompt", "prudence in her youth, " * 40, "--max-new-tokens", "100"]
     command += [
@@ -348,5 +348,5 @@ def test_ctrl_c_while_blocks_are_written_ends_with_one_line(folder, tmp_path):
         assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, told = process.communicate(timeout=60)
-    assert (process.returncode, told) in [(130, "minitri: interrupted\n"), (0, "")]
+    assert (process.returncode in (0, 130), told) == (True, "")
     assert {it.suffix for it in tmp_path.iterdir()} == {".kvblock"}
