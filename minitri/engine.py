@@ -297,6 +297,10 @@ class Engine:
         held, self.snapshot_note = self._pool.load(os.fsdecode(path))
         return len(held.tokens)
 
+    def open_kv_store(self, url: str, num_bytes: int) -> None:
+        """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
+        self._pool.open_store(url, num_bytes)
+
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""
         with self.models.lock:

@@ -17,8 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.prefixes import HeldRow, PrefixCache
+from minitri.caches.full import FullCache, HeldRow
+from minitri.caches.kv_store import KVStore
+from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
 from minitri.caches.streaming import StreamingCache
@@ -207,6 +208,7 @@ class MemoryPool:
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
         """What the texts of later runs may begin with, too."""
+        self.store: KVStore | None = None
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
         """All that have used it and are still somewhere."""
         self._kept: Memory | None = None
@@ -224,6 +226,7 @@ class MemoryPool:
             kept = None  # gives up its memory for the new one
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
+        kept.prefix.store = self.store
         self._latest = id(kept)
         return kept
 
@@ -263,6 +266,9 @@ class MemoryPool:
         self.snapshot, note = read_snapshot(name, self._origin())
         return self.snapshot, note
 
+    def open_store(self, url: str, num_bytes: int) -> None:
+        self.store = KVStore(url, num_bytes, self._origin())
+
     def _origin(self) -> Origin:
         """What K and V here depend on."""
         model = self.models.target
@@ -271,11 +277,14 @@ class MemoryPool:
                 f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
                 "from a file, or is divided among processes"
             )
-        return Origin(model.config, model.dtype, model.execution.fingerprint)
+        execution = model.execution
+        return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
-        self._kept = self.snapshot = self._latest = None
+        if self.store is not None:
+            self.store.writer.shutdown()
+        self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:

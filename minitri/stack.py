@@ -171,6 +171,7 @@ class Stack:
             memory.prefix.note_certain()
             if num_read < last:
                 yield num_read
+        memory.prefix.publish(b, prompt[:last])
         yield len(prompt)
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:

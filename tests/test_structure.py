@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "drafters": "errors settings stats filters decoding",
     "trees": "settings stats decoding model runner",
     "roofline": "config model",
-    "caches": "errors config settings stats model decoding",
+    "caches": "errors log config settings stats model decoding",
     "cpu": "settings errors folders log model caches",
     "gpu": "errors config settings stats model decoding caches roofline",
     "prefill": "model decoding caches gpu",

@@ -2,10 +2,11 @@
 
 The first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would write.
 
-Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from minitri.caches.tiles import empty_slots
 from minitri.config import ModelConfig
 from minitri.model.cache import Cache
 from minitri.settings import round_up_to_stride
+from minitri.stats import num_common
 
 
 class FullCache(Cache):
@@ -65,3 +67,28 @@ class FullCache(Cache):
     def restore(self, b: int, num_tokens: int) -> None:
         """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
         self.hold(b, num_tokens, num_tokens)
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
+
+    full: FullCache
+    b: int
+    tokens: list[int]
+    owner: str | None = None
+    """Whose text it is; None: everybody's."""
+    first_LPKTD: Tensor | tuple[()] = ()
+    """K and V of the first tokens, where they may have been written over."""
+
+    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
+        the next is asked for. Puts back what was written over."""
+        for layer, first_PKTD in enumerate(self.first_LPKTD):
+            self.full.write(layer, self.b, *first_PKTD)
+        for keys_KSD, values_KSD in self.full.held_layers(self.b):
+            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
+
+    def num_shared(self, tokens: list[int], owner: str) -> int:
+        """Tokens at the beginning of an owner's text that need not be read."""
+        return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

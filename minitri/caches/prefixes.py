@@ -7,39 +7,11 @@ which are put aside when its text ends.
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
-from torch import Tensor
 
-from minitri.caches.full import FullCache
+from minitri.caches.full import FullCache, HeldRow
+from minitri.caches.kv_store import KVStore
 from minitri.stats import num_common
-
-
-@dataclass(frozen=True)
-class HeldRow:
-    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
-
-    full: FullCache
-    b: int
-    tokens: list[int]
-    owner: str | None = None
-    """Whose text it is; None: everybody's."""
-    first_LPKTD: Tensor | tuple[()] = ()
-    """K and V of the first tokens, where they may have been written over."""
-
-    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
-        the next is asked for. Puts back what was written over."""
-        for layer, first_PKTD in enumerate(self.first_LPKTD):
-            self.full.write(layer, self.b, *first_PKTD)
-        for keys_KSD, values_KSD in self.full.held_layers(self.b):
-            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
-
-    def num_shared(self, tokens: list[int], owner: str) -> int:
-        """Tokens at the beginning of an owner's text that need not be read."""
-        return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0
 
 
 class PrefixCache:
@@ -59,6 +31,7 @@ class PrefixCache:
         self.owners = [""] * len(full.lengths)
         """Of the text of each row, given before `take`."""
         self.snapshot: HeldRow | None = None
+        self.store: KVStore | None = None
 
     def note_certain(self) -> None:
         """What the full cache holds now will stay; what a step adds may be taken back."""
@@ -117,12 +90,19 @@ class PrefixCache:
         sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda it: it.num_shared(texts[b], owner))
+        if self.store is not None:
+            best = self.store.longer(texts[b][: max(0, most)], owner, best)
         num_tokens = max(0, min(best.num_shared(texts[b], owner), most))
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
         self.note_certain()
         return num_tokens
+
+    def publish(self, b: int, tokens: list[int]) -> None:
+        """The prompt of row b, of which these tokens are read, is there for other engines, too."""
+        if self.store is not None:
+            self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
         """Copies K and V of the first tokens into row b, as far as they are not there."""

@@ -21,8 +21,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.prefixes import HeldRow
+from minitri.caches.full import FullCache, HeldRow
 from minitri.config import ModelConfig
 from minitri.errors import explain, shorten
 
@@ -43,6 +42,7 @@ class Origin:
     config: ModelConfig
     dtype: torch.dtype
     fingerprint: str  # of the weights
+    computed_by: str = ""  # the last bits alone; a file does not say it
 
     @property
     def manifest(self) -> dict[str, str]:

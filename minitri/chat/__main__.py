@@ -280,12 +280,12 @@ def run_command(args: argparse.Namespace) -> None:
         talk = Conversation(tokenizer, args.system)
         begun.append(talk.with_documents(documents, config, args))
 
-    engine = boot(args, begin)
-    if args.color:
-        log.info(LEGEND)
-    chat = Chat(engine, begun[0], args)
-    for line in typed_lines():
-        chat.obey(line)
+    with boot(args, begin) as engine:
+        if args.color:
+            log.info(LEGEND)
+        chat = Chat(engine, begun[0], args)
+        for line in typed_lines():
+            chat.obey(line)
 
 
 def typed_lines() -> Iterator[str]:

@@ -61,12 +61,16 @@ class SharedFlags:
     """How the model is to behave: a message of the system."""
     color: bool = False
     """Color each token by the stage it came from."""
+    kv_store: str | None = None
+    """Folder, or URL of fsspec, where K and V of prompts are kept for later and for others."""
+    kv_store_size: float = between(10.0, 0.001)
+    """GiB that it may hold; what was not used for longest goes."""
 
 
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Whose fields are flags; no two have the same name. The following are those that go together."""
 MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
-MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs")
+MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs", "kv_store", "kv_store_size")
 SAMPLING = [*vars(SamplingParams())]
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
 """Of the drafter's cache."""

@@ -12,6 +12,7 @@ from minitri.cli.exits import clean_imports
 from minitri.cli.inputs import encode
 from minitri.cli.report import outline, where
 from minitri.errors import shorten
+from minitri.gpu.placement import GIB
 from minitri.loading.prompt_ids import draw_seed
 from minitri.loading.tokenizer import Tokenizer
 from minitri.log import log
@@ -52,6 +53,8 @@ def boot(
         )
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
+    if (url := vars(args).get("kv_store")) is not None:
+        engine.open_kv_store(url, int(args.kv_store_size * GIB))
     return engine
 
 

@@ -56,10 +56,14 @@ def has_kernels() -> bool:
 
 def built_library(source: Path) -> Path:
     """Where the library is once it is built. Raises `OSError` or `InputError`."""
+    return _cache_folder() / f"{source.stem}-{identity(source)}.so"
+
+
+def identity(source: Path = SOURCE) -> str:
+    """Of sources, flags and processor: what decides last bits. Raises as `built_library` does."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
     depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
-    digest = hashlib.sha256("\0".join(depends_on).encode()).hexdigest()
-    return _cache_folder() / f"{source.stem}-{digest[:16]}.so"
+    return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
 
 
 def architecture() -> str:

@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from minitri.caches.snapshots import checksum
 from minitri.config import ModelConfig
+from minitri.cpu.build import identity
 from minitri.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
 from minitri.errors import InputError, explain, shorten
@@ -83,6 +84,8 @@ def load_model(
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     if kernels is not None:
         use_kernels(model, kernels)
+    by = device.type if kernels is None else f"{identity()} {kernels.num_threads}"
+    model.execution = replace(model.execution, computed_by=by)
     packed: dict[str, Tensor] = {}
     if native and kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()

@@ -57,6 +57,7 @@ class Execution:
     """Does what `gpu.graphs.Passes.round` does, in one call."""
     tiles_kv: bool = False
     """K and V are best kept in tiles, see `caches/tiles.py`."""
+    computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
     """Of the files that the weights were read from; empty: of none."""

@@ -118,7 +118,7 @@ def run_command(args: argparse.Namespace) -> None:
         run = open_run()
         warm_up(run)
         worker = Worker(lambda _: open_run(), run)
-        with contextlib.closing(worker):
+        with engine, contextlib.closing(worker):
             ignored: set[str] | None = set() if args.ignore_unknown_fields else None
             max_open = num_rows + args.max_queue
             protocol = Protocol(engine, names, sampling, context, ignored)

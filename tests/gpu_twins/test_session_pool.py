@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitri import End, GenerationConfig, InputError, SamplingParams, SpeculationConfig, memory
-from minitri.caches.prefixes import HeldRow
+from minitri.caches.full import HeldRow
 from minitri.gpu.graphs import GraphPool
 from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
 from minitri.gpu.placement import MemoryShape
