@@ -47,8 +47,7 @@ class GenerateFlags:
     """In the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
     default model at 8,000)."""
     ray: str | None = None
-    """Answer --prompts on a Ray cluster at this address; local: one that lives as long as this
-    program. Texts are then --coupled (needs minitri[ray])."""
+    """Answer --prompts on the Ray cluster at this address, or a local one; implies --coupled."""
     replicas: int = between(1, 1, 4096)
     """Engines on that cluster, each on a GPU if there are any."""
     output: str | None = None
@@ -104,7 +103,7 @@ def run_command(args: argparse.Namespace) -> int:
         if args.ray is not None:
             from minitri.cluster.batch import run_on_replicas
 
-            run_on_replicas(args, generation, speculation)
+            run_on_replicas(args, generation, dataclasses.replace(speculation, coupled=True))
         else:
             run_lines(args, generation, speculation)
         return 0

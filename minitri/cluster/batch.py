@@ -1,25 +1,25 @@
 """Many prompts on many engines: `generate --prompts FILE --ray ADDRESS --output FILE`.
 
-Each replica is an actor with an engine of its own. Prompts that begin alike are a group, whose
-beginning one replica reads once; an idle replica takes the longest group that is left. If one dies,
-another is started, and what its group still lacks is given again.
+Each replica is an actor with an engine. Prompts that begin alike are a group, whose beginning one
+replica reads once; an idle replica takes the longest group left. What a dead one's group still
+lacks is given again, and another one starts.
 
-The file of answers is all the state there is: an id that it holds is done. Texts are coupled, so
-that a seed writes the same one on every replica, whatever runs next to it.
+The file of answers is all the state there is: an id that it holds is done. Texts are coupled: a
+seed writes the same one on every replica.
 """
 
 import argparse
 import fcntl
+import functools
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
 from tqdm import tqdm
 
-from minitri import GenerationConfig, InputError, SpeculationConfig
+from minitri import InputError
 from minitri.cli.boot import boot
 from minitri.cli.jsonl import Line, answers, check_wrong, read_lines
 from minitri.cluster.connection import connect
@@ -27,23 +27,22 @@ from minitri.errors import explain, shorten
 from minitri.loading.prompt_ids import draw_seed
 from minitri.log import log
 
-Asked = tuple[str, Line]
-"""A prompt, and the line that it is of."""
+Asked = tuple[str, Line]  # a prompt, and the line that it is of
+key_of = functools.partial(json.dumps, sort_keys=True)
+"""An id as one that can be compared."""
 MOST_DEATHS = 5
 """Of replicas, one after the other, without an answer."""
 
 
 def run_on_replicas(args: argparse.Namespace, *configs: Any) -> None:
-    """Answers the lines of --prompts to which --output has no answer. Raises `InputError` at last
-    if some were wrong."""
+    """Answers the lines of --prompts to which --output has no answer. Raises `InputError`."""
     if args.output is None or args.save_kv is not None:
         raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
     asked: dict[str, Asked] = {}
     for line in read_lines(args):
         key, prompt = understood(line)
-        if key in asked:
+        if asked.setdefault(key, (prompt, line)) != (prompt, line):
             raise InputError(f"two lines of --prompts have the id {key}; give each its own")
-        asked[key] = (prompt, line)
     args.seed = draw_seed() if args.seed is None else args.seed
     counts = Counter[str]()
     with Path(args.output).open("ab+") as file:
@@ -57,14 +56,9 @@ def run_on_replicas(args: argparse.Namespace, *configs: Any) -> None:
             file.flush()
             done[key_of(it["id"])] = "error" in it
             counts.update({name: num for name, num in it.items() if name.startswith("num_")})
-    text = "%d answers; of %d tokens of new prompts %d were cached"
-    log.info(text, len(done), counts["num_prompt_tokens"], counts["num_cached_tokens"])
+    num, num_cached = (counts[f"num_{name}_tokens"] for name in ("prompt", "cached"))
+    log.info("%d answers; of %d tokens of new prompts %d were cached", len(done), num, num_cached)
     check_wrong(args, sum(done.values()), len(asked))
-
-
-def key_of(id_: Any) -> str:
-    """An id as one that can be compared."""
-    return json.dumps(id_, sort_keys=True)
 
 
 def understood(line: Line) -> tuple[str, str]:
@@ -88,27 +82,19 @@ def grouped(asked: Iterable[Asked], most: int) -> list[list[Asked]]:
     """Those of which each begins as another one, for half of its length at least; the longest group
     first. None has more than `most`, so that every replica has work."""
     groups: list[list[Asked]] = []
-    before = ""
     for prompt, line in sorted(asked):
+        before = groups[-1][-1][0] if groups else ""
         num = min(len(before), len(prompt)) // 2
         if not groups or before[:num] != prompt[:num] or len(groups[-1]) == most:
             groups.append([])
         groups[-1].append((prompt, line))
-        before = prompt
     return sorted(groups, key=lambda group: -sum(len(prompt) for prompt, _ in group))
 
 
-def gathered(
-    asked: list[Asked],
-    args: argparse.Namespace,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
-) -> Iterator[dict[str, Any]]:
-    """The answers by replicas, each once, as they come. Raises `InputError` if those die without
-    any."""
+def gathered(asked: list[Asked], args: argparse.Namespace, *configs: Any) -> Iterator[Any]:
+    """The answers of replicas, each once, as they come. Raises `InputError`."""
     ray, share = connect(args)
-    start = ray.remote(**share)(Replica).remote
-    settings = (args, generation, replace(speculation, coupled=True))
+    start = functools.partial(ray.remote(**share)(Replica).remote, args, *configs)
     groups = grouped(asked, -(-len(asked) // args.replicas))
     waiting = deque([line for _, line in group] for group in groups)
     log.info("%d prompts in %d groups, %d replicas", len(asked), len(waiting), args.replicas)
@@ -118,9 +104,9 @@ def gathered(
         stream = replica.answers.options(num_returns="streaming").remote(group)
         running[stream] = (replica, {line[1]: line for line in group})
 
-    for _ in range(args.replicas):
-        give(start(*settings), [])
     num_deaths = 0
+    for _ in range(args.replicas):
+        give(start(), [])
     while waiting or any(group for _, group in running.values()):
         [stream], _ = ray.wait([*running], num_returns=1)
         replica, group = running[stream]
@@ -135,12 +121,10 @@ def gathered(
                 give(replica, waiting.popleft())
         except ray.exceptions.RayActorError as error:
             log.warning("a replica died, another one starts: %s", shorten(error))
-            num_deaths += 1
-            if num_deaths == MOST_DEATHS:
-                text = f"{num_deaths} replicas died without an answer in between"
-                raise InputError(f"{text}; the same command does what is left") from None
+            if (num_deaths := num_deaths + 1) == MOST_DEATHS:
+                raise InputError(f"{num_deaths} replicas died in a row; see Ray's log") from None
             waiting.appendleft([*group.values()])
-            give(start(*settings), [])
+            give(start(), [])
         del running[stream]
 
 
@@ -148,7 +132,6 @@ class Replica:
     """An engine in a process of its own."""
 
     def __init__(self, *settings: Any) -> None:
-        """Those of `answers` after its lines."""
         self._settings = settings
         self._engine: Any = None
 

@@ -6,9 +6,6 @@ from typing import Any
 
 from minitri.errors import InputError, explain, shorten
 
-STORE_BYTES = 256 << 20
-"""Shared memory of a cluster of our own: only texts go through it."""
-
 
 def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
     """Ray, and the share of a replica; decides --threads if need be. Raises `InputError`."""
@@ -17,11 +14,10 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
     except ModuleNotFoundError:
         raise InputError("--ray needs Ray; install it: pip install 'minitri[ray]'") from None
     own: dict[str, Any] = {}
-    if args.ray == "local":
+    if args.ray == "local":  # 256 MB of shared memory, through which only texts go
         cores = max(os.cpu_count() or 1, args.replicas * (args.threads or 1))
-        own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": STORE_BYTES}
-    problem = f"there is no Ray cluster at {shorten(args.ray, 60)}"
-    with explain(problem, "start one with ray start --head, or give --ray local"):
+        own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": 256 << 20}
+    with explain(f"no Ray cluster at {shorten(args.ray, 60)}", "start one, or give --ray local"):
         ray.init(args.ray, logging_level="ERROR", log_to_driver=args.verbose, **own)
     there = ray.cluster_resources()
     num_gpus = int(args.device != "cpu" and "GPU" in there)
