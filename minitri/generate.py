@@ -46,6 +46,12 @@ class GenerateFlags:
     save_kv: str | None = None
     """In the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
     default model at 8,000)."""
+    ray: str | None = None
+    """Answer --prompts on the Ray cluster at this address, or a local one; implies --coupled."""
+    replicas: int = between(1, 1, 4096)
+    """Engines on that cluster, each on a GPU if there are any."""
+    output: str | None = None
+    """There answers are appended; the same command goes on after those that it holds."""
     n: int = between(1, 1, MAX_ROWS)
     """Write N texts after the prompt, which is read once; text i has the seed + i."""
     json: bool = False
@@ -91,8 +97,15 @@ def run_command(args: argparse.Namespace) -> int:
     boot.check_save_kv(args)
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
+    if args.prompts is None and args.ray is not None:
+        raise InputError("--ray is for many prompts; give --prompts FILE")
     if args.prompts is not None:
-        run_lines(args, generation, speculation)
+        if args.ray is not None:
+            from minitri.cluster.batch import run_on_replicas
+
+            run_on_replicas(args, generation, dataclasses.replace(speculation, coupled=True))
+        else:
+            run_lines(args, generation, speculation)
         return 0
     if args.prompt is None and args.prompt_file is None:
         choose_prompt(args)

@@ -6,7 +6,8 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -19,21 +20,56 @@ from minitri.fields import check_names
 from minitri.loading.prompt_ids import as_seeds, next_seed
 from minitri.settings import TEXT_FIELDS
 
+if TYPE_CHECKING:
+    from minitri import Engine
+
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 """What a line may say."""
+Line = tuple[int, int, str]
+"""Its index among those that are not empty, which decides the seed; its number; its text."""
 
 
 def run_lines(
     args: argparse.Namespace, generation: GenerationConfig, speculation: SpeculationConfig
 ) -> None:
     """Answers every line of --prompts. Raises `InputError` at last if some were wrong."""
+    lines = read_lines(args)
+    told = answers(boot(args), lines, args, generation, speculation)
+    num_wrong = 0
+    for it in tqdm(told, total=len(lines), unit=" prompts", disable=args.quiet or None):
+        write(it)
+        num_wrong += "error" in it
+    check_wrong(args, num_wrong, len(lines))
+
+
+def read_lines(args: argparse.Namespace) -> list[Line]:
+    """Those of --prompts that are not empty."""
     numbered = enumerate(read_text(args.prompts, "--prompts").splitlines(), 1)
-    lines = [(number, line) for number, line in numbered if line.strip()]
-    engine = boot(args)
+    full = (pair for pair in numbered if pair[1].strip())
+    return [(index, *pair) for index, pair in enumerate(full)]
+
+
+def check_wrong(args: argparse.Namespace, num_wrong: int, num_lines: int) -> None:
+    """Raises `InputError` if lines were wrong, or there are none."""
+    if num_wrong or not num_lines:
+        raise InputError(
+            f"{num_wrong} of {num_lines} lines of --prompts "
+            f"{shorten(args.prompts)} were wrong; the answers with an error say which, and why"
+        )
+
+
+def answers(
+    engine: "Engine",
+    lines: Sequence[Line],
+    args: argparse.Namespace,
+    generation: GenerationConfig,
+    speculation: SpeculationConfig,
+) -> Iterator[dict[str, Any]]:
+    """What is answered to each line, when it is done."""
     sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
     heads = []
     requests = []
-    for index, (number, line) in enumerate(lines):
+    for index, number, line in lines:
         head = {"id": number, "line": number}
         try:
             with explain("it is no object of JSON", "write one"):
@@ -49,21 +85,15 @@ def run_lines(
             requests.append(request)
             heads.append(head)
         except InputError as error:
-            write(head | {"error": args.in_flags(error)})
+            yield head | {"error": args.in_flags(error)}
     if requests:
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
         )
-        ends = (event for event in run if isinstance(event, End))
-        hidden = args.quiet or None
-        for end in tqdm(ends, total=len(heads), unit=" prompts", disable=hidden):
-            write(heads[end.row] | answer(run.rows[end.row]))
+        for end in (event for event in run if isinstance(event, End)):
+            cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
+            yield heads[end.row] | answer(run.rows[end.row]) | cached
         conclude(args, engine, run)
-    if len(requests) < max(len(lines), 1):
-        raise InputError(
-            f"{len(lines) - len(requests)} of {len(lines)} lines of --prompts "
-            f"{shorten(args.prompts)} were wrong; the answers with an error say which, and why"
-        )
 
 
 def write(answer: dict[str, Any]) -> None:
