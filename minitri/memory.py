@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from minitri.caches.full import FullCache, HeldRow
-from minitri.caches.kv_store import KVStore
 from minitri.caches.prefixes import PrefixCache
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.snapshots import Origin, read_snapshot, write_snapshot
@@ -34,6 +33,9 @@ from minitri.model.llama import Llama
 from minitri.prefill import empty_queries
 from minitri.runner import DraftRunner, ModelRunner
 from minitri.settings import LONGEST_BLOCK
+
+if TYPE_CHECKING:
+    from minitri.caches.kv_store import KVStore
 
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
@@ -267,6 +269,8 @@ class MemoryPool:
         return self.snapshot, note
 
     def open_store(self, url: str, num_bytes: int) -> None:
+        from minitri.caches.kv_store import KVStore
+
         self.store = KVStore(url, num_bytes, self._origin())
 
     def _origin(self) -> Origin:

@@ -7,11 +7,15 @@ which are put aside when its text ends.
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from minitri.caches.full import FullCache, HeldRow
-from minitri.caches.kv_store import KVStore
 from minitri.stats import num_common
+
+if TYPE_CHECKING:
+    from minitri.caches.kv_store import KVStore
 
 
 class PrefixCache:
