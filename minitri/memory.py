@@ -12,7 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,9 +33,6 @@ from minitri.model.llama import Llama
 from minitri.prefill import empty_queries
 from minitri.runner import DraftRunner, ModelRunner
 from minitri.settings import LONGEST_BLOCK
-
-if TYPE_CHECKING:
-    from minitri.caches.kv_store import KVStore
 
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
@@ -210,7 +207,7 @@ class MemoryPool:
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
         """What the texts of later runs may begin with, too."""
-        self.store: KVStore | None = None
+        self.store: Any = None  # a `KVStore`
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
         """All that have used it and are still somewhere."""
         self._kept: Memory | None = None
@@ -269,8 +266,7 @@ class MemoryPool:
         return self.snapshot, note
 
     def open_store(self, url: str, num_bytes: int) -> None:
-        from minitri.caches.kv_store import KVStore
-
+        from minitri.caches.kv_store import KVStore  # if it is asked for
         self.store = KVStore(url, num_bytes, self._origin())
 
     def _origin(self) -> Origin:

@@ -260,11 +260,23 @@ layer.down, p.x, p.x => layer.down, nullptr, p.x
 E) + float(eps) => E) + 0.0f
 """
 """Wrong kernels: a text of the source => what stands in its place."""
+OF_UNIT = """
+memory + (rows + LANES) * width => memory + rows * width
+if (from_zero) _tile_zero(i); => if (true) _tile_zero(i);
+columns.at += LANES * columns.step => columns.at += columns.step
+count < LANES || w.E % WIDTH => false
+sums[o * num_columns + r] => sums[o * num_columns]
+"""
+"""Those that only a processor with a matrix unit notices."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS.replace("\n    =>", " =>").strip().splitlines())
+@pytest.mark.parametrize(
+    "mutant", (MUTANTS.replace("\n    =>", " =>") + OF_UNIT).strip().splitlines()
+)
 def test_wrong_kernels_are_noticed(mutant, tmp_path):
+    if mutant in OF_UNIT and "AMX" not in load_kernels().instructions:
+        pytest.skip("this processor has no matrix unit")
     wrong = compiled(tmp_path, change=mutant.split(" => "))
     dtype = torch.bfloat16
     with pytest.raises(AssertionError):  # noqa: PT012
@@ -272,6 +284,7 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
         claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(wrong, dtype)
         claims.test_attention_survives_scores_of_any_size(wrong)
         claims.test_what_is_not_finite_is_never_hidden(wrong, torch.float32, 1)
+        claims.test_linear_equals_plain_formulas(wrong, torch.float32, 16, 33, 7)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 16, 48, 7)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 4, 576, 7)
         for form in (Form.Q5_K, Form.Q6_K):
