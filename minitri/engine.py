@@ -275,8 +275,7 @@ class Engine:
         return self._worker, row.request, shape
 
     def _open_shared(self, shape: MemoryShape) -> Generation:
-        pool = self._pool
-        return Generation([], pool.fitting(shape), pool, self.tokenizer)
+        return Generation([], self._pool.fitting(shape), self._pool, self.tokenizer)
 
     @property
     def held_tokens(self) -> list[int]:

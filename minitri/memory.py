@@ -251,8 +251,7 @@ class MemoryPool:
     @property
     def held(self) -> HeldRow | None:
         """The longest text whose K and V are kept."""
-        row = self._kept.prefix.longest if self._kept is not None else None
-        return row or self.snapshot
+        return (self._kept and self._kept.prefix.longest) or self.snapshot
 
     def save(self, name: str, note: str) -> int:
         """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
@@ -266,7 +265,8 @@ class MemoryPool:
         return self.snapshot, note
 
     def open_store(self, url: str, num_bytes: int) -> None:
-        from minitri.caches.kv_store import KVStore  # if it is asked for
+        from minitri.caches.kv_store import KVStore
+
         self.store = KVStore(url, num_bytes, self._origin())
 
     def _origin(self) -> Origin:
