@@ -71,16 +71,23 @@ class KVStore:
                 os.utime(path)
         for i, path in enumerate(paths):
             if path not in self._known and self._room.acquire(blocking=False):
-                pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
-                keys, values = (it.to("cpu", copy=True)[:, None] for it in pair)
-                block = HeldRow(FullCache(keys, values), 0, source.tokens[i * BLOCK :][:BLOCK])
-                with contextlib.suppress(RuntimeError):  # the store is closed
-                    self.writer.submit(self._write, path, block)
+                given = None
+                with self._warning():
+                    pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
+                    keys, values = (it.to("cpu", copy=True)[:, None] for it in pair)
+                    block = HeldRow(FullCache(keys, values), 0, source.tokens[i * BLOCK :][:BLOCK])
+                    with contextlib.suppress(RuntimeError):  # the store is closed
+                        given = self.writer.submit(self._write, path, block)
+                if given is None:
+                    self._room.release()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
         """Of the blocks of a text."""
         origin = self._origin
-        digests = [f"{origin.manifest} {origin.computed_by} {torch.__version__} {owner}"]
+        libraries = ("ONEDNN_", "DNNL_", "MKL_")  # may compute products in another way
+        settings = sorted(it for it in os.environ.items() if it[0].startswith(libraries))
+        by = f"{origin.computed_by} {torch.__version__} {settings}"
+        digests = [f"{origin.manifest} {by} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
             digests.append(hashlib.sha256(text.encode()).hexdigest())

@@ -105,7 +105,7 @@ class PrefixCache:
 
     def publish(self, b: int, tokens: list[int]) -> None:
         """The prompt of row b, of which these tokens are read, is there for other engines, too."""
-        if self.store is not None:
+        if self.store is not None and self.snapshot is None:  # who computed that is not known
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:

@@ -14,6 +14,7 @@ import functools
 import json
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,11 +72,18 @@ def understood(line: Line) -> tuple[str, str]:
 
 
 def answered(file: IO[bytes]) -> dict[str, bool]:
-    """Ids in a file of answers, and whether those are errors. Cuts off a last line that is torn."""
+    """Ids in a file of answers, and whether those are errors. Cuts off a last line that is torn.
+    Raises `ValueError` or the like if it holds something else, which stays as it is."""
     file.seek(0)
     *lines, torn = file.read().split(b"\n")
+    done = {key_of(it["id"]): it["line"] > 0 and "error" in it for it in map(json.loads, lines)}
+    with suppress(ValueError):
+        json.loads(torn)
+        torn = b"whole"
+    if torn[:7] != b'{"id": '[: len(torn)]:
+        raise ValueError("its last line is no answer that was cut off")
     file.truncate(file.tell() - len(torn))
-    return {key_of(it["id"]): "error" in it for it in map(json.loads, lines)}
+    return done
 
 
 def grouped(asked: Iterable[Asked], most: int) -> list[list[Asked]]:

@@ -55,12 +55,15 @@ class GrammarMatcher:
         self._ends = [*config.eos_token_ids]
         self._path: list[int] = []  # what the library has read after the certain tokens
         self._is_over = False
+        self._forced: list[int] = []  # after the certain tokens, as it was found last
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by paths: each level asks again
 
     def extend(self, tokens: list[int]) -> None:
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
+        is_as_forced = self._forced[: len(tokens)] == tokens
+        self._forced = self._forced[len(tokens) :] if is_as_forced else []
 
     def forbidden(self, path: list[int]) -> Tensor | None:
         key = tuple(path)
@@ -69,10 +72,12 @@ class GrammarMatcher:
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
-        is_over = self._is_over or not self._read(path)
-        if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
-            return []
-        return list(self._matcher.compute_ff_tokens())  # of these bytes
+        if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
+            is_over = self._is_over or not self._read(path)
+            if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
+                return []
+            self._forced = [*path, *self._matcher.compute_ff_tokens()]  # of these bytes
+        return self._forced[len(path) :]
 
     @property
     def error(self) -> str:

@@ -200,9 +200,6 @@ def paths_of(
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
     """Of active rows with a grammar the text that it forces after a sequence. Only a guess: a cut
     into tokens which the distribution may not choose."""
-    forced = Rows()
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
-    for own, row in zip(filters, paths, strict=True):
-        matcher = own.matcher if own is not None else None
-        forced.append(matcher.forced(row[0]) if matcher is not None and row else [])
-    return forced
+    matchers = [own.matcher if own is not None else None for own in filters]
+    return [it.forced(*row) if it and row else [] for it, row in zip(matchers, paths, strict=True)]

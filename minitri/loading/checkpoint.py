@@ -82,9 +82,10 @@ def load_model(
         make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
         model = make(config, **options)
     kernels = kernels_for(device, config) if ranks.count == 1 else None
+    by = device.type
     if kernels is not None:
         use_kernels(model, kernels)
-    by = device.type if kernels is None else f"{identity()} {kernels.num_threads}"
+        by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
     model.execution = replace(model.execution, computed_by=by)
     packed: dict[str, Tensor] = {}
     if native and kernels is not None and isinstance(checkpoint, GgufFile):

@@ -118,7 +118,7 @@ def run(tmp_path, folder, call, monkeypatch):
 
 
 def test_a_torn_line_is_dropped_and_only_the_rest_is_answered(run):
-    kept = '{"id": "q3", "text": "é"}\n'
+    kept = '{"id": "q3", "line": 4, "text": "é"}\n'
     run.file.write_bytes((kept + '{"id": "q1", "text": "é').encode()[:-1])  # inside a character
     ray = FakeRay()
     done = run(ray=ray)
@@ -129,6 +129,17 @@ def test_a_torn_line_is_dropped_and_only_the_rest_is_answered(run):
     assert len([line for lines in ray.given for line in lines]) == 5
     assert run(ray=FakeRay()).code == 0
     assert run.file.read_text(encoding="utf-8") == content
+
+
+@pytest.mark.parametrize(
+    "content", ["precious notes", "one\ntwo", '{"id": 1, "prompt": "a"}', '{"id": 1}\n{"id": 2}\n']
+)
+def test_a_file_of_something_else_stays_as_it_is(run, content):
+    run.file.write_text(content)
+    done = run()
+    assert (done.code, len(done.err.splitlines())) == (2, 1)
+    assert "cannot be continued" in done.err
+    assert run.file.read_text() == content
 
 
 def test_two_programs_do_not_write_to_one_file(run):

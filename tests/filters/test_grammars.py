@@ -88,6 +88,18 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
         assert grammar_error(*sizes, horizon=4, rule=rule, seed=seed) < ROUNDING
 
 
+def test_what_is_forced_is_asked_once(monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", ["ab" * 500])
+    asked = make_matcher()
+    assert asked.forced([]) == [3] * 500
+    monkeypatch.setattr(asked, "_read", None)
+    assert asked.forced([3, 3]) == [3] * 498
+    monkeypatch.undo()
+    asked.extend([3])
+    assert asked.forced([3]) == [3] * 498
+    assert asked.forced([0])[0] == 2
+
+
 def test_nothing_leaks_from_one_step_into_the_next():
     assert grammar_error(4, 1, 1, num_steps=2, horizon=4) < ROUNDING
 

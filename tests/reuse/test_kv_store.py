@@ -246,6 +246,29 @@ def test_of_two_who_write_one_block_both_read_it_whole(engine, other, prompt, te
     assert not caplog.records
 
 
+def test_of_a_snapshot_nobody_knows_who_computed_it(engine, other, prompt, tmp_path):
+    engine.complete(prompt, max_new_tokens=1)
+    engine.save_kv(tmp_path / "kv")
+    other.load_kv(tmp_path / "kv")
+    other.open_kv_store(str(tmp_path / "store"), LARGE)
+    other.complete(prompt, max_new_tokens=1)
+    other.release()
+    assert not [*(tmp_path / "store").glob("*.kvblock")]
+
+
+def test_a_block_that_cannot_be_copied_is_one_line(engine, prompt, tmp_path, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    engine.open_kv_store(str(tmp_path), LARGE)
+    monkeypatch.setattr(kv_store, "HeldRow", fail)
+    room = engine._pool.store._room
+    num_free = room._value
+    assert engine.complete(prompt, max_new_tokens=3).token_ids
+    assert room._value == num_free
+    assert caplog.text.count("no memory") == 1
+
+
 def test_what_was_used_last_stays(engine, other, tmp_path):
     """Of prompts of three blocks each; somebody else's files stay, too."""
     prompts = [random_prompt(engine.config, 120, seed=seed) for seed in range(6)]
