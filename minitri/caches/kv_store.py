@@ -42,6 +42,10 @@ class KVStore:
         self._is_local = "local" in self._fs.protocol
         self._num_bytes = num_bytes
         self._origin = origin
+        libraries = ("ONEDNN_", "DNNL_", "MKL_")  # may compute products in another way
+        settings = sorted(it for it in os.environ.items() if it[0].startswith(libraries))
+        by = f"{origin.computed_by} {torch.__version__} {settings}"
+        self._names = f"{origin.manifest} {by}"  # what those of blocks depend on, next to the text
         self._known = set[str]()  # blocks that need not be written
         size = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
         self._room = threading.Semaphore(1 + WAITING_BYTES // size)
@@ -83,11 +87,7 @@ class KVStore:
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
         """Of the blocks of a text."""
-        origin = self._origin
-        libraries = ("ONEDNN_", "DNNL_", "MKL_")  # may compute products in another way
-        settings = sorted(it for it in os.environ.items() if it[0].startswith(libraries))
-        by = f"{origin.computed_by} {torch.__version__} {settings}"
-        digests = [f"{origin.manifest} {by} {owner}"]
+        digests = [f"{self._names} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
             digests.append(hashlib.sha256(text.encode()).hexdigest())

@@ -163,27 +163,19 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
             Op::transpose(slot_keys, a.kv_slot, n, D, block_keys);
             Op::interleave(slot_values, a.kv_slot, n, D, width, block_values);
         }
-        auto product = [&](int M, const Unit* rows, int steps, const Columns<Op>& columns,
-                           int num_columns, float* sums, bool from_zero) {
-            if (MatrixUnit<Op>::ROWS) {
-                MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
-            } else {
-                multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
-            }
-        };
         for (int r = 0; r < R; r += together) {
             const int M = std::min(together, R - r);
             alignas(64) float scores[LANES * BLOCK];
             alignas(64) Unit probs[LANES * BLOCK];
             if (is_tiled) keys.ahead = values.ahead = r == 0 ? int64_t(block_units) : 0;
-            product(M, queries + r * steps, steps, keys, BLOCK, scores, true);
+            multiply_packed<Op>(M, queries + r * steps, steps, keys, BLOCK, scores, true);
             for (int m = 0; m < M; ++m) {
                 float* row = scores + m * BLOCK;
                 if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
                 update_softmax<Op>(row, scale, part, r + m, width);
                 Op::from_floats(row, BLOCK, probs + m * prob_steps);
             }
-            product(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
+            multiply_packed<Op>(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
         }
     }
 }

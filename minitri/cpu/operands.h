@@ -368,4 +368,12 @@ struct MatrixUnit<Pairs> {
 };
 #endif
 
+// M rows, one right after the other, by the matrix unit if there is one that is in use.
+template <class Op>
+void multiply_packed(int M, const typename Op::Unit* rows, int steps, Columns<Op> columns, int num_columns,
+                     float* sums, bool from_zero) {
+    if (MatrixUnit<Op>::ROWS) return MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
+    multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
+}
+
 }  // namespace

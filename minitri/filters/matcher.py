@@ -119,11 +119,10 @@ class Pieces:
 
     def __call__(self, text: bytes) -> list[int]:
         """The longest tokens that it begins with, for guesses about text that is forced."""
-        ids = []
-        while text:
-            sizes = range(min(self._longest, len(text)), 0, -1)
-            size = next((it for it in sizes if text[:it] in self._ids), len(text))
-            ids += [self._ids[text[:size]]] if text[:size] in self._ids else []
+        ids = list[int]()
+        sizes = range(self._longest, 0, -1)
+        while size := next((it for it in sizes if text[:it] in self._ids), 0):
+            ids.append(self._ids[text[:size]])
             text = text[size:]
         return ids
 
