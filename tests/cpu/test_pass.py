@@ -260,7 +260,7 @@ layer.down, p.x, p.x => layer.down, nullptr, p.x
 E) + float(eps) => E) + 0.0f
 """
 """Wrong kernels: a text of the source => what stands in its place."""
-OF_UNIT = """
+OF_UNIT = """\
 memory + (rows + LANES) * width => memory + rows * width
 if (from_zero) _tile_zero(i); => if (true) _tile_zero(i);
 columns.at += LANES * columns.step => columns.at += columns.step
