@@ -98,7 +98,7 @@ def test_the_code_is_short_enough_to_read():
     files = [file for name in ("minitri", "tests", "tools", "docs") for file in python_files(name)]
     assert sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in files) <= 25
     assert sum(map(num_lines, python_files("tests"))) <= 23_630
-    assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_820
+    assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_822
 
 
 def test_what_a_run_needs_is_short_enough_to_read():

@@ -25,7 +25,7 @@ struct LinearArguments {
     double eps;
 };
 
-constexpr int64_t TASKS_PER_THREAD = 8;  // so that whoever is late holds nobody up for long
+constexpr int64_t TASKS_PER_THREAD = 4;  // so that whoever is late holds nobody up for long
 constexpr int64_t PREFETCH = 4096;  // bytes
 constexpr int OUTPUTS = 4;    // outputs of a tile, with TILE_ROWS rows: 24 sums in registers
 
@@ -71,7 +71,7 @@ struct Plain {
         int64_t e = 0;
         for (; e + WIDTH <= E; e += WIDTH) {
 #pragma GCC unroll 8
-            for (int o = 0; o < OUTPUTS; ++o) __builtin_prefetch(w[o] + e + ahead);
+            for (int o = 0; o < OUTPUTS; ++o) __builtin_prefetch(w[o] + e + ahead, 0, L2);
             FOR_TILE(M) local[m][o] = Op::dot(local[m][o], w[o] + e, rows.x + m * rows.stride + e / Op::STEP);
         }
         if (e < E) {

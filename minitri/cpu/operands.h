@@ -231,6 +231,8 @@ using BFloat16Operand = Pairs;
 using BFloat16Operand = Widened<BFloat16>;
 #endif
 
+constexpr int L2 = 2;  // of a prefetch: to the second cache, since few reads of the first can be under way
+
 // Columns (steps, 16 V) of a product, as units: a vector of 16 of them every `vector` units, the next
 // step every `step`. What lies `ahead` is fetched on the way; 0: nothing.
 template <class Op>
@@ -252,7 +254,7 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Col
     for (int k = 0; k < steps; ++k, columns.at += columns.step) {
         if (columns.ahead) {
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) __builtin_prefetch(columns.at + v * columns.vector + columns.ahead);
+            for (int v = 0; v < V; ++v) __builtin_prefetch(columns.at + v * columns.vector + columns.ahead, 0, L2);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
