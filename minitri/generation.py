@@ -17,7 +17,7 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
-from minitri.filters.matcher import text_filters
+from minitri.filters.text_filters import text_filters
 from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
