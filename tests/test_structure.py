@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "roofline": "config model",
     "caches": "errors log config settings stats model decoding",
     "cpu": "settings errors folders log model caches",
-    "gpu": "errors config settings stats model decoding caches roofline",
+    "gpu": "errors log config settings stats model decoding caches roofline",
     "prefill": "model decoding caches gpu",
     "runner": "errors settings filters model decoding caches gpu",
     "memory": "errors settings model drafters caches gpu runner prefill",
