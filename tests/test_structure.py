@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "settings": "errors fields grammar",
     "config": "errors fields",
     "stats": "fields",
-    "requests": "errors fields settings stats filters loading",
+    "requests": "errors fields settings stats loading",
     "model": "errors config settings",
     "parallel": "errors config model",
     "filters": "errors config grammar settings stats decoding loading",
