@@ -17,7 +17,7 @@ from minitri.decoding.level import Emitted
 from minitri.decoding.sampling import log_probs
 from minitri.errors import InputError, NotFiniteError
 from minitri.fields import expect
-from minitri.filters.matcher import text_filters
+from minitri.filters.text_filters import text_filters
 from minitri.gpu.graphs import filters_of
 from minitri.gpu.placement import MemoryShape
 from minitri.gpu.streams import synchronize
@@ -169,8 +169,7 @@ class Generation(Iterator[Event]):
             places.remove(b)
             self._running[b] = row
             own = (row.request.sampling, row.prompt, row.tokenizer, self._model.config)
-            row.text_filters = text_filters(*own)
-            stack.admit(b, row.prompt, row.request, row.text_filters)
+            stack.admit(b, row.prompt, row.request, text_filters(*own))
             self._reading[b] = self._prefill(row, b, stack)
             self._num_left[b] = len(row.prompt)
 
@@ -195,7 +194,7 @@ class Generation(Iterator[Event]):
 
     def _leave(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
-        self._running.pop(b).text_filters = None
+        del self._running[b]
         self._reading.pop(b, None)
 
     def _advance(self, stack: Stack) -> Iterator[Event]:
@@ -275,7 +274,8 @@ class Generation(Iterator[Event]):
             scores: list[Any] = [()] * len(new.tokens)
             try:
                 if not new.tokens:
-                    matcher = row.text_filters.matcher if row.text_filters else None
+                    filters = stack.memory.target.text_filters[b]
+                    matcher = filters.matcher if filters is not None else None
                     raise new.error or NotFiniteError(matcher.error if matcher else "")
                 if num_top is not None:
                     scores = log_probs(new.logits_NV, new.tokens, num_top)

@@ -4,7 +4,7 @@ typed events in the order in which they happen."""
 import html
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from minitri.errors import InputError, shorten
 from minitri.fields import brief, expect, with_fields
@@ -13,9 +13,6 @@ from minitri.loading.text_stream import IncrementalDecoder, StopScanner
 from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.stats import LogProbs, RowStats, Stats
-
-if TYPE_CHECKING:
-    from minitri.filters.text_filters import TextFilters
 
 SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
 """Colors of tokens in HTML, by their origins."""
@@ -154,7 +151,6 @@ class Row:
     def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
         self.number = number
         self.tokenizer = tokenizer
-        self.text_filters: TextFilters | None = None  # while it runs
         self.arrived = 0  # when: after so many admissions
         self.request = request
         self.prompt = ids

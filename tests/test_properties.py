@@ -35,7 +35,7 @@ from minitri import (
 from minitri.decoding.autotuner import Autotuner
 from minitri.decoding.noise import hashed_uniforms, noise_keys
 from minitri.decoding.sampling import probs_from_logits
-from minitri.filters.matcher import text_filters
+from minitri.filters.text_filters import text_filters
 from minitri.loading.text_stream import StopScanner
 from minitri.stats import Stats
 from tests.cascades import fresh_read

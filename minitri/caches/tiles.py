@@ -68,22 +68,12 @@ class Tiles:
 
     def __setitem__(self, index: Any, values: Any) -> None:
         rows, slots = self._split(index)
-        start, end, _ = (slots or slice(None)).indices(self.shape[-2])
+        slots_T = torch.arange(self.shape[-2])[slots or slice(None)]
         units_NPU = self.units[rows].transpose(-2, -1)
         P = self.units.shape[-1]
-        shape = (*units_NPU.shape[:-3], end - start, self.shape[-1])
-        new_TD = torch.empty(shape, dtype=self.dtype)
+        new_TD = torch.empty(*units_NPU.shape[:-3], len(slots_T), self.shape[-1], dtype=self.dtype)
         new_TD[...] = values
-        new_TU = new_TD.view(self.units.dtype)
-        whole = min(-(-start // P) * P, end)  # from where tiles are written whole
-        rest = max(end // P * P, whole)
-        for first, last in ((start, whole), (whole, rest), (rest, end)):
-            n, p = divmod(first, P)
-            some_TU = new_TU[..., first - start : last - start, :]
-            if p == 0 and last % P == 0:
-                units_NPU[..., n : last // P, :, :] = some_TU.unflatten(-2, (-1, P))
-            elif first < last:
-                units_NPU[..., n, p : p + last - first, :] = some_TU
+        units_NPU[..., slots_T // P, slots_T % P, :] = new_TD.view(self.units.dtype)
 
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
         """What an index says of rows, and of slots."""

@@ -31,7 +31,7 @@ def boot(
     with clean_imports():  # the only place where programs import PyTorch: no flag is wrong any more
         import torch
 
-        from minitri.filters.matcher import text_filters
+        from minitri.filters.text_filters import text_filters
         from minitri.loader import load
 
     def before_weights(tokenizer: Tokenizer, config: ModelConfig) -> None:

@@ -34,11 +34,11 @@ class RandomSource:
         self._rule = rule
         self.run: Run = run_now
         """Computes what the rule decides; a run that captures graphs sets another."""
-        self._by_row: dict[int, Any] = {}
+        self._by_row: dict[int, Any] = {}  # seeds, or their generators
 
     def restart(self, b: int, seed: int) -> None:
         """Gives row b to another text, with this seed."""
-        raise NotImplementedError
+        self._by_row[b] = seed
 
     def of_rows(self, rows: slice) -> Self:
         """The source of these rows alone, counted from 0; their numbers are not used twice."""
@@ -76,7 +76,6 @@ class IndependentSource(RandomSource):
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
         """`kind`: of verification, as in `SpeculationConfig`."""
         super().__init__(verify_block if kind == "block" else verify)
-        self._by_row: dict[int, torch.Generator] = {}
 
     def restart(self, b: int, seed: int) -> None:
         self._by_row[b] = torch.Generator().manual_seed(seed)
@@ -98,10 +97,6 @@ class CoupledSource(RandomSource):
 
     def __init__(self) -> None:
         super().__init__(verify_coupled)
-        self._by_row: dict[int, int] = {}  # seeds
-
-    def restart(self, b: int, seed: int) -> None:
-        self._by_row[b] = seed
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         places_N = torch.arange(max(counts) + 1)

@@ -1,4 +1,4 @@
-"""The filters of a row that need its tokenizer: bad words as tokens, and a grammar as masks.
+"""A grammar as masks: which tokens may come next.
 
 `llguidance` parses grammars and computes masks, over the exact bytes of our tokens. Compiled
 grammars are kept with their tokenizer; every row has a matcher of its own, which is advanced along
@@ -15,39 +15,16 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.errors import InputError, explain, shorten
-from minitri.filters.text_filters import TextFilters
 from minitri.grammar import Grammar
 from minitri.loading.tokenizer import Tokenizer
-from minitri.settings import SamplingParams
 from minitri.stats import num_common
 
 MAX_KEPT = 64
 """Compiled grammars of a tokenizer."""
 
 
-def text_filters(
-    sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
-) -> TextFilters | None:
-    """Those of a row; None if none of its filters looks at the text. Raises `InputError`."""
-    if not sampling.reads_text:
-        return None
-    vocab_size = config.vocab_size
-    for token in dict(sampling.logit_bias):
-        if token >= vocab_size:
-            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
-            raise InputError(f"{got}; leave it out")
-    words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
-    matcher = None
-    if sampling.grammar is not None:
-        matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
-    ends = config.eos_token_ids
-    return TextFilters(
-        sampling, prompt, vocab_size, end_tokens=ends, bad_words=words, matcher=matcher
-    )
-
-
 class GrammarMatcher:
-    """Where a text stands in its grammar; see `Matcher`."""
+    """Where a text stands in its grammar."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
         """`start` is a matcher of the library that has read nothing."""
@@ -59,6 +36,7 @@ class GrammarMatcher:
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by paths: each level asks again
 
     def extend(self, tokens: list[int]) -> None:
+        """Adds tokens that are certain."""
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
@@ -66,12 +44,14 @@ class GrammarMatcher:
         self._forced = self._forced[len(tokens) :] if is_as_forced else []
 
     def forbidden(self, path: list[int]) -> Tensor | None:
+        """Which tokens (V,) may not follow the certain ones and these; None: it has given up."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
+        """Text that must follow, as the tokenizer would cut it; it may be cut in other ways."""
         if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
             is_over = self._is_over or not self._read(path)
             if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():

@@ -15,30 +15,16 @@ Legend: B rows, N places, V vocab, U tokens whose logits may change.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from minitri.config import ModelConfig
 from minitri.decoding.verification import Active, Rows
+from minitri.errors import InputError
+from minitri.filters.matcher import GrammarMatcher, compiled
+from minitri.loading.tokenizer import Tokenizer
 from minitri.settings import SamplingParams
-
-
-class Matcher(Protocol):
-    """Knows which tokens a grammar allows next; see `matcher.py`."""
-
-    def extend(self, tokens: list[int]) -> None:
-        """Adds tokens that are certain."""
-
-    def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the certain ones and these; None: it has given up."""
-
-    def forced(self, path: list[int]) -> list[int]:
-        """Text that must follow, as the tokenizer would cut it; it may be cut in other ways."""
-
-    @property
-    def error(self) -> str:
-        """Why it has given up, in one line."""
 
 
 class TextFilters:
@@ -52,7 +38,7 @@ class TextFilters:
         *,
         end_tokens: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
-        matcher: Matcher | None = None,
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         """`bad_words` are those of the settings as tokens."""
         self.text = [*prompt]
@@ -147,6 +133,27 @@ class TextFilters:
             place = self._places[token] = len(self._places)
             self._ids_V[place] = token
         return place
+
+
+def text_filters(
+    sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
+) -> TextFilters | None:
+    """Those of a row; None if none of its filters looks at the text. Raises `InputError`."""
+    if not sampling.reads_text:
+        return None
+    vocab_size = config.vocab_size
+    for token in dict(sampling.logit_bias):
+        if token >= vocab_size:
+            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
+            raise InputError(f"{got}; leave it out")
+    words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
+    matcher = None
+    if sampling.grammar is not None:
+        matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
+    ends = config.eos_token_ids
+    return TextFilters(
+        sampling, prompt, vocab_size, end_tokens=ends, bad_words=words, matcher=matcher
+    )
 
 
 def penalised(

@@ -11,7 +11,6 @@ Longer blocks, which only a prefill has, go to `attend_fused` by their lengths o
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
 
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,10 +23,9 @@ from torch import Tensor
 from minitri.config import ModelConfig
 from minitri.errors import InputError
 from minitri.gpu.kernels import problem_with
+from minitri.log import log
 from minitri.model.attention import block_rule, row_by_row
 from minitri.settings import LONGEST_BLOCK
-
-log = logging.getLogger("minitri")
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""

@@ -7,7 +7,6 @@ sizes of 1: a few kernels serve all blocks and models.
 Legend: B batch, T tokens, E hidden size, X heads, D head dim.
 """
 
-import logging
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,11 +19,10 @@ from torch import Tensor
 
 from minitri.gpu.attention_backends import TOLERANCES
 from minitri.gpu.kernels import problem_with
+from minitri.log import log
 from minitri.model.llama import Layer, Layers, Llama, Pass, gate
 from minitri.model.replace import replace_modules
 from minitri.model.rope import Rotary
-
-log = logging.getLogger("minitri")
 
 
 def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:

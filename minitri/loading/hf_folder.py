@@ -68,7 +68,11 @@ class Folder:
                         for name in shard.keys():  # noqa: SIM118 (not a dict)
                             yield name, shard.get_tensor(name)
                 else:
-                    for name, tensor in _unpickled(file).items():
+                    import torch  # not for those who only ask which files there are
+
+                    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+                        found = torch.load(file, map_location="cpu", weights_only=True)
+                    for name, tensor in found.items():
                         yield str(name), tensor.detach()
 
 
@@ -101,10 +105,3 @@ def weight_files(path: Path) -> list[Path]:
         f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
         "their index"
     )
-
-
-def _unpickled(file: Path) -> "dict[Any, Tensor]":
-    import torch
-
-    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
-        return torch.load(file, map_location="cpu", weights_only=True)

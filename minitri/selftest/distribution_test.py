@@ -26,7 +26,7 @@ from torch import Tensor
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
 from minitri.caches.full import FullCache
 from minitri.decoding.sampling import pad_vocabulary, probs_from_logits
-from minitri.filters.matcher import text_filters
+from minitri.filters.text_filters import text_filters
 from minitri.loading.prompt_ids import next_seed
 from minitri.model.block import read_block
 from minitri.model.llama import Llama

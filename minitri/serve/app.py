@@ -72,6 +72,7 @@ class Service:
 
     @property
     def app(self) -> ASGIApp:
+        fields = {path: kind for path, (kind, _) in [*KINDS.items(), *CONVERSIONS.items()]}
         routes = [
             *(Route(path, self.complete, methods=["POST"]) for path in KINDS),
             *(Route(path, self.convert, methods=["POST"]) for path in CONVERSIONS),
@@ -79,7 +80,7 @@ class Service:
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/", page),
-            Route("/docs", lambda _: docs(self.protocol)),
+            Route("/docs", lambda _: docs(self.protocol, fields)),
         ]
         router = Router(routes)
 

@@ -6,16 +6,16 @@ import hashlib
 import html
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
 from minitri.cli.arguments import field_texts
 from minitri.fields import wanted
-from minitri.serve.protocol import IGNORED, ChatFields, Protocol, TextFields
-from minitri.serve.responses import ResponseFields
-from minitri.serve.tokens import DetokenizeFields, TokenizeFields
+from minitri.serve.protocol import IGNORED, Fields, Protocol
 
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
@@ -42,22 +42,15 @@ async def page(_: Request) -> HTMLResponse:
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
-def docs(protocol: Protocol) -> HTMLResponse:
-    """The endpoints and their fields, from what checks them."""
+def docs(protocol: Protocol, kinds: Mapping[str, type[Any]]) -> HTMLResponse:
+    """The endpoints by their paths, and their fields, from what checks them."""
     lines = ["<!doctype html><title>minitri: endpoints</title><h1>Endpoints</h1>"]
     lines.append("<p>GET /v1/models, GET /v1/models/NAME, GET /health, and, as OpenAI and vLLM")
     lines.append(f"document them, these. Prompt and answer have {protocol.context} tokens.")
     fate = "refused" if protocol.ignored is None else "ignored, too"
     lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are {fate}.")
-    sampling = vars(protocol.sampling)
-    for path, defaults in (
-        ("/v1/completions", TextFields(**sampling)),
-        ("/v1/chat/completions", ChatFields(**sampling)),
-        ("/v1/responses", ResponseFields(**sampling)),
-        ("/tokenize", TokenizeFields()),
-        ("/detokenize", DetokenizeFields()),
-    ):
-        kind = type(defaults)
+    for path, kind in kinds.items():
+        defaults = kind(**vars(protocol.sampling)) if issubclass(kind, Fields) else kind()
         bases = kind.__mro__[-2::-1]  # the last has the last word
         texts = {name: it for base in bases for name, it in field_texts(base).items()}
         lines.append(f"<h2>POST {path}</h2>")

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.errors import shorten
 from minitri.fields import between, changed, one_of, refuse
-from minitri.filters.matcher import text_filters
+from minitri.filters.text_filters import text_filters
 from minitri.loading.prompt_ids import draw_seed, fold_seed, next_seed
 from minitri.log import log
 from minitri.serve.access import ApiError

@@ -43,7 +43,8 @@ class ChatPrompt:
             raise InputError(f"{problem}; send no tools, or use a model that was made for them")
         form = format_of(source)
         self._is_single = form.is_bare
-        self.text = self._render(self._turns)
+        turns = [*one_call_each(self._turns)] if form.is_bare else self._turns
+        self.text = self._tokenizer.render_chat(turns, self._tools)
         self._context = (owner, self._tools)
         self._thinks = self.text.rstrip().endswith(THINK)
         self._form = form if tools.names else None
@@ -59,11 +60,6 @@ class ChatPrompt:
         elif tools.choice not in ("auto", "none"):
             choice = json.dumps(tools.choice)
             raise InputError(f"tool_choice is {choice} for an answer that goes on; leave it out")
-
-    def _render(self, turns: Sequence[Message]) -> str:
-        if self._is_single:
-            turns = [*one_call_each(turns)]
-        return self._tokenizer.render_chat(turns, self._tools)
 
     def _encoded(self, encode: Callable[[str], list[int]]) -> list[int]:
         """The prompt, which begins with the very tokens of the last prompt and its answer, if these
