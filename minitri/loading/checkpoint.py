@@ -98,7 +98,7 @@ def load_model(
             f"weights=native needs a GGUF file with matrices of {', '.join(FORMS)} and the "
             f"compiled kernels, which {config.name} on {device} does not have; leave it out"
         )
-    _fill(model, checkpoint.tensors(config, packed), checkpoint.path, progress)
+    _fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if lender is not None:
         _check_drafter(model, lender, checkpoint.path)
     if kernels is None and can_pack(dtype, device):

@@ -16,7 +16,7 @@ from minitri.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import Form, row_widths
 from minitri.loading import devices
-from minitri.loading.gguf.blocks import FORMS, repack
+from minitri.loading.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.loading.gguf.container import StoredTensor
 from minitri.loading.hf_folder import Folder
 from minitri.model.block import read_block
@@ -122,6 +122,9 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         for dtype in (torch.float32, torch.bfloat16):
             found = load_kernels().dequantize(packed_NX, E, form, dtype)
             assert torch.equal(found[order], wanted.to(dtype))
+        if keeps_zeros(matrix):
+            found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[order]
+            assert torch.equal(*(it.view(torch.int32) for it in (found, wanted)))
 
 
 def offsets(kind):

@@ -49,6 +49,12 @@ def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor | None = No
             place_NX[order_N[some]] = pack(form, num_columns, *parts)
 
 
+def keeps_zeros(stored: "StoredTensor") -> bool:
+    """Whether what the kernels dequantize are the bits that the `gguf` package gives: in a matrix
+    but for Q4_0 and Q5_0, where zeros lose their signs, on which the weights' checksum depends."""
+    return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
+
+
 def _blocks(stored: "StoredTensor", num_weights: int) -> Iterator[Tensor]:
     """Blocks of so many weights, of some rows at a time."""
     num_blocks = stored.shape[1] // num_weights

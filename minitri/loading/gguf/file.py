@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from minitri.config import ModelConfig
-from minitri.cpu.quantized import Form
+from minitri.cpu.kernels import Kernels
+from minitri.cpu.quantized import Form, row_widths
 from minitri.errors import explain, shorten
-from minitri.loading.gguf.blocks import FORMS, repack
+from minitri.loading.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
 from minitri.loading.hf_config import read_config, require
 from minitri.loading.tokenizer import Backend
@@ -150,26 +151,36 @@ class GgufFile:
         return sum(stored.data.nbytes for stored in self._tensors.values())
 
     def tensors(
-        self, config: ModelConfig, packed: Mapping[str, Tensor] = MappingProxyType({})
+        self,
+        config: ModelConfig,
+        packed: Mapping[str, Tensor] = MappingProxyType({}),
+        kernels: Kernels | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time, dequantized to float32; those
-        that have a place in `packed` stay quantized, and are put there as `cpu/quantized.py`
-        says."""
+        """Every weight under its Hugging Face name, one at a time, dequantized to float32, which
+        kernels do sooner; those that have a place in `packed` stay quantized, and are put there as
+        `cpu/quantized.py` says."""
         import gguf
 
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
+                form = FORMS.get(stored.type.name)
                 order = self._order(name, stored.shape[0], config)
                 if name in packed:
                     weight = packed[name]
                     repack(stored, weight, order)
+                elif kernels is not None and form and keeps_zeros(stored):
+                    num_rows, num_columns = stored.shape
+                    width = sum(row_widths(num_columns, form))
+                    packed_NX = torch.empty(num_rows, width, dtype=torch.uint8)
+                    repack(stored, packed_NX)
+                    weight = kernels.dequantize(packed_NX, num_columns, form, torch.float32)
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
-                    if order is not None:
-                        weight = weight[order.argsort()]
+                if order is not None and weight.is_floating_point():
+                    weight = weight[order.argsort()]
             yield name, weight
 
     def _order(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
