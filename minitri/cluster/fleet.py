@@ -167,7 +167,6 @@ class Fleet:
 
     async def _watch(self, replica: Replica, stream: Any, cancel: Any) -> None:
         """A replica from its start to its end."""
-        has_died = True
         try:
             address = await (await anext(stream))
             with suppress(OSError):
@@ -178,18 +177,18 @@ class Fleet:
                         self._failure = None
                     replica.address = address
                     await asyncio.sleep(1)
-            has_died = replica.is_wanted
+            if replica.address:
+                if replica.is_wanted:
+                    log.warning("the replica at %s:%d has died; another one starts", *address)
+                cancel(stream, force=replica.is_wanted)  # else as by Ctrl-C
             replica.is_wanted = False
             for upstream in replica.connections:
                 upstream.transport.abort()
-            cancel(stream, force=has_died)  # else as by Ctrl-C
             await (await anext(stream))
-        except Exception as error:  # Ray's
-            if has_died:
-                cause = getattr(error, "cause", error)
-                log.warning("a replica has died: %s", shorten(cause))
-                if not replica.address:
-                    self._failure = cause
+        except Exception as error:  # Ray's, or of the replica
+            if not replica.address:
+                self._failure = getattr(error, "cause", error)
+                log.warning("a replica did not start: %s", shorten(self._failure))
         self.replicas.remove(replica)
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:

@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
 from minitri.cluster.fleet import BLOCK, IDLE_SECONDS, Fleet, Replica, blocks_of
+from minitri.errors import InputError
 from minitri.serve.__main__ import main
 from tests.cluster.conftest import documents
 
@@ -141,7 +143,7 @@ def test_one_that_has_much_more_to_do_is_left_alone():
                 reader = await all_.enter_async_context(asking(address, documents(1)[0] + str(i)))
                 await reader.readexactly(len(HEAD))
                 counts = [len(it.asked) for it in servers]
-                assert counts in ([min(i + 1, 3 + i // 6), max(0, i - 2)], counts[::-1])
+                assert counts in ([min(i + 1, 3), max(0, i - 2)], counts[::-1])
             assert sorted(counts) == [3, 4]
 
     run(test)
@@ -290,6 +292,62 @@ def test_replicas_are_replaced_one_at_a_time():
         assert sum(it.is_wanted for it in old) == 2 - len(new)
     assert fleet.adapt(0) == 0
     assert [it.is_wanted for it in fleet.replicas] == [False, False, True, True]
+
+
+class FakeStream:
+    """What Ray tells of a replica: its address, and how it ended."""
+
+    def __init__(self, *told):
+        self.told = [*told]
+
+    async def __anext__(self):
+        async def get():
+            if isinstance(value, Exception):
+                raise value
+            return value
+
+        if not self.told:
+            raise StopAsyncIteration
+        value = self.told.pop(0)
+        return get()
+
+
+@pytest.mark.parametrize("status", [b"200 OK", b"503 Unavailable"])
+def test_a_replica_is_ready_when_it_answers_and_dead_when_it_does_not(status):
+    async def test():
+        cancelled = []
+        server = FakeServer(b"HTTP/1.1 200 OK\r\n\r\n")
+        async with fleet_of(server) as (fleet, _):
+            address, server.replica.address = server.replica.address, None
+            stream = FakeStream(address)
+            cancel = lambda *given, force: cancelled.append((*given, force))  # noqa: E731
+            watch = asyncio.create_task(fleet._watch(server.replica, stream, cancel))
+            while not server.replica.address:
+                await asyncio.sleep(0.01)
+            if status.startswith(b"200"):
+                server.replica.is_wanted = False
+            else:
+                server.parts = (b"HTTP/1.1 " + status,)
+            await watch
+            assert not fleet.replicas
+        assert cancelled == [(stream, status.startswith(b"503"))]
+
+    run(test)
+
+
+def test_the_program_ends_if_no_replica_can_start():
+    """With what was raised there, not with Ray's traceback."""
+
+    async def test():
+        error = RuntimeError("a traceback")
+        error.cause = InputError("there is no such model")
+        listener = socket.create_server(("127.0.0.1", 0))
+        start = lambda: FakeStream(("127.0.0.1", 1), error)  # noqa: E731
+        with pytest.raises(InputError, match="^there is no such model$"):
+            await Fleet(1, 2, 2).run(listener, 1, start, None)
+        listener.close()
+
+    run(test)
 
 
 @pytest.mark.parametrize("bounds", ["0", "3:2", "x", "1:", "-1", "2:3:4", "99999"])
