@@ -17,7 +17,7 @@ from tests.cluster.conftest import documents, processes
 
 pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
 pytestmark = pytest.mark.slow
-NUM_CLIENTS, NUM_DOCUMENTS, NUM_TURNS = 60, 20, 3
+NUM_CLIENTS, NUM_DOCUMENTS, NUM_TURNS = 60, 20, 5
 SAMPLING = {"seed": 5, "temperature": 0.8}
 
 
