@@ -54,7 +54,8 @@ def prompts_of(texts: list[str]) -> list[list[str]]:
 def test_clients_of_three_replicas_of_which_one_dies(folder, tmp_path, start, call):
     words = ["-m", folder, "--dtype", "float32", "--threads", 1]
     begun = time.monotonic()
-    program = start("minitri.serve", *words, "--port", 0, "--ray", "local", "--replicas", 3)
+    flags = ["--port", 0, "--batch-size", 6]  # rows, whose K and V are kept
+    program = start("minitri.serve", *words, *flags, "--ray", "local", "--replicas", 3)
     lines = iter(program.stderr)
     url = next(it[1] for line in lines if (it := re.search(r"(http://\S+/v1)", line)))
     ready = (it[1] for line in lines if (it := re.search(r"ready at (\S+)", line)))
