@@ -15,11 +15,14 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
         raise InputError("--ray needs Ray; install it: pip install 'minitri[ray]'") from None
     own: dict[str, Any] = {}
     if args.ray == "local":  # 256 MB of shared memory, through which only texts go
-        cores = max(os.cpu_count() or 1, args.replicas * (args.threads or 1))
-        own = {"num_cpus": cores, "include_dashboard": False, "object_store_memory": 256 << 20}
+        cores = os.cpu_count() or 1
+        most = (args.replicas + 1) * (args.threads or max(1, cores // args.replicas))
+        own = {"num_cpus": max(cores, most)}  # room for one replica more, while it replaces another
+        own |= {"include_dashboard": False, "object_store_memory": 256 << 20}
     with explain(f"no Ray cluster at {shorten(args.ray, 60)}", "start one, or give --ray local"):
         ray.init(args.ray, logging_level="ERROR", log_to_driver=args.verbose, **own)
     there = ray.cluster_resources()
     num_gpus = int(args.device != "cpu" and "GPU" in there)
-    args.threads = args.threads or (1 if num_gpus else max(1, int(there["CPU"]) // args.replicas))
+    cores = cores if own else int(there["CPU"])
+    args.threads = args.threads or (1 if num_gpus else max(1, cores // args.replicas))
     return ray, {"num_cpus": args.threads, "num_gpus": num_gpus}

@@ -56,6 +56,10 @@ class ServeFlags:
     requests; without it fewer guesses are rejected at a temperature above 0."""
     ignore_unknown_fields: bool = False
     """Ignore fields of requests that this server does not know, with a warning for each name."""
+    ray: str | None = None
+    """Serve by replicas on the Ray cluster at this address, or a local one."""
+    replicas: str = "1"
+    """Engines there, each on a GPU if there are any; MIN:MAX: as many as requests need."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -77,8 +81,8 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
-    """Answers requests until Ctrl-C."""
+def run_command(args: argparse.Namespace, listener: socket.socket | None = None) -> None:
+    """Answers requests until Ctrl-C; a replica of several has a listener."""
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
@@ -90,9 +94,14 @@ def run_command(args: argparse.Namespace) -> None:
         from minitri.worker import Worker
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
-        listener = socket.create_server((args.host, args.port))
+        listener = listener or socket.create_server((args.host, args.port))
     if is_open:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
+    if args.ray is not None:
+        from minitri.cluster.fleet import run_fleet
+
+        run_fleet(args, listener, run_command)
+        return
     with listener:  # clients may connect while the model is loaded
         engine = boot(args)
         most = engine.config.context_length
