@@ -1,139 +1,167 @@
 """Is the simulation of `minitri plan --fleet` right? Three engines with a thread each, against it.
 
-    python -m tools.fleet_validation
+    python -m tools.fleet_validation          # --wall: by the clock on the wall
 
-A tiny random model in three processes. First all three measure at the same time what a token of a
-prompt, a step, and a further row of it cost. Then each load is simulated, and its requests are sent
-at the simulated times to the replicas that the simulation chose. An engine without work keeps its
-core busy: the three share two cores here, so that each would be faster while another one is idle,
-which machines of their own are not.
+A tiny random model in three processes at the same time. A load of its own first tells what a token
+of a prompt, a chunk, a step and a further row of it cost under this very condition. Then each load
+is simulated, and its requests are submitted at the simulated times to the replicas that the
+simulation chose. An engine without work keeps its core busy, and a replica's clock is the processor
+time of its process: two cores are shared by three of them, and by whatever else runs, so that on
+the wall each would be faster while another one is idle, which machines of their own are not.
 """
 
-import json
+import math
 import multiprocessing
 import os
 import random
+import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from minitri.cluster.fleet import Arrival, Load, arrivals_of, given_times, simulate
+from minitri.cluster.fleet import Arrival, Load, drawn, measured, simulate
 from tools.serve_load import write_tiny
 
 NUM_REPLICAS = 3
 SIZES = (4, 256, 688, 4, 2, 64)
 """Of the model: layers, widths, heads."""
 LOADS = {
-    "documents": Load(rate=4.0, prompt=600, output=40, shared=0.7, documents=12, requests=240),
-    "long answers": Load(rate=1.6, prompt=300, output=150, requests=100),
-    "long prompts": Load(rate=2.0, prompt=900, output=30, requests=120, documents=6, shared=0.4),
+    "documents": Load(rate=16.0, prompt=600, output=40, shared=0.7, documents=12, requests=400, router=0.0),
+    "long answers": Load(rate=8.0, prompt=300, output=150, requests=200, router=0.0),
+    "long prompts": Load(rate=10.0, prompt=900, output=30, requests=240, documents=6, shared=0.4, router=0.0),
 }
-TIMED = [Arrival(0.0, 600, 64, replica=number % NUM_REPLICAS) for number in range(8 * NUM_REPLICAS)]
-"""Requests by which steps are timed."""
+WINDOW = 0.2  # seconds of work, whose tokens, chunks, steps and rows are counted
 
 
-def serve(pipe: Connection, folder: str, num_rows: int) -> None:
-    """A replica: runs what comes through the pipe; tells of each request when its first and its
-    last token came, and at last the statistics."""
+def share(one: Any) -> None:
+    """Where replicas wait for each other before they start."""
+    global barrier
+    barrier = one
+
+
+def serve(given: tuple[int, list[Arrival], int, str, bool]) -> tuple[Any, ...]:
+    """A replica's work on what is for it: when the first and last tokens of each request came, how
+    many tokens of prompts were read, how long it had work, and the counts of windows."""
     import minitri
 
+    replica, asked, num_rows, folder, by_wall = given
+    clock = time.monotonic if by_wall else time.process_time
     engine = minitri.load(folder, dtype="float32", device="cpu", draft="suffix")
     engine.complete([5] * 300, max_new_tokens=16, speculation=False, ignore_eos=True)
     room = minitri.GenerationConfig(reserve=2048)
     run = engine.open(batch_size=num_rows, speculation=False, generation=room)
-    pipe.send("ready")
-    keys, firsts = {}, {}
-    is_open = True
-    while is_open:
-        while is_open and pipe.poll():
-            if is_open := (asked := pipe.recv()) is not None:
-                key, prompt, num_new = asked
-                own = minitri.GenerationConfig(num_new, ignore_eos=True)
-                keys[run.submit(minitri.Request(prompt, seed=0, generation=own))] = key
+    left = [(n, it, prompt_of(it, n)) for n, it in enumerate(asked) if it.replica == replica]
+    numbers, firsts, ends, windows = [], {}, {}, [np.zeros(5)]
+    num_chunks = 0
+    busy = 0.0
+    barrier.wait()
+    before = started = clock()
+    while left or len(ends) < len(numbers):
+        while left and clock() - started >= left[0][1].at:
+            number, it, prompt = left.pop(0)
+            own = minitri.GenerationConfig(it.num_new, ignore_eos=True)
+            run.submit(minitri.Request(prompt, seed=0, generation=own))
+            numbers.append(number)
         event = next(run)
-        if isinstance(event, minitri.Token):
-            firsts.setdefault(event.row, time.monotonic())
+        now = clock()
+        busy += (now - before) * (not isinstance(event, minitri.Idle))
+        before = now
+        if isinstance(event, minitri.PrefillProgress):
+            num_chunks += 1
+            if busy > WINDOW * len(windows):
+                steps = sum(run.stats.steps_per_plan.values())
+                further = run.stats.num_decoded_tokens - steps
+                counts = (run.stats.num_prefilled_tokens, steps + len(firsts), further, num_chunks)
+                windows.append(np.array([busy, *counts]))
+        elif isinstance(event, minitri.Token):
+            firsts.setdefault(numbers[event.row], now - started)
         elif isinstance(event, minitri.End):
-            pipe.send((keys[event.row], firsts[event.row], time.monotonic()))
-    pipe.send(run.stats)
+            ends[numbers[event.row]] = now - started
+    times = [*firsts.items()], [*ends.items()]
+    return *times, busy, np.diff(windows, axis=0)
 
 
 def prompt_of(asked: Arrival, number: int) -> list[int]:
     """Random tokens, of which the first are the document's."""
     own, document = random.Random(number), random.Random(f"document {asked.document}")
-    num_own = asked.num_prompt - asked.num_shared
     tokens = document.choices(range(3, 90), k=asked.num_shared)
-    return tokens + own.choices(range(3, 90), k=num_own)
+    return tokens + own.choices(range(3, 90), k=asked.num_prompt - asked.num_shared)
 
 
-def measure(asked: list[Arrival], num_rows: int, folder: str) -> tuple[Any, list[Any]]:
-    """Seconds (N, 2) from each request to its first and last token, and statistics of replicas."""
+def measure(asked: list[Arrival], num_rows: int, *where: Any) -> tuple[dict[str, float], Any]:
+    """The figures of `simulate` for real, and the counts of windows."""
+    tasks = [(replica, asked, num_rows, *where) for replica in range(NUM_REPLICAS)]
     spawn = multiprocessing.get_context("spawn")
-    pairs = [spawn.Pipe() for _ in range(NUM_REPLICAS)]
-    for _, end in pairs:
-        spawn.Process(target=serve, args=(end, folder, num_rows), daemon=True).start()
-    pipes = [pipe for pipe, _ in pairs]
-    for pipe in pipes:
-        pipe.recv()
-    prompts = [prompt_of(it, number) for number, it in enumerate(asked)]
-    found = np.zeros((len(asked), 2))
-    started = time.monotonic()
-    num_sent = num_ended = 0
-    while num_ended < len(asked):
-        while num_sent < len(asked) and time.monotonic() - started >= asked[num_sent].at:
-            it = asked[num_sent]
-            pipes[it.replica].send((num_sent, prompts[num_sent], it.num_new))
-            num_sent += 1
-        for pipe in multiprocessing.connection.wait(pipes, 0.001):
-            key, *times = pipe.recv()
-            found[key] = np.array(times) - started - asked[key].at
-            num_ended += 1
-    for pipe in pipes:
-        pipe.send(None)
-    return found, [pipe.recv() for pipe in pipes]
+    with spawn.Pool(NUM_REPLICAS, share, (spawn.Barrier(NUM_REPLICAS),)) as pool:
+        firsts, ends, busy, windows = zip(*pool.map(serve, tasks, 1), strict=True)
+    first, end = ([time for _, time in sorted(sum(it, []))] for it in (firsts, ends))
+    return figures(asked, first, end, sum(busy)), np.concatenate(windows)
 
 
-def step_ms(folder: str) -> list[float]:
-    """Milliseconds of a token of a prompt, of a step over one row, and of each further row."""
-    rows, right = [], []
-    for num_rows in (1, 8):
-        _, stats = measure(TIMED, num_rows, folder)
-        for it in stats:
-            num_steps = sum(it.steps_per_plan.values())
-            print(num_rows, it.prefill_seconds, it.decode_seconds, num_steps, it.num_decoded_tokens, it.num_prefilled_tokens)
-            rows.append([0, num_steps, it.num_decoded_tokens - num_steps])
-            right.append(it.decode_seconds)
-            rows.append([it.num_prefilled_tokens, len(TIMED) // NUM_REPLICAS, 0])
-            right.append(it.prefill_seconds)
-    return [1e3 * it for it in np.linalg.lstsq(np.array(rows), np.array(right))[0]]
+def fitted(windows: Any) -> str:
+    """What --step-ms takes, by least squares over the counts of windows."""
+    found, *_ = np.linalg.lstsq(windows[:, 1:], windows[:, 0])
+    return ":".join(f"{1e3 * it:.3f}" for it in found)
+
+
+def mixed() -> list[Arrival]:
+    """Requests of many sizes, by which step times are measured."""
+    draw = random.Random(3)
+    asked = drawn(Load(rate=14.0, requests=240))
+    for number, it in enumerate(asked):
+        it.num_prompt = draw.randrange(40, 1000)
+        it.num_new = draw.randrange(10, 120)
+        it.num_shared = int(it.num_prompt * draw.choice([0, 0.4, 0.7]))
+        it.replica = number % NUM_REPLICAS
+    return asked
+
+
+def again(load: Load, asked: list[Arrival], step_ms: str) -> dict[str, float]:
+    """The figures of replicas that get the same requests as before at other step times."""
+    asked = [Arrival(**vars(it) | {"first": math.inf, "end": math.inf}) for it in asked]
+    chosen = [it.replica for it in asked]
+    busy = 0.0
+    for replica in range(NUM_REPLICAS):
+        own = [it for it, number in zip(asked, chosen, strict=True) if number == replica]
+        found = simulate(load, own, 1, *measured(step_ms))
+        busy += found["busy"] * (max(it.end for it in own) - own[0].at)
+    return figures(asked, [it.first for it in asked], [it.end for it in asked], busy)
+
+
+def figures(asked: list[Arrival], first: Any, end: Any, busy: float) -> dict[str, float]:
+    """Those of `simulate` that are compared."""
+    at = [it.at for it in asked]
+    seconds = max(end) - at[0]
+    return {
+        "requests/s": len(asked) / seconds,
+        "first p50": float(np.quantile(np.subtract(first, at), 0.5)),
+        "first p95": float(np.quantile(np.subtract(first, at), 0.95)),
+        "answer p95": float(np.quantile(np.subtract(end, at), 0.95)),
+        "busy": busy / NUM_REPLICAS / seconds,
+    }
 
 
 def main() -> None:
+    """Prints what was simulated and what was measured."""
     os.environ["OMP_NUM_THREADS"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         write_tiny(Path(folder), 4096, SIZES)
-        times = step_ms(folder)
-        print(f"--step-ms {':'.join(f'{it:.3f}' for it in times)}")
+        where = folder, "--wall" in sys.argv
+        _, windows = measure(mixed(), 8, *where)
+        before = fitted(windows)
+        print(f"{'':33}  measured  with step times of another run   with those of this run")
         for name, load in LOADS.items():
-            asked = arrivals_of(load, "")
-            expected = simulate(load, asked, NUM_REPLICAS, *given_times(times))
-            found, stats = measure(asked, load.rows, folder)
-            ends = found[:, 1] + [it.at for it in asked]
-            real = {
-                "requests/s": len(asked) / (max(ends) - asked[0].at),
-                "first p50": np.quantile(found[:, 0], 0.5),
-                "first p95": np.quantile(found[:, 0], 0.95),
-                "answer p95": np.quantile(found[:, 1], 0.95),
-                "busy": sum(it.prefill_seconds + it.decode_seconds for it in stats) / NUM_REPLICAS / (max(ends) - asked[0].at),
-                "hits": 1 - sum(it.num_prefilled_tokens for it in stats) / sum(it.num_prompt for it in asked),
-            }
-            print(name)
-            for key, value in real.items():
-                print(f"  {key:12} {expected[key]:8.3f} simulated {value:8.3f} measured {expected[key] / value - 1:+8.1%}", flush=True)
+            asked = drawn(load)
+            simulate(load, asked, NUM_REPLICAS, *measured(before))
+            found, windows = measure(asked, load.rows, *where)
+            there, here = (again(load, asked, ms) for ms in (before, fitted(windows)))
+            print(f"{name}: --step-ms {before}, {fitted(windows)}")
+            for key, real in found.items():
+                row = [f"{it[key]:12.3f} ({it[key] / real - 1:+6.1%})" for it in (there, here)]
+                print(f"  {key:10} {real:9.3f} {row[0]} {row[1]}", flush=True)
 
 
 if __name__ == "__main__":
