@@ -10,6 +10,7 @@ time of its process: two cores are shared by three of them, and by whatever else
 the wall each would be faster while another one is idle, which machines of their own are not.
 """
 
+import itertools
 import math
 import multiprocessing
 import os
@@ -29,9 +30,13 @@ NUM_REPLICAS = 3
 SIZES = (4, 256, 688, 4, 2, 64)
 """Of the model: layers, widths, heads."""
 LOADS = {
-    "documents": Load(rate=16.0, prompt=600, output=40, shared=0.7, documents=12, requests=400, router=0.0),
+    "documents": Load(
+        rate=16.0, prompt=600, output=40, shared=0.7, documents=12, requests=400, router=0.0
+    ),
     "long answers": Load(rate=8.0, prompt=300, output=150, requests=200, router=0.0),
-    "long prompts": Load(rate=10.0, prompt=900, output=30, requests=240, documents=6, shared=0.4, router=0.0),
+    "long prompts": Load(
+        rate=10.0, prompt=900, output=30, requests=240, documents=6, shared=0.4, router=0.0
+    ),
 }
 WINDOW = 0.2  # seconds of work, whose tokens, chunks, steps and rows are counted
 
@@ -97,7 +102,7 @@ def measure(asked: list[Arrival], num_rows: int, *where: Any) -> tuple[dict[str,
     spawn = multiprocessing.get_context("spawn")
     with spawn.Pool(NUM_REPLICAS, share, (spawn.Barrier(NUM_REPLICAS),)) as pool:
         firsts, ends, busy, windows = zip(*pool.map(serve, tasks, 1), strict=True)
-    first, end = ([time for _, time in sorted(sum(it, []))] for it in (firsts, ends))
+    first, end = ([time for _, time in sorted(itertools.chain(*it))] for it in (firsts, ends))
     return figures(asked, first, end, sum(busy)), np.concatenate(windows)
 
 
@@ -126,7 +131,7 @@ def again(load: Load, asked: list[Arrival], step_ms: str) -> dict[str, float]:
     busy = 0.0
     for replica in range(NUM_REPLICAS):
         own = [it for it, number in zip(asked, chosen, strict=True) if number == replica]
-        found = simulate(load, own, 1, *measured(step_ms))
+        found = simulate(load, own, 1, measured(step_ms))
         busy += found["busy"] * (max(it.end for it in own) - own[0].at)
     return figures(asked, [it.first for it in asked], [it.end for it in asked], busy)
 
@@ -155,7 +160,7 @@ def main() -> None:
         print(f"{'':33}  measured  with step times of another run   with those of this run")
         for name, load in LOADS.items():
             asked = drawn(load)
-            simulate(load, asked, NUM_REPLICAS, *measured(before))
+            simulate(load, asked, NUM_REPLICAS, measured(before))
             found, windows = measure(asked, load.rows, *where)
             there, here = (again(load, asked, ms) for ms in (before, fitted(windows)))
             print(f"{name}: --step-ms {before}, {fitted(windows)}")

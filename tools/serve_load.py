@@ -197,9 +197,7 @@ def times(name: str, outcomes: list[Outcome]) -> dict[str, float]:
     return result
 
 
-def write_tiny(
-    folder: Path, context: int, sizes: Sequence[int] = (2, 32, 64, 1, 1, 16)
-) -> None:
+def write_tiny(folder: Path, context: int, sizes: Sequence[int] = (2, 32, 64, 1, 1, 16)) -> None:
     """A random Llama whose tokens are the characters of ASCII; `sizes` as in `ModelConfig`."""
     symbols = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *symbols])}
