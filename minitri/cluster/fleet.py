@@ -40,7 +40,7 @@ class Load:
     documents: int = between(20, 1)
     requests: int = between(1000, 1, 20_000)
     rows: int = between(MAX_ROWS, 1, 1024)  # that a replica runs at a time
-    mtbf: float = between(0.0, 0.0)  # hours between failures of a replica; 0: none
+    mtbf: float = between(1e9, 0.01)  # hours between failures of a replica
     restart: float = between(60.0, 0.0)  # seconds until it is back, with nothing read
     router: float = between(1.0, 0.0)  # milliseconds for each request
     label = "in --fleet, "
@@ -134,7 +134,7 @@ def simulate(load: Load, asked: list[Arrival], num_replicas: int, costs: Costs) 
     events = [(it.at, number) for number, it in enumerate(asked)]
     death = len(asked)  # the number of an event that is none of these
     between_deaths = 3600 * load.mtbf / num_replicas
-    events += [(random.exponential(between_deaths), death)] * (between_deaths > 0)
+    events.append((random.exponential(between_deaths), death))
     heapq.heapify(events)
     routed = 0.0
     while events:
@@ -242,22 +242,17 @@ def read_load(text: str) -> tuple[Load, list[Arrival]]:
     for number, line in enumerate(read_text(file, "--fleet").splitlines(), 1):
         advice = 'write such as {"at": 0.5, "prompt_tokens": 900, "max_tokens": 200}'
         with explain(f"line {number} of {shorten(file)} is no request", advice):
-            it = json.loads(line)
-            prompt = it.get("prompt", "")
-            sizes = (
-                it.get("prompt_tokens", 2 + len(prompt) // 4),
-                it.get("max_tokens", load.output),
-            )
-            own = replace(load, prompt=sizes[0], output=sizes[1], rate=1 + it["at"])
-            document = str(it.get("document", prompt[:1000]))
-            found.append(Arrival(own.rate - 1, *sizes, document, int(load.shared * own.prompt)))
-    prompt, output = (
-        int(np.mean([getattr(it, n) for it in found])) for n in ("num_prompt", "num_new")
-    )
+            it = {"max_tokens": load.output, "prompt": "", **json.loads(line)}
+            num = it.get("prompt_tokens", 2 + len(it["prompt"]) // 4)
+            replace(load, prompt=num, output=it["max_tokens"])  # checks both
+            if not 0 <= it["at"] < math.inf:
+                raise ValueError("at must be seconds from the first request on")
+            name = str(it.get("document", it["prompt"][:1000]))
+            found.append(Arrival(it["at"], num, it["max_tokens"], name, int(load.shared * num)))
+    means = np.mean([(it.num_prompt, it.num_new) for it in found], 0).astype(int).tolist()
+    counts = {"documents": len({it.document for it in found}), "requests": len(found)}
     rate = len(found) / max(1e-3, *(it.at for it in found))
-    documents = len({it.document for it in found})
-    sizes = {"prompt": prompt, "output": output, "documents": documents, "requests": len(found)}
-    return replace(load, rate=rate, **sizes), found
+    return replace(load, rate=rate, prompt=means[0], output=means[1], **counts), found
 
 
 def measured(step_ms: str) -> Costs:
@@ -265,6 +260,6 @@ def measured(step_ms: str) -> Costs:
     `InputError`."""
     with explain(f"--step-ms is {shorten(step_ms, 60)}", "give four numbers, as in 0.2:15:0.5:3"):
         token, step, row, chunk = (float(it) / 1e3 for it in step_ms.split(":"))
-        if not (0 < token + chunk + step + row < math.inf and min(token, step, row, chunk) >= 0):
-            raise ValueError("they are to be positive")
+        if not (min(token, step, row, chunk) >= 0 and 0 < step + row + token + chunk < 1e6):
+            raise ValueError("they must be positive")
     return lambda num: chunk + num * token, lambda num: step + (num - 1) * row
