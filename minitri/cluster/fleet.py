@@ -25,7 +25,7 @@ from minitri.settings import MAX_ROWS, GenerationConfig
 Costs = tuple[Callable[[int], float], Callable[[int], float]]
 """Of a replica, in seconds: a chunk of so many tokens, and a step over so many rows."""
 SIZES = GenerationConfig()
-EACH = 20
+EACH = 10
 """Requests for each replica of a larger fleet."""
 
 
@@ -141,7 +141,7 @@ def simulate(load: Load, asked: list[Arrival], num_replicas: int, costs: Costs) 
         now, number = heapq.heappop(events)
         if number != death:
             now = routed = max(now, routed) + load.router / 1e3
-        for one in replicas:
+        for one in (it for it in replicas if it.clock < now):
             one.advance(now)
         if number != death:
             it = asked[number]
@@ -209,7 +209,7 @@ def sized(
         least = bisect_left(range(least + 1), True, least // 2 + 1, least, key=is_enough)
     is_enough(least)
     scaled = []
-    for num in (least, 10, 100, 1000):
+    for num in sorted({least, 10, 100, 1000}):
         counts = {"documents": -(-load.documents * num // least), "requests": EACH * num}
         larger = replace(load, rate=load.rate * num / least, **counts)
         scaled.append(simulate(larger, drawn(larger), num, costs))

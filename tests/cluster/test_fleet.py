@@ -87,13 +87,13 @@ def test_a_document_is_read_once_where_there_is_room_for_all():
 
 
 def test_requests_go_where_their_document_is_unless_too_much_waits_there():
-    load = Load(rate=0.5, prompt=4000, shared=0.9, documents=3, requests=100)
+    load = Load(rate=0.2, prompt=4000, output=20, shared=0.9, documents=3, requests=100)
     asked, _ = answered(load, 3)
     homes = {
         document: {it.replica for it in asked if it.document == document} for document in "012"
     }
     assert sum(map(len, homes.values())) <= 4
-    asked, _ = answered(fleet.replace(load, rate=5.0, documents=1), 3)
+    asked, _ = answered(fleet.replace(load, rate=20.0, documents=1), 3)
     assert {it.replica for it in asked} == {0, 1, 2}
 
 
@@ -112,7 +112,7 @@ def test_a_file_is_a_load(tmp_path):
 
 def test_the_plan_names_the_least_number_that_is_enough(call):
     """In a table, and as JSON; the same with step times that are given."""
-    flags = ("--fleet", "rate=6,prompt=3000,output=100,requests=200", "--latency", "1")
+    flags = ("--fleet", "rate=9,prompt=3000,output=20,requests=100", "--latency", "1")
     done = call(plan.main, *flags, "--model", "llama3.2-1b", "--gpu", "l4")
     assert done.code == 0
     found = call(plan.main, *flags, "--step-ms", "0.1:10:1:2", "--json").json
@@ -120,8 +120,8 @@ def test_the_plan_names_the_least_number_that_is_enough(call):
     least = found["least"]
     assert rows[least]["first p95"] <= 1
     assert rows[least - 1]["first p95"] > 1
-    assert [row["replicas"] for row in found["scaled"]] == [least, 10, 100, 1000]
-    assert found["router_limit"] == pytest.approx(1000 * least / 6)
+    assert [row["replicas"] for row in found["scaled"]] == sorted({least, 10, 100, 1000})
+    assert found["router_limit"] == pytest.approx(1000 * least / 9)
 
 
 @pytest.mark.parametrize(
