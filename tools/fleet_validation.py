@@ -106,10 +106,9 @@ def measure(asked: list[Arrival], num_rows: int, *where: Any) -> tuple[dict[str,
     return figures(asked, first, end, sum(busy)), np.concatenate(windows)
 
 
-def fitted(windows: Any) -> str:
-    """What --step-ms takes, by least squares over the counts of windows."""
-    found, *_ = np.linalg.lstsq(windows[:, 1:], windows[:, 0])
-    return ":".join(f"{1e3 * it:.3f}" for it in found)
+def step_ms(costs: Any) -> str:
+    """What --step-ms takes, of seconds."""
+    return ":".join(f"{1e3 * it:.3f}" for it in costs)
 
 
 def mixed() -> list[Arrival]:
@@ -156,16 +155,17 @@ def main() -> None:
         write_tiny(Path(folder), 4096, SIZES)
         where = folder, "--wall" in sys.argv
         _, windows = measure(mixed(), 8, *where)
-        before = fitted(windows)
-        print(f"{'':33}  measured  with step times of another run   with those of this run")
+        costs, *_ = np.linalg.lstsq(windows[:, 1:], windows[:, 0])
+        print(f"{'':13}   measured    before the run        in it: all times by one factor")
         for name, load in LOADS.items():
             asked = drawn(load)
-            simulate(load, asked, NUM_REPLICAS, measured(before))
+            simulate(load, asked, NUM_REPLICAS, measured(step_ms(costs)))
             found, windows = measure(asked, load.rows, *where)
-            there, here = (again(load, asked, ms) for ms in (before, fitted(windows)))
-            print(f"{name}: --step-ms {before}, {fitted(windows)}")
+            factor = windows[:, 0].sum() / (windows[:, 1:] @ costs).sum()
+            pairs = [again(load, asked, step_ms(it)) for it in (costs, factor * costs)]
+            print(f"{name}: --step-ms {step_ms(costs)}, in it times {factor:.2f}")
             for key, real in found.items():
-                row = [f"{it[key]:12.3f} ({it[key] / real - 1:+6.1%})" for it in (there, here)]
+                row = [f"{it[key]:12.3f} ({it[key] / real - 1:+6.1%})" for it in pairs]
                 print(f"  {key:10} {real:9.3f} {row[0]} {row[1]}", flush=True)
 
 
