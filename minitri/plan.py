@@ -266,8 +266,9 @@ def costs_of(args: argparse.Namespace, load: Load) -> Costs:
     half = dataclasses.replace(work, num_tokens=load.prompt // 2, hosted_share=0.0)
 
     def step(rows: int) -> float:
-        sizes = {"num_tokens": rows * num_tokens, "num_retrieved": rows * budget}
-        batch = dataclasses.replace(work, batch_size=rows, **sizes)
+        batch = dataclasses.replace(
+            work, num_tokens=rows * num_tokens, num_retrieved=rows * budget, batch_size=rows
+        )
         found = predict(batch, machine, needs.speculation.plans)
         return min(found["cascade"], found["autoregressive"]) / 1e3
 

@@ -24,8 +24,8 @@ import numpy as np
 from minitri.cluster.fleet import Arrival, Load, drawn, figures, measured, simulate
 from tools.serve_load import write_tiny
 
-SIZES = (4, 256, 688, 4, 2, 64)
-"""Of the model: layers, widths, heads."""
+SIZES = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688}
+SIZES |= {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 MIXED = Load(rate=14.0, requests=240, router=0.0)
 LOADS = {
     "documents": replace(MIXED, rate=16.0, prompt=600, output=40, shared=0.7, documents=12),
@@ -88,9 +88,9 @@ def measure(groups: list[list[Arrival]], folder: str) -> tuple[dict[str, float],
         barrier = manager.Barrier(3)
         with multiprocessing.get_context("spawn").Pool(3) as pool:
             found = pool.map(serve, [(group, folder, barrier) for group in groups], 1)
-    groups, busy, windows = zip(*found, strict=True)
+    answered, busy, windows = zip(*found, strict=True)
     replicas: Any = [SimpleNamespace(busy=it) for it in busy]
-    return figures(replicas, [it for group in groups for it in group], MIXED), np.concatenate(
+    return figures(replicas, [it for group in answered for it in group], MIXED), np.concatenate(
         windows
     )
 
@@ -123,7 +123,7 @@ def main() -> None:
         it.num_new = draw.randrange(10, 120)
         it.num_shared = int(it.num_prompt * draw.choice([0, 0.4, 0.7]))
     with tempfile.TemporaryDirectory() as folder:
-        write_tiny(Path(folder), 4096, SIZES)
+        write_tiny(Path(folder), 4096, **SIZES)
         _, windows = measure([fresh(mixed, replica) for replica in range(3)], folder)
         costs, *_ = np.linalg.lstsq(windows[:, 1:], windows[:, 0])
         print("ms:", 1e3 * costs)

@@ -44,7 +44,9 @@ class Load:
     restart: float = between(60.0, 0.0)  # seconds until it is back, with nothing read
     router: float = between(1.0, 0.0)  # milliseconds for each request
     label = "in --fleet, "
-    __post_init__ = check_fields
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
 
 @dataclass(eq=False)
