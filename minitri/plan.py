@@ -11,12 +11,11 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    from typing import Any
+    from typing import TYPE_CHECKING, Any
 
     from minitri import InputError, ModelConfig
     from minitri.cli import arguments
     from minitri.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
-    from minitri.cluster.fleet import Costs, Load, measured, read_load, sized
     from minitri.decoding.autotuner import Autotuner
     from minitri.fields import between, one_of
     from minitri.gpu.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
@@ -25,6 +24,9 @@ with clean_imports():
     from minitri.log import log
     from minitri.roofline import Machine, Workload, copy_bytes
     from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+
+    if TYPE_CHECKING:
+        from minitri.cluster.fleet import Costs, Load
 
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
@@ -240,6 +242,8 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
 
 def plan_fleet(args: argparse.Namespace) -> None:
     """Prints how many replicas a load needs. Raises `InputError`."""
+    from minitri.cluster.fleet import measured, read_load, sized  # with NumPy
+
     load, asked = read_load(args.fleet)
     args.context = max(it.num_prompt + it.num_new for it in asked)
     costs = measured(args.step_ms) if args.step_ms else costs_of(args, load)
@@ -256,7 +260,7 @@ def plan_fleet(args: argparse.Namespace) -> None:
     print(f"One router is enough for {found['router_limit']:.0f}.")
 
 
-def costs_of(args: argparse.Namespace, load: Load) -> Costs:
+def costs_of(args: argparse.Namespace, load: "Load") -> "Costs":
     """Of a replica, at the average length of a text. Raises `InputError` if its rows do not fit."""
     needs = demand_of(args, load.rows)
     machine = (site := site_of(args)).machine
