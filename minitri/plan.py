@@ -26,7 +26,7 @@ with clean_imports():
     from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
 
     if TYPE_CHECKING:
-        from minitri.cluster.fleet import Costs, Load
+        from minitri.cluster.simulation import Costs, Load
 
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
@@ -242,7 +242,7 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
 
 def plan_fleet(args: argparse.Namespace) -> None:
     """Prints how many replicas a load needs. Raises `InputError`."""
-    from minitri.cluster.fleet import measured, read_load, sized  # with NumPy
+    from minitri.cluster.simulation import measured, read_load, sized  # with NumPy
 
     load, asked = read_load(args.fleet)
     args.context = max(it.num_prompt + it.num_new for it in asked)

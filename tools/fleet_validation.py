@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minitri.cluster.fleet import Arrival, Load, drawn, figures, measured, simulate
+from minitri.cluster.simulation import Arrival, Load, drawn, figures, measured, simulate
 from tools.serve_load import write_tiny
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688}

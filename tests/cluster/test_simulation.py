@@ -6,8 +6,8 @@ import math
 import pytest
 
 from minitri import InputError, plan
-from minitri.cluster import fleet
-from minitri.cluster.fleet import Arrival, Load, drawn, measured, read_load, simulate
+from minitri.cluster import simulation
+from minitri.cluster.simulation import Arrival, Load, drawn, measured, read_load, simulate
 
 FAST = measured("0.1:10:1:2")
 """100 us for a token of a prompt, 2 ms for a chunk, 10 ms for a step, 1 for a further row."""
