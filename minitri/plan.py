@@ -11,7 +11,7 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    from typing import Any
+    from typing import TYPE_CHECKING, Any
 
     from minitri import InputError, ModelConfig
     from minitri.cli import arguments
@@ -24,6 +24,9 @@ with clean_imports():
     from minitri.log import log
     from minitri.roofline import Machine, Workload, copy_bytes
     from minitri.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+
+    if TYPE_CHECKING:
+        from minitri.cluster.simulation import Costs, Load
 
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
@@ -62,6 +65,16 @@ class PlanFlags:
     """Print an object for programs."""
     draft_weights: str = one_of("same", "same", "int8", "int4")
     """Of the retrieval level: the model's own, or a copy in 8 or 4 bits."""
+    fleet: str | None = None
+    """How many replicas a load needs, as rate=2,prompt=8000,output=300,shared=0.8 says or a file of
+    JSON lines; see docs/cluster.md."""
+    latency: float = between(2.0, 0.001)
+    """With --fleet: seconds within which 95 %% of the first tokens are to come."""
+    replicas: int | None = between(None, 1, 1000)
+    """With --fleet: only this number of replicas."""
+    step_ms: str | None = None
+    """With --fleet: milliseconds measured for a token of a prompt, a step of a row, each further
+    row, and each chunk of a prompt, as in 0.2:15:0.5:3."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -92,7 +105,7 @@ def config_of(name: str) -> ModelConfig:
     return open_checkpoint(found.path).config(found.name)
 
 
-def demand_of(args: argparse.Namespace) -> Demand:
+def demand_of(args: argparse.Namespace, num_rows: int = 1) -> Demand:
     """What a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     longest = config.context_length
@@ -105,7 +118,9 @@ def demand_of(args: argparse.Namespace) -> Demand:
     return Demand(
         config.share(args.gpus),
         None if draft in LOOKUPS else config_of(draft),
-        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
+        MemoryShape(
+            (context,) * num_rows, SamplingParams(), generation, arguments.speculation_of(args)
+        ),
         itemsize=4 if args.dtype == "float32" else 2,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
@@ -148,6 +163,9 @@ def run_command(args: argparse.Namespace) -> None:
     """Prints the plan. Raises `InputError` if no placement fits."""
     if args.gpu == "list":
         print(TABLE)
+        return
+    if args.fleet is not None:
+        plan_fleet(args)
         return
     needs = demand_of(args)
     site = site_of(args)
@@ -220,6 +238,45 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
     alone = 1e3 * work.seconds(machine, "target", 0)
     cascade = 1e3 / tuner.tokens_per_second(best)
     return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+
+
+def plan_fleet(args: argparse.Namespace) -> None:
+    """Prints how many replicas a load needs. Raises `InputError`."""
+    from minitri.cluster.simulation import measured, read_load, sized  # with NumPy
+
+    load, asked = read_load(args.fleet)
+    args.context = max(it.num_prompt + it.num_new for it in asked)
+    costs = measured(args.step_ms) if args.step_ms else costs_of(args, load)
+    found = sized(load, asked, costs, args.latency, args.replicas)
+    if args.json:
+        print(json.dumps(found))
+        return
+    for rows in (found["tried"], found["scaled"]):
+        print("".join(f"{name:>11}" for name in rows[0]))
+        for row in rows:
+            print("".join(f"{value:11.3g}" for value in row.values()))
+        print()
+    print(f"Enough for a first token within {args.latency:g} s (p95): {found['least']} replicas.")
+    print(f"One router is enough for {found['router_limit']:.0f}.")
+
+
+def costs_of(args: argparse.Namespace, load: "Load") -> "Costs":
+    """Of a replica, at the average length of a text. Raises `InputError` if its rows do not fit."""
+    needs = demand_of(args, load.rows)
+    machine = (site := site_of(args)).machine
+    work = workload(needs, most_on_chip(needs, site, args.host_memory * GIB / args.gpus))
+    num_tokens = load.prompt + load.output // 2
+    budget = needs.speculation.budget_for(num_tokens)
+    half = dataclasses.replace(work, num_tokens=load.prompt // 2, hosted_share=0.0)
+
+    def step(rows: int) -> float:
+        batch = dataclasses.replace(
+            work, num_tokens=rows * num_tokens, num_retrieved=rows * budget, batch_size=rows
+        )
+        found = predict(batch, machine, needs.speculation.plans)
+        return min(found["cascade"], found["autoregressive"]) / 1e3
+
+    return lambda num: half.seconds(machine, "target", num - 1), functools.cache(step)
 
 
 def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Machine) -> str:
