@@ -112,7 +112,7 @@ def test_a_file_is_a_load(tmp_path):
 
 def test_the_plan_names_the_least_number_that_is_enough(call, monkeypatch):
     """In a table, and as JSON; the same with step times that are given."""
-    monkeypatch.setattr(fleet, "EACH", 1)
+    monkeypatch.setattr(simulation, "EACH", 1)
     flags = ("--fleet", "rate=9,prompt=3000,output=20,requests=100", "--latency", "1")
     done = call(plan.main, *flags, "--model", "llama3.2-1b", "--gpu", "l4")
     assert done.code == 0
