@@ -16,12 +16,13 @@ from minitri.cli.arguments import taken
 from minitri.cli.boot import load_engine
 from minitri.cli.inputs import read_prompt
 from minitri.cli.report import where
+from minitri.config import ModelConfig
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
-from minitri.roofline import bytes_per_pass
+from minitri.roofline import bytes_per_pass, weights_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
-from tools.bench.bandwidth import read_bandwidth
+from tools.bench.bandwidth import product_rate, read_bandwidth
 
 PARTS = {
     "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
@@ -56,6 +57,7 @@ def run_floor(args: argparse.Namespace) -> None:
         "num_new_tokens": num_new,
         "repeats": args.repeats,
         **facts,
+        "prefill_flops": prefill_flops(engine.config, len(prompt)),
         "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
         "ms_per_token": spread([stats.ms_per_token or 0.0 for stats in all_stats]),
         "peak_bytes": peak_bytes,
@@ -77,6 +79,7 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """What a step must read at a length of `num_tokens`, and how fast this machine reads."""
     model = engine.model
     weight_bytes = bytes_per_pass(model)
+    gate_up = (1024, engine.config.hidden_size, 2 * engine.config.intermediate_size)
     kv_bytes = engine.config.kv_values_per_token * model.dtype.itemsize
     bandwidth = read_bandwidth(model.device)
     return {
@@ -84,8 +87,16 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
         "weight_bytes_per_token": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "memory_bytes_per_second": bandwidth,
+        "product_flops_per_second": product_rate(*gate_up, model.dtype, model.device),
         "floor_ms_per_token": 1e3 * (weight_bytes + kv_bytes * num_tokens) / bandwidth,
     }
+
+
+def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
+    """FLOPs of reading a prompt: of all weights but the LM head's, and of causal attention."""
+    num_weights = weights_per_pass(config) - config.vocab_size * config.hidden_size
+    attention = 2 * config.num_heads * config.head_dim * config.num_layers * num_tokens
+    return num_tokens * (2.0 * num_weights + attention)
 
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
@@ -152,6 +163,7 @@ def describe(facts: dict[str, Any]) -> str:
     prompt, prefill = facts["num_prompt_tokens"], facts["prefill_seconds"]["median"]
     floor, decode = facts["floor_ms_per_token"], facts["ms_per_token"]["median"]
     peak, needed = facts["peak_bytes"], facts["weights_and_kv_bytes"]
+    rate, best = facts["prefill_flops"] / prefill, facts["product_flops_per_second"]
     lines = [
         f"{facts['model']}, {facts['dtype']}, {facts['device']}, {facts['num_threads']} threads, "
         f"torch {facts['torch']}",
@@ -162,6 +174,8 @@ def describe(facts: dict[str, Any]) -> str:
         f"memory bandwidth  {facts['memory_bytes_per_second'] / 1e9:.1f} GB/s, measured",
         f"floor             {floor:.1f} ms/token",
         f"prefill           {runs('prefill_seconds', 's')}, {prompt / prefill:.0f} tokens/s",
+        f"                  {rate / 1e9:.0f} GFLOP/s, {rate / best:.2f} of a product of 1,024 rows "
+        f"({best / 1e9:.0f})",
         f"decode            {runs('ms_per_token', 'ms/token')}, {decode / floor:.2f} x the floor",
         f"peak memory       {peak / 1e6:.0f} MB above the imports, {peak / needed:.2f} x weights + "
         f"KV cache ({needed / 1e6:.0f} MB)",
