@@ -19,7 +19,11 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
         most = (args.replicas + 1) * (args.threads or max(1, cores // args.replicas))
         own = {"num_cpus": max(cores, most)}  # room for one replica more, while it replaces another
         own |= {"include_dashboard": False, "object_store_memory": 256 << 20}
-    with explain(f"no Ray cluster at {shorten(args.ray, 60)}", "start one, or give --ray local"):
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # the death of a replica is told here
+    with explain(
+        f"no Ray cluster at {shorten(args.ray, 60)}",
+        "start one, set RAY_AUTH_MODE=token if it asks for one, or give --ray local",
+    ):
         ray.init(args.ray, logging_level="ERROR", log_to_driver=args.verbose, **own)
     there = ray.cluster_resources()
     num_gpus = int(args.device != "cpu" and "GPU" in there)

@@ -3,44 +3,39 @@
 Each is a task, in whose process the server listens at a port of its own. A connection is for one
 request, whose bytes go to the replica that was last given the longest beginning of its prompt,
 unless another has less to do. Once a second the fleet compares what is there with what is wanted:
-as many as requests need, and after SIGHUP new ones in the place of all, one at a time.
+as many as requests need, and after SIGUSR1 new ones in the place of all, one at a time.
 """
 
 import argparse
 import asyncio
-import json
+import errno
 import logging
+import os
 import re
 import signal
 import socket
 from asyncio import StreamReader, StreamWriter
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import Any
 
 from minitri.cluster.connection import connect
+from minitri.cluster.wire import SILENCE, blocks_of, copy_answer, left, read_request, refusal
 from minitri.errors import InputError, explain, shorten
 from minitri.log import log
 from minitri.serve.access import ApiError
-from minitri.serve.answers import in_stream, to_json
-from minitri.serve.app import BODY_SECONDS
+from minitri.serve.connections import most_connections
 from minitri.settings import MAX_ROWS
 
-BLOCK = 128
-"""Characters of a prompt, which a replica was given or not."""
 MOST_BLOCKS = 1 << 18
 """That are remembered, in 50 MB."""
-MOST_BYTES = 1 << 25
-"""Of a body; replicas take less."""
 SILENT_SECONDS = 8
 """After which a replica is dead."""
 IDLE_SECONDS = 60
 """With fewer requests than replicas can run, after which one of them ends."""
-FIELDS = ("tools", "instructions", "prompt", "messages", "input")
-"""Of a prompt, in the order in which a model reads them."""
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-FAILURE = to_json(ApiError(503, "unavailable", "no replica answers any more; ask again").content)
-UNAVAILABLE = b"HTTP/1.1 503 Unavailable\r\ncontent-type: application/json\r\n\r\n" + FAILURE
+KEY_VARIABLE = "MINITRI_API_KEY"
 Serve = Callable[[argparse.Namespace, socket.socket], None]
 
 
@@ -51,6 +46,11 @@ def run_fleet(args: argparse.Namespace, listener: socket.socket, serve: Serve) -
         raise InputError(f"--replicas is {shorten(args.replicas, 60)}; give N, or MIN:MAX")
     args.replicas = int(bounds[2] or bounds[1])
     ray, share = connect(args)
+    here = vars(args)
+    for name in ("model", "draft", "api_key_file", "kv_store"):  # in the folder of this program
+        if here[name] is not None and Path(here[name]).exists():
+            here[name] = str(Path(here[name]).absolute())
+    args.api_key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
     options = {"num_returns": "streaming", "max_retries": 0, "max_calls": 1}
     task = ray.remote(**share, **options)(serve_alone)
     fleet = Fleet(args.batch_size or MAX_ROWS, int(bounds[1]), args.replicas)
@@ -65,6 +65,7 @@ def serve_alone(args: argparse.Namespace, serve: Serve) -> Iterator[tuple[str, i
 
     host = "127.0.0.1" if args.ray == "local" else ray.util.get_node_ip_address()
     args.ray = None
+    os.environ.pop(KEY_VARIABLE, None)  # the cluster's, which is not for this server
     logging.basicConfig(level="INFO", format="%(message)s")  # in Ray's log of this process
     with socket.create_server((host, 0)) as listener:
         yield listener.getsockname()
@@ -81,29 +82,22 @@ class Replica:
         self.is_wanted = True
         self.watch: asyncio.Task[None] | None = None
 
-    async def answer(self, request: bytes, left: asyncio.Future[Any], out: StreamWriter) -> bool:
+    async def answer(self, request: bytes, client: asyncio.Task[None], out: StreamWriter) -> bool:
         """Copies an answer until it ends, the client has left, or the replica dies. False: there
         was none."""
-        first = last = b""
-        with suppress(OSError):
+        try:
             async with asyncio.timeout(SILENT_SECONDS):
                 reader, upstream = await asyncio.open_connection(*self.address)
-            self.connections.add(upstream)
-            left.add_done_callback(lambda _: upstream.transport.abort())
-            try:
-                upstream.write(request)
-                while part := await reader.read(1 << 16):
-                    out.write(part)
-                    await out.drain()
-                    first = first or part
-                    last = part
-            finally:
-                self.connections.discard(upstream)
-                upstream.transport.abort()
-        if b"text/event-stream" in first and not last.endswith(b"\r\n0\r\n\r\n"):
-            told = in_stream(FAILURE)
-            out.write(b"%x\r\n%s\r\n0\r\n\r\n" % (len(told), told))
-        return first != b""
+        except OSError:
+            return False
+        self.connections.add(upstream)
+        client.add_done_callback(lambda _: upstream.transport.abort())
+        try:
+            upstream.write(request)
+            return await copy_answer(reader, out)
+        finally:
+            self.connections.discard(upstream)
+            upstream.transport.abort()
 
 
 class Fleet:
@@ -119,6 +113,7 @@ class Fleet:
         self._busy_at = 0.0  # when all were needed
         self._given: dict[int, Replica] = {}  # by blocks, of which those used last are at the end
         self._failure: BaseException | None = None
+        self._num_open = 0  # connections of clients
 
     async def run(self, listener: socket.socket, grace: float, start: Any, cancel: Any) -> None:
         """Answers until SIGINT or SIGTERM by tasks that `start` gives. Raises `InputError` if no
@@ -127,7 +122,7 @@ class Fleet:
         ended = asyncio.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, ended.set)
-        loop.add_signal_handler(signal.SIGHUP, self.renew)
+        loop.add_signal_handler(signal.SIGUSR1, self.renew)
         server = await asyncio.start_server(self.serve, sock=listener)
         while not ended.is_set():
             for _ in range(self.adapt(loop.time())):
@@ -137,7 +132,8 @@ class Fleet:
             if self._failure and not any(it.address and it.is_wanted for it in self.replicas):
                 with explain("no replica can start", "see Ray's log"):
                     raise self._failure
-        loop.remove_signal_handler(signal.SIGINT)  # a second one ends all at once
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # a second one ends all at once
         server.close()
         with suppress(TimeoutError):
             async with asyncio.timeout(grace):
@@ -159,16 +155,24 @@ class Fleet:
         if num_needed >= self._num_wanted or now > self._busy_at + IDLE_SECONDS:
             self._num_wanted = max(num_needed, self._num_wanted - 1)
             self._busy_at = now
-        if len(staying) > self._num_wanted and all(it.address for it in staying):
-            least = min(staying, key=lambda it: (not it.is_old, len(it.connections)))
-            least.is_wanted = False
+        is_renewing = any(it.is_old for it in staying)
+        starting = [it for it in staying if not it.address]
+        if len(staying) - is_renewing * bool(starting) > self._num_wanted:
+            by_worth = (starting or staying, lambda it: (not it.is_old, len(it.connections)))
+            min(by_worth[0], key=by_worth[1]).is_wanted = False
             return 0
-        return self._num_wanted + any(it.is_old for it in staying) - len(staying)
+        return self._num_wanted + is_renewing - len(staying)
 
     async def _watch(self, replica: Replica, stream: Any, cancel: Any) -> None:
         """A replica from its start to its end."""
+        is_let_go = False
         try:
-            address = await (await anext(stream))
+            told = asyncio.ensure_future(anext(stream))
+            while not (await asyncio.wait([told], timeout=1))[0]:
+                if not replica.is_wanted:  # while there is no room for it
+                    is_let_go = True
+                    cancel(stream, force=True)
+            address = await (await told)
             with suppress(OSError):
                 while replica.is_wanted or replica.connections:
                     await check(address, SILENT_SECONDS if replica.address else None)
@@ -186,28 +190,40 @@ class Fleet:
                 upstream.transport.abort()
             await (await anext(stream))
         except Exception as error:  # Ray's, or of the replica
-            if not replica.address:
+            if not (replica.address or is_let_go):
                 self._failure = getattr(error, "cause", error)
                 log.warning("a replica did not start: %s", shorten(self._failure))
         self.replicas.remove(replica)
 
     async def serve(self, reader: StreamReader, writer: StreamWriter) -> None:
         """Answers the request of a connection."""
-        with closing(writer), suppress(OSError, EOFError, asyncio.LimitOverrunError):
-            async with asyncio.timeout(BODY_SECONDS):
-                head = await reader.readuntil(b"\r\n\r\n")
-                size = re.search(rb"(?i)\r\ncontent-length:[ \t]*(\d+)", head)
-                body = await reader.readexactly(min(int(size[1]), MOST_BYTES) if size else 0)
-            head = re.sub(rb"(?i)\r\n(connection|expect):[^\r]*", b"", head)
-            request = head.replace(b"\r\n", b"\r\nconnection: close\r\n", 1) + body
-            left = asyncio.gather(reader.read(1), return_exceptions=True)
-            blocks = blocks_of(body)
-            tried: list[Replica] = []
-            while not left.done() and (replica := self._choose(blocks, tried)):
-                if await replica.answer(request, left, writer):
+        self._num_open += 1
+        try:
+            with closing(writer), suppress(OSError, EOFError):
+                try:
+                    await self._answer(reader, writer)
+                except ApiError as error:
+                    writer.write(refusal(error))
+        finally:
+            self._num_open -= 1
+
+    async def _answer(self, reader: StreamReader, writer: StreamWriter) -> None:
+        """Raises `ApiError` where no replica does."""
+        if self._num_open > most_connections() // 2:  # each needs another one
+            raise ApiError(503, "queue_full", "there are too many connections; try later")
+        request, body = await read_request(reader, writer)
+        client = asyncio.create_task(left(reader))
+        blocks = blocks_of(body)
+        tried: list[Replica] = []
+        try:
+            while not client.done() and (replica := self._choose(blocks, tried)):
+                if await replica.answer(request, client, writer):
                     return
                 tried.append(replica)
-            writer.write(UNAVAILABLE)
+            if not client.done():
+                raise SILENCE
+        finally:
+            client.cancel()
 
     def _choose(self, blocks: list[int], tried: list[Replica]) -> Replica | None:
         """The replica for a prompt, which from now on was given its blocks; None if all are dead,
@@ -231,21 +247,13 @@ class Fleet:
 async def check(address: tuple[str, int], seconds: float | None) -> None:
     """Raises `OSError` if a server is dead, or silent or stuck for so long."""
     async with asyncio.timeout(seconds):
-        reader, writer = await asyncio.open_connection(*address)
+        try:
+            reader, writer = await asyncio.open_connection(*address)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # here, which says nothing of it
+                return
+            raise
         with closing(writer):
             writer.write(HEALTH)
             if b" 200 " not in await reader.readline():
                 raise ConnectionError
-
-
-def blocks_of(body: bytes) -> list[int]:
-    """A hash for each block of a prompt, which depends on those before it, too."""
-    try:
-        fields = {**json.loads(body)}
-    except (TypeError, ValueError, RecursionError):  # the replica says what is wrong
-        return []
-    text = json.dumps([fields.get(name) for name in FIELDS])
-    hashes = [0]
-    for end in range(BLOCK, len(text) + 1, BLOCK):
-        hashes.append(hash((hashes[-1], text[end - BLOCK : end])))
-    return hashes[1:]

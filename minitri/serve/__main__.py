@@ -86,6 +86,8 @@ def run_command(args: argparse.Namespace, listener: socket.socket | None = None)
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
+    if args.ray is None and listener is None and args.replicas != "1":
+        raise InputError("--replicas needs --ray; give --ray local, or leave it out")
     is_open = not (access.keys or access.is_for_one)
     with clean_imports():  # what the server needs: no flag is wrong any more
         from minitri.serve.app import Server, Service  # by an extra; --help works without it

@@ -7,7 +7,8 @@ import socket
 
 import pytest
 
-from minitri.cluster.fleet import BLOCK, IDLE_SECONDS, Fleet, Replica, blocks_of
+from minitri.cluster.fleet import IDLE_SECONDS, Fleet, Replica
+from minitri.cluster.wire import BLOCK, blocks_of
 from minitri.errors import InputError
 from minitri.serve.__main__ import main
 from tests.cluster.conftest import documents
@@ -41,6 +42,19 @@ class FakeServer:
         is_done = self.parts and self.parts[-1].endswith(b"0\r\n\r\n")
         if not is_done and await reader.read(1) == b"":
             self.was_left.set()
+
+
+class Deaf(FakeServer):
+    """Reads no body, and pauses between the parts of its answer."""
+
+    async def answer(self, reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        for part in self.parts:
+            if part is None:
+                writer.transport.abort()
+                return
+            writer.write(part)
+            await asyncio.sleep(0.05)
 
 
 def run(test):
@@ -181,6 +195,66 @@ def test_a_stream_that_had_begun_ends_with_an_error():
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("parts", "end"),
+    [
+        ((HEAD[:20], HEAD[20:], b"5\r\nhello\r\n", None), b"event"),
+        ((HEAD, b"5\r\nhello\r\n50\r\nhalf of", None), b"event"),
+        ((HEAD, b"5\r\nhello\r\n", b"0\r\n", b"\r\n"), b"5\r\nhello\r\n0\r\n\r\n"),
+        ((HEAD, b"5\r\nhello\r\n", b"0\r\n\r\n"), b"5\r\nhello\r\n0\r\n\r\n"),
+        ((b"HTTP/1.0 200 OK\r\ncontent-type: text/event-stream\r\n\r\n", b"x", None), b"\r\n\r\nx"),
+        ((b"HTTP/1.1 200 OK\r\n\r\n", b"text/event-stream", None), b"\r\n\r\ntext/event-stream"),
+    ],
+)
+def test_only_streams_that_break_off_end_with_an_error(parts, end):
+    """However their bytes arrive; whatever stands in an answer."""
+
+    async def test():
+        async with fleet_of(Deaf(*parts)) as (_, address):
+            told = await ask(address)
+        if end == b"event":
+            size, event, *last = told.removeprefix(HEAD + b"5\r\nhello\r\n").split(b"\r\n")
+            assert (int(size, 16), last) == (len(event), [b"0", b"", b""])
+            assert b"ask again" in event
+        else:
+            assert told.endswith(end)
+            assert b"ask again" not in told
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"Transfer-Encoding: chunked", b"411"),
+        (b"Content-Length: 99999999999", b"413"),
+        (b"Content-Length: " + b"1" * 5000, b"200"),  # a replica would refuse it
+    ],
+)
+def test_what_no_replica_can_take_is_refused(head, status):
+    async def test():
+        async with fleet_of(Deaf(b"HTTP/1.1 200 OK\r\n\r\n", None)) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
+            assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
+            writer.close()
+
+    run(test)
+
+
+def test_what_follows_a_request_is_no_leaving_and_a_client_is_told_to_go_on():
+    async def test():
+        async with fleet_of(FakeServer(HEAD, ANSWER)) as (_, address):
+            reader, writer = await asyncio.open_connection(*address)
+            writer.write(b"POST / HTTP/1.1\r\nExpect: 100-continue\r\ncontent-length: 2\r\n\r\n")
+            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+            writer.write(b"{}\r\nGET / HTTP/1.1\r\n\r\n")
+            assert await reader.read() == HEAD + ANSWER
+            writer.close()
+
+    run(test)
+
+
 def test_a_client_that_leaves_closes_the_connection_to_the_replica():
     """Before its answer begins, and in the middle of it."""
 
@@ -223,7 +297,6 @@ def test_what_is_no_request_gets_no_answer_and_stops_nothing():
             for junk in (
                 b"",
                 b"GET",
-                b"a" * (1 << 17) + b"\r\n\r\n",
                 b"x\r\nContent-Length: 5\r\n\r\nab",
             ):
                 reader, writer = await asyncio.open_connection(*address)
@@ -274,6 +347,17 @@ def test_there_are_as_many_replicas_as_requests_need():
     assert [it.is_wanted for it in fleet.replicas] == [True, False, True]
     fleet.adapt(5 + 2 * IDLE_SECONDS)
     assert sum(it.is_wanted for it in fleet.replicas) == 1
+
+
+def test_one_that_gets_no_room_is_let_go_first():
+    fleet = Fleet(1, 1, 4)
+    fleet.replicas = [replica_with(2), replica_with(2)]
+    assert fleet.adapt(0) == 2
+    fleet.replicas = [replica_with(0), replica_with(0), Replica(), Replica()]
+    for n in (1, 2, 3, 4, 5, 6):
+        fleet.adapt(n * (IDLE_SECONDS + 1))
+    assert [it.is_wanted for it in fleet.replicas].count(True) == 1
+    assert not any(it.is_wanted for it in fleet.replicas[2:])
 
 
 def test_replicas_are_replaced_one_at_a_time():
