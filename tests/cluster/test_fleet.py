@@ -446,3 +446,11 @@ def test_without_ray_a_line_says_what_to_install(call, monkeypatch):
     done = call(main, "--port", 0, "--ray", "local")
     assert (done.code, done.out) == (2, "")
     assert done.err == "minitri: --ray needs Ray; install it: pip install 'minitri[ray]'\n"
+
+
+def test_replicas_without_ray_are_refused(call):
+    done = call(main, "--port", 0, "--replicas", "3")
+    assert (done.code, done.err) == (
+        2,
+        "minitri: --replicas needs --ray; give --ray local, or leave it out\n",
+    )
