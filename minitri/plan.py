@@ -244,6 +244,8 @@ def plan_fleet(args: argparse.Namespace) -> None:
     """Prints how many replicas a load needs. Raises `InputError`."""
     from minitri.cluster.simulation import measured, read_load, sized  # with NumPy
 
+    if not args.latency >= 0.001:
+        raise InputError(f"--latency is {args.latency}; give seconds, 0.001 or more")
     load, asked = read_load(args.fleet)
     args.context = max(it.num_prompt + it.num_new for it in asked)
     costs = measured(args.step_ms) if args.step_ms else costs_of(args, load)
@@ -256,7 +258,10 @@ def plan_fleet(args: argparse.Namespace) -> None:
         for row in rows:
             print("".join(f"{value:11.3g}" for value in row.values()))
         print()
-    print(f"Enough for a first token within {args.latency:g} s (p95): {found['least']} replicas.")
+    verdict = "Enough" if found["enough"] else "Not enough"
+    print(
+        f"{verdict} for a first token within {args.latency:g} s (p95): {found['least']} replicas."
+    )
     print(f"One router is enough for {found['router_limit']:.0f}.")
 
 

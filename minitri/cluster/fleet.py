@@ -32,6 +32,8 @@ MOST_BLOCKS = 1 << 18
 """That are remembered, in 50 MB."""
 SILENT_SECONDS = 8
 """After which a replica is dead."""
+LEAVING_SECONDS = 2
+"""For a client to send what nobody reads any more, before it sees why."""
 IDLE_SECONDS = 60
 """With fewer requests than replicas can run, after which one of them ends."""
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -113,6 +115,7 @@ class Fleet:
         self._busy_at = 0.0  # when all were needed
         self._given: dict[int, Replica] = {}  # by blocks, of which those used last are at the end
         self._failure: BaseException | None = None
+        self._was_ready = False  # one of the replicas
         self._num_open = 0  # connections of clients
 
     async def run(self, listener: socket.socket, grace: float, start: Any, cancel: Any) -> None:
@@ -129,7 +132,7 @@ class Fleet:
                 self.replicas.append(replica := Replica())
                 replica.watch = loop.create_task(self._watch(replica, start(), cancel))
             await asyncio.sleep(1)
-            if self._failure and not any(it.address and it.is_wanted for it in self.replicas):
+            if self._failure and not self._was_ready:
                 with explain("no replica can start", "see Ray's log"):
                     raise self._failure
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -178,7 +181,7 @@ class Fleet:
                     await check(address, SILENT_SECONDS if replica.address else None)
                     if not replica.address:
                         log.info("a replica is ready at %s:%d", *address)
-                        self._failure = None
+                        self._was_ready = True
                     replica.address = address
                     await asyncio.sleep(1)
             if replica.address:
@@ -204,6 +207,9 @@ class Fleet:
                     await self._answer(reader, writer)
                 except ApiError as error:
                     writer.write(refusal(error))
+                    writer.write_eof()
+                    async with asyncio.timeout(LEAVING_SECONDS):
+                        await left(reader)
         finally:
             self._num_open -= 1
 
@@ -224,6 +230,7 @@ class Fleet:
                 raise SILENCE
         finally:
             client.cancel()
+            await asyncio.wait([client])
 
     def _choose(self, blocks: list[int], tried: list[Replica]) -> Replica | None:
         """The replica for a prompt, which from now on was given its blocks; None if all are dead,

@@ -27,6 +27,11 @@ Costs = tuple[Callable[[int], float], Callable[[int], float]]
 SIZES = GenerationConfig()
 EACH = 10
 """Requests for each replica of a larger fleet."""
+MOST_GROWTH = 2
+"""Of the time to first tokens, from the second quarter of the requests to the last: beyond it the
+queue grows."""
+MOST_DEATHS = 10
+"""For each request: where answers take longer than replicas live, none would end."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,14 @@ class Load:
     """What is asked of a fleet, and what its replicas and its router are like."""
 
     rate: float = between(1.0, 1e-6)  # requests per second, at random times (Poisson)
-    prompt: int = between(2000, 2)  # tokens
-    output: int = between(200, 1)  # tokens
+    prompt: int = between(2000, 2, 10_000_000)  # tokens
+    output: int = between(200, 1, 1_000_000)  # tokens
     shared: float = between(0.0, 0.0, 1)  # of a prompt: a document, about which others ask, too
     documents: int = between(20, 1)
     requests: int = between(1000, 1, 20_000)
     rows: int = between(MAX_ROWS, 1, 1024)  # that a replica runs at a time
     mtbf: float = between(1e9, 0.01)  # hours between failures of a replica
-    restart: float = between(60.0, 0.0)  # seconds until it is back, with nothing read
+    restart: float = between(60.0, 0.0, 86_400)  # seconds until it is back, with nothing read
     router: float = between(1.0, 0.0)  # milliseconds for each request
     label = "in --fleet, "
 
@@ -68,7 +73,8 @@ class Arrival:
 
     def num_known(self, new: "Arrival") -> int:
         """First tokens of a new prompt that were read for this one."""
-        most = min(new.num_shared, self.num_shared, self.num_prompt - 1 - self.num_unread)
+        own = min(self.num_shared, self.num_prompt - 1 - self.num_unread)
+        most = min(own, new.num_shared, new.num_prompt - 1)
         return most * (self.document == new.document)
 
 
@@ -139,6 +145,7 @@ def simulate(load: Load, asked: list[Arrival], num_replicas: int, costs: Costs) 
     events.append((random.exponential(between_deaths), death))
     heapq.heapify(events)
     routed = 0.0
+    num_deaths = 0
     while events:
         now, number = heapq.heappop(events)
         if number != death:
@@ -159,7 +166,8 @@ def simulate(load: Load, asked: list[Arrival], num_replicas: int, costs: Costs) 
             best.ahead += it.work
             best.documents.add(it.document)
             best.waiting.append(it)
-        elif any(it.end > now for it in asked):
+        elif num_deaths < MOST_DEATHS * len(asked) and any(it.end > now for it in asked):
+            num_deaths += 1
             number = int(random.integers(num_replicas))
             dead = replicas[number]
             replicas[number] = Replica(costs, [*nothing], now + load.restart, busy=dead.busy)
@@ -176,13 +184,15 @@ def simulate(load: Load, asked: list[Arrival], num_replicas: int, costs: Costs) 
 def figures(replicas: list[Replica], asked: list[Arrival], load: Load) -> dict[str, float]:
     """Throughput, seconds, and shares of time and of tokens."""
     seconds = max(it.end for it in asked) - min(it.at for it in asked)
-    firsts = [it.first - it.at for it in asked]
+    firsts = [it.first - it.at for it in sorted(asked, key=lambda it: it.at)]
+    num = len(firsts) // 4
     return {
         "requests/s": len(asked) / seconds,
         "tokens/s": sum(it.num_new for it in asked) / seconds,
         "first p50": float(np.quantile(firsts, 0.5)),
         "first p95": float(np.quantile(firsts, 0.95)),
         "answer p95": float(np.quantile([it.end - it.at for it in asked], 0.95)),
+        "growth": sum(firsts[3 * num : 4 * num]) / sum(firsts[num : 2 * num]) if num else 1.0,
         "busy": sum(it.busy for it in replicas) / len(replicas) / seconds,
         "hits": sum(it.num_cached for it in asked) / sum(it.num_prompt for it in asked),
         "router": len(asked) * load.router / 1e3 / seconds,
@@ -199,7 +209,7 @@ def sized(
     def is_enough(num: int) -> bool:
         if num not in tried:
             tried[num] = simulate(load, [replace(it) for it in asked], num, costs)
-        return tried[num]["first p95"] <= latency
+        return tried[num]["first p95"] <= latency and tried[num]["growth"] < MOST_GROWTH
 
     powers = [1 << n for n in range(11)]
     least = num_replicas or next(filter(is_enough, powers), 0)
@@ -209,7 +219,7 @@ def sized(
         raise InputError(f"{problem}, however many replicas there are; raise it")
     if num_replicas is None:
         least = bisect_left(range(least + 1), True, least // 2 + 1, least, key=is_enough)
-    is_enough(least)
+    enough = is_enough(least)
     scaled = []
     for num in sorted({least, 10, 100, 1000}):
         counts = {"documents": -(-load.documents * num // least), "requests": EACH * num}
@@ -217,7 +227,13 @@ def sized(
         scaled.append(simulate(larger, drawn(larger), num, costs))
     limit = 1e3 * least / (load.rate * max(load.router, 1e-6))
     rows = [tried[num] for num in sorted(tried)]
-    return {"least": least, "tried": rows, "scaled": scaled, "router_limit": limit}
+    return {
+        "least": least,
+        "enough": enough,
+        "tried": rows,
+        "scaled": scaled,
+        "router_limit": limit,
+    }
 
 
 def drawn(load: Load) -> list[Arrival]:
@@ -249,8 +265,10 @@ def read_load(text: str) -> tuple[Load, list[Arrival]]:
             replace(load, prompt=num, output=it["max_tokens"])  # checks both
             if not 0 <= it["at"] < math.inf:
                 raise ValueError("at must be seconds from the first request on")
-            name = str(it.get("document", it["prompt"][:1000]))
+            name = str(it.get("document", it["prompt"][:1000] or number))
             found.append(Arrival(it["at"], num, it["max_tokens"], name, int(load.shared * num)))
+    started = min((it.at for it in found), default=0.0)
+    found = [replace(it, at=it.at - started) for it in found]
     means = np.mean([(it.num_prompt, it.num_new) for it in found], 0).astype(int).tolist()
     counts = {"documents": len({it.document for it in found}), "requests": len(found)}
     rate = len(found) / max(1e-3, *(it.at for it in found))
@@ -262,6 +280,6 @@ def measured(step_ms: str) -> Costs:
     `InputError`."""
     with explain(f"--step-ms is {shorten(step_ms, 60)}", "give four numbers, as in 0.2:15:0.5:3"):
         token, step, row, chunk = (float(it) / 1e3 for it in step_ms.split(":"))
-        if not (min(token, step, row, chunk) >= 0 and 0 < step + row + token + chunk < 1e6):
+        if not (min(token, row, chunk) >= 0 < step and step + row + token + chunk < 1e6):
             raise ValueError("they must be positive")
     return lambda num: chunk + num * token, lambda num: step + (num - 1) * row

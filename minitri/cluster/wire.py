@@ -101,8 +101,13 @@ async def _send(writer: StreamWriter, part: bytes) -> None:
 def refusal(error: ApiError) -> bytes:
     """The answer to a request that no replica gets."""
     body = to_json(error.content)
-    head = "HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-    return (head % (error.status, len(body))).encode() + body
+    headers = error.headers | {
+        "content-type": "application/json",
+        "content-length": len(body),
+        "connection": "close",
+    }
+    lines = [f"HTTP/1.1 {error.status} Refused", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def blocks_of(body: bytes) -> list[int]:

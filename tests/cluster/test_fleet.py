@@ -229,13 +229,15 @@ def test_only_streams_that_break_off_end_with_an_error(parts, end):
         (b"Transfer-Encoding: chunked", b"411"),
         (b"Content-Length: 99999999999", b"413"),
         (b"Content-Length: " + b"1" * 5000, b"200"),  # a replica would refuse it
+        (b"x: " + b"a" * (1 << 17), b"431"),
     ],
 )
 def test_what_no_replica_can_take_is_refused(head, status):
     async def test():
         async with fleet_of(Deaf(b"HTTP/1.1 200 OK\r\n\r\n", None)) as (_, address):
             reader, writer = await asyncio.open_connection(*address)
-            writer.write(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n")
+            body = b"x" * (1 << 20)  # which nobody reads
+            writer.write(b"POST / HTTP/1.1\r\n" + head + b"\r\n\r\n" + body)
             assert (await reader.read()).startswith(b"HTTP/1.1 " + status)
             writer.close()
 
@@ -430,6 +432,27 @@ def test_the_program_ends_if_no_replica_can_start():
         with pytest.raises(InputError, match="^there is no such model$"):
             await Fleet(1, 2, 2).run(listener, 1, start, None)
         listener.close()
+
+    run(test)
+
+
+def test_a_start_that_fails_later_ends_nothing():
+    async def test():
+        server = FakeServer(b"HTTP/1.1 200 OK\r\n\r\n0\r\n\r\n")
+        async with fleet_of(server) as (fleet, _):
+            address, fleet.replicas = server.replica.address, []
+            told = iter([FakeStream(address), *(FakeStream(OSError("full")) for _ in range(9))])
+            start, cancel = (lambda: next(told)), (lambda *_, force: None)
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                running = asyncio.create_task(fleet.run(listener, 1, start, cancel))
+                while not (fleet.replicas and fleet.replicas[0].address):
+                    await asyncio.sleep(0.01)
+                server.parts = (b"HTTP/1.1 503 Unavailable\r\n\r\n0\r\n\r\n",)
+                await asyncio.sleep(3.5)
+                assert not running.done()
+                running.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await running
 
     run(test)
 

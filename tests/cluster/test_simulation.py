@@ -125,6 +125,26 @@ def test_the_plan_names_the_least_number_that_is_enough(call, monkeypatch):
     assert found["router_limit"] == pytest.approx(1000 * least / 9)
 
 
+def test_a_fleet_whose_queue_grows_is_not_enough(call):
+    """However short the run, and where a number is given."""
+    step_ms = ("--step-ms", "0.1:10:1:2", "--json", "--fleet", "rate=400,prompt=900,output=10")
+    found = call(plan.main, *step_ms, "--latency", "30", "--replicas", "8").json
+    assert found["tried"][0]["first p95"] < 30
+    assert (found["least"], found["enough"]) == (8, False)
+
+
+def test_no_more_is_known_of_a_short_prompt_than_all_but_its_last_token(tmp_path):
+    file = tmp_path / "requests.jsonl"
+    lines = [{"at": 100 + 5 * i, "prompt_tokens": 100, "document": "d"} for i in range(1, 5)]
+    lines = [{"at": 100, "prompt_tokens": 4000, "document": "d"}, *lines, {"at": 200, "prompt": ""}]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    load, asked = read_load(f"{file},shared=1")
+    assert [it.at for it in asked][:2] == [0, 5]
+    answered(load, costs=measured("5:1:0:0"), asked=asked)
+    assert [it.num_cached for it in asked] == [0, 99, 99, 99, 99, 0]
+    assert all(it.at < it.first <= it.end for it in asked)
+
+
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
@@ -134,6 +154,7 @@ def test_the_plan_names_the_least_number_that_is_enough(call, monkeypatch):
         (("rate=2=3",), "--fleet is rate=2=3"),
         (("rate=2", "--step-ms", "1:2"), "--step-ms is 1:2 .*; give four numbers"),
         (("rate=2", "--step-ms", "1:2:3:-4"), "--step-ms is 1:2:3:-4 .*; give four numbers"),
+        (("rate=2", "--latency", "nan"), "--latency is nan; give seconds"),
         (("requests=20", "--latency", "0.001"), "latency 0.001 is less than .*; raise it"),
     ],
 )
