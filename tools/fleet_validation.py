@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from minitri.cluster.simulation import Arrival, Load, drawn, figures, measured, simulate
+from minitri.cluster.simulation import Arrival, Costs, Load, drawn, figures, measured, simulate
 from tools.serve_load import write_tiny
 
 SIZES = {"num_layers": 4, "hidden_size": 256, "intermediate_size": 688}
@@ -102,12 +102,16 @@ def fresh(asked: list[Arrival], replica: int) -> list[Arrival]:
     return [Arrival(*(getattr(it, name) for name in sizes)) for it in own]
 
 
+def in_replicas(costs: Any) -> Costs:
+    """What was fitted, of which nothing costs less than nothing."""
+    return measured(":".join(f"{1e3 * max(it, 0):.3f}" for it in costs))
+
+
 def simulated(groups: list[list[Arrival]], costs: Any) -> dict[str, float]:
     """The figures of replicas that get these requests."""
-    step_ms = ":".join(f"{1e3 * max(it, 0):.3f}" for it in costs)
     replicas: Any = []
     for group in groups:
-        busy = simulate(MIXED, group, 1, measured(step_ms))["busy"]
+        busy = simulate(MIXED, group, 1, in_replicas(costs))["busy"]
         seconds = max(it.end for it in group) - group[0].at
         replicas.append(SimpleNamespace(busy=busy * seconds))
     return figures(replicas, [it for group in groups for it in group], MIXED)
@@ -128,7 +132,7 @@ def main() -> None:
         costs, *_ = np.linalg.lstsq(windows[:, 1:], windows[:, 0])
         print("ms:", 1e3 * costs)
         for name, load in LOADS.items():
-            simulate(load, asked := drawn(load), 3, measured(":".join(map(str, 1e3 * costs))))
+            simulate(load, asked := drawn(load), 3, in_replicas(costs))
             real, windows = measure([fresh(asked, replica) for replica in range(3)], folder)
             factor = windows[:, 0].sum() / (windows[:, 1:] @ costs).sum()
             print(

@@ -24,7 +24,7 @@ from minitri.cluster.connection import connect
 from minitri.cluster.wire import SILENCE, blocks_of, copy_answer, left, read_request, refusal
 from minitri.errors import InputError, explain, shorten
 from minitri.log import log
-from minitri.serve.access import ApiError
+from minitri.serve.access import KEY_VARIABLE, ApiError
 from minitri.serve.connections import most_connections
 from minitri.settings import MAX_ROWS
 
@@ -37,7 +37,6 @@ LEAVING_SECONDS = 2
 IDLE_SECONDS = 60
 """With fewer requests than replicas can run, after which one of them ends."""
 HEALTH = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
-KEY_VARIABLE = "MINITRI_API_KEY"
 Serve = Callable[[argparse.Namespace, socket.socket], None]
 
 
@@ -161,8 +160,8 @@ class Fleet:
         is_renewing = any(it.is_old for it in staying)
         starting = [it for it in staying if not it.address]
         if len(staying) - is_renewing * bool(starting) > self._num_wanted:
-            by_worth = (starting or staying, lambda it: (not it.is_old, len(it.connections)))
-            min(by_worth[0], key=by_worth[1]).is_wanted = False
+            least = min(starting or staying, key=lambda it: (not it.is_old, len(it.connections)))
+            least.is_wanted = False
             return 0
         return self._num_wanted + is_renewing - len(staying)
 

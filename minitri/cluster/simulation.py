@@ -226,11 +226,10 @@ def sized(
         larger = replace(load, rate=load.rate * num / least, **counts)
         scaled.append(simulate(larger, drawn(larger), num, costs))
     limit = 1e3 * least / (load.rate * max(load.router, 1e-6))
-    rows = [tried[num] for num in sorted(tried)]
     return {
         "least": least,
         "enough": enough,
-        "tried": rows,
+        "tried": [tried[num] for num in sorted(tried)],
         "scaled": scaled,
         "router_limit": limit,
     }

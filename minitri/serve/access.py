@@ -15,6 +15,8 @@ from minitri.cli.inputs import read_text
 from minitri.errors import shorten
 from minitri.fields import between
 
+KEY_VARIABLE = "MINITRI_API_KEY"  # of the environment
+
 
 class ApiError(Exception):
     """A request that is refused: an HTTP status, OpenAI's code for it, one line, and which field
@@ -53,7 +55,7 @@ class Access:
     @functools.cached_property
     def keys(self) -> list[str]:
         """All that are accepted; if there are none, none is asked for. Raises `InputError`."""
-        key = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
+        key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
         keys = [] if key is None else [key]
         if self.api_key_file is not None:
             lines = map(str.strip, read_text(self.api_key_file, "--api-key-file").splitlines())

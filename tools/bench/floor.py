@@ -20,7 +20,7 @@ from minitri.config import ModelConfig
 from minitri.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
 from minitri.generation import Generation
-from minitri.roofline import bytes_per_pass, weights_per_pass
+from minitri.roofline import Workload, bytes_per_pass
 from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.bench.bandwidth import product_rate, read_bandwidth
 
@@ -94,9 +94,9 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
 
 def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
     """FLOPs of reading a prompt: of all weights but the LM head's, and of causal attention."""
-    num_weights = weights_per_pass(config) - config.vocab_size * config.hidden_size
-    attention = 2 * config.num_heads * config.head_dim * config.num_layers * num_tokens
-    return num_tokens * (2.0 * num_weights + attention)
+    on_average = Workload(config, None, num_tokens=num_tokens // 2, num_retrieved=0)
+    head = 2 * num_tokens * config.vocab_size * config.hidden_size
+    return on_average.read("target", num_tokens - 1).flops - head
 
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
