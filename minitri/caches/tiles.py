@@ -12,12 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-LANES = 16
-"""Slots whose scores are the lanes of a vector."""
+PANEL = 16
+"""Slots of a tile of keys."""
 COLUMNS = 32
 """Numbers of which a head dim must be a multiple."""
-PAIRS = {torch.bfloat16: 2, torch.float32: 1}
-"""Numbers that a lane multiplies at once, of dtypes that kernels read as they lie."""
 
 
 class Tiles:
@@ -29,10 +27,15 @@ class Tiles:
         self.dtype = dtype
 
     @property
+    def pair(self) -> int:
+        """Numbers of a unit of keys, which a lane multiplies at once."""
+        return self.units.itemsize // self.dtype.itemsize
+
+    @property
     def shape(self) -> torch.Size:
         """(..., S, D)."""
         *rows, N, U, P = self.units.shape
-        return torch.Size([*rows, N * P, U * self.units.itemsize // self.dtype.itemsize])
+        return torch.Size([*rows, N * P, U * self.pair])
 
     @property
     def device(self) -> torch.device:
@@ -45,8 +48,7 @@ class Tiles:
     def stride(self) -> tuple[int, ...]:
         """Numbers from a place to the next along each axis of `shape`; a tile has whole slots."""
         *rows, _, _, _ = self.units.stride()
-        pair = self.units.itemsize // self.dtype.itemsize
-        return (*(it * pair for it in rows), self.shape[-1], 1)
+        return (*(it * self.pair for it in rows), self.shape[-1], 1)
 
     def __len__(self) -> int:
         return len(self.units)
@@ -89,15 +91,15 @@ class Tiles:
 
 
 def empty_slots(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, tiled: bool
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, tile: int
 ) -> tuple[Any, Any]:
-    """Keys and values of this shape, (..., S, D); in tiles if wanted, and if D allows them."""
+    """Keys and values of this shape, (..., S, D); in tiles, if D allows them, for kernels whose
+    lanes multiply so many numbers at once (1 or 2, or 0: no tiles)."""
     *rows, S, D = shape
-    if not (tiled and dtype in PAIRS and D % COLUMNS == S % LANES == 0):
+    if not (tile and D % COLUMNS == S % PANEL == 0):
         keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return keys, values
-    pair = PAIRS[dtype]
-    keys = torch.empty(*rows, S // LANES, D // pair, LANES, pair, dtype=dtype)
-    values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)
-    units = torch.int32 if pair == 2 else dtype
+    keys = torch.empty(*rows, S // PANEL, D // tile, PANEL, tile, dtype=dtype)
+    values = torch.empty(*rows, S // tile, D, tile, dtype=dtype)
+    units = torch.int32 if tile == 2 else dtype
     return Tiles(keys.view(units).squeeze(-1), dtype), Tiles(values, dtype)

@@ -14,6 +14,8 @@ namespace {
 
 constexpr int PIECE = 512;   // slots of a task, for short blocks: a multiple of BLOCK
 constexpr int TILE = 192;    // rows of a task
+constexpr int MOST_ROWS = 16;  // that are multiplied together
+constexpr int MOST_IN_PLACE = 12;  // rows for which numbers that have to be widened are multiplied as they lie
 constexpr int MAX_WIDTH = 1024;  // largest head dim
 constexpr int64_t MOST_FLOATS = 1 << 20;  // of parts at a time, if these keep all threads busy
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
@@ -26,7 +28,7 @@ struct AttentionArguments {
     int64_t B, T, H, K, D;
     int64_t q_batch, q_token, q_head;         // strides, in numbers
     int64_t kv_batch, kv_head, kv_slot;
-    int64_t is_tiled;         // keys and values lie as `Op` multiplies them, see `caches/tiles.py`
+    int64_t is_tiled;         // see `caches/tiles.py`
     int64_t num_threads;
 };
 
@@ -51,10 +53,10 @@ struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
 struct Part {
     float *sums, *largest, *totals;
     static int64_t num_floats(int64_t rows, int64_t width) {
-        return rows * (width + 1 + LANES) + LANES * width;
+        return rows * (width + 1 + LANES) + MOST_ROWS * width;
     }
     Part(float* memory, int64_t rows, int64_t width)  // a matrix unit writes after the last row
-        : sums(memory), largest(memory + (rows + LANES) * width), totals(largest + rows) {}
+        : sums(memory), largest(memory + (rows + MOST_ROWS) * width), totals(largest + rows) {}
 };
 
 // The queries of rows [first, first + R) of one KV head as operands, padded with zeros. Row r is token
@@ -113,25 +115,13 @@ void update_softmax(float* scores, float scale, const Part& part, int64_t r, int
     store(part.totals + r * LANES, total);
 }
 
-// Values of n slots in tiles; zeros in the places of the others of a BLOCK, whatever they are.
-template <class Op>
-void copy_tiled(const typename Op::Stored* values, int n, int D, typename Op::Unit* block) {
-    auto* to = reinterpret_cast<typename Op::Stored*>(block);
-    std::memset(block, 0, size_t(BLOCK) / Op::STEP * D * sizeof(*block));
-    for (int s = 0; s < n; ++s) {
-        for (int d = 0; d < D; ++d) {
-            const int64_t at = place_in_tiles(s, d, D, Op::STEP, 1);
-            to[at] = values[at];
-        }
-    }
-}
-
 // Rows [first, first + R) of one KV head over the slots [begin, end).
 template <class Op>
 void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t first, int R,
                   int64_t begin, int64_t end, int width, const Part& part) {
     using T = typename Op::Stored;
     using Unit = typename Op::Unit;
+    using Column = typename Op::Column;
     static thread_local Scratch<Unit> memory;
     const int steps = width / Op::STEP, prob_steps = BLOCK / Op::STEP;
     const int G = int(a.H / a.K), D = int(a.D);
@@ -140,9 +130,9 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
     // Rows that are multiplied together, of which the last ones may be no rows.
     const int most = std::max(MatrixUnit<Op>::ROWS, TILE_ROWS), num_parts = (R + most - 1) / most;
     const int together = MatrixUnit<Op>::ROWS ? (R + num_parts - 1) / num_parts : TILE_ROWS;
-    Unit* block_keys = memory.get(2 * block_units + size_t(R + LANES) * steps);
+    Unit* block_keys = memory.get(2 * block_units + size_t(R + MOST_ROWS) * steps);
     Unit *block_values = block_keys + block_units, *queries = block_values + block_units;
-    const bool is_tiled = Op::AS_STORED && a.is_tiled;
+    const bool is_in_place = a.is_tiled && (std::is_same<Column, Unit>::value || R <= MOST_IN_PLACE);
     copy_queries<Op>(a, b, k, first, R, width, queries);
     if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(together);
     if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // what pads a head
@@ -154,29 +144,38 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
         const int64_t at = b * a.kv_batch + k * a.kv_head + s * a.kv_slot;
         const T *slot_keys = static_cast<const T*>(a.keys) + at;
         const T *slot_values = static_cast<const T*>(a.values) + at;
+        auto attend_block = [&](auto keys, auto values) {
+            for (int r = 0; r < R; r += together) {
+                const int M = std::min(together, R - r);
+                alignas(64) float scores[MOST_ROWS * BLOCK];
+                alignas(64) Unit probs[MOST_ROWS * BLOCK];
+                keys.next = a.is_tiled && r == 0 ? slot_keys + BLOCK * D : nullptr;
+                values.next = a.is_tiled && r == 0 ? slot_values + BLOCK * D : nullptr;
+                multiply_packed(M, queries + r * steps, steps, keys, BLOCK, scores, true);
+                for (int m = 0; m < M; ++m) {
+                    float* row = scores + m * BLOCK;
+                    if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
+                    update_softmax<Op>(row, scale, part, r + m, width);
+                    Op::from_floats(row, BLOCK, probs + m * prob_steps);
+                }
+                multiply_packed(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
+            }
+        };
+        if (is_in_place && n == BLOCK) {
+            attend_block(Columns<Op, Column>{reinterpret_cast<const Column*>(slot_keys), PANEL, steps * PANEL},
+                         Columns<Op, Column>{reinterpret_cast<const Column*>(slot_values), width});
+            continue;
+        }
         Columns<Op> keys{block_keys, BLOCK}, values{block_values, width};
-        if (is_tiled) {
-            keys = {reinterpret_cast<const Unit*>(slot_keys), LANES, steps * LANES};
-            if (n == BLOCK) values.at = reinterpret_cast<const Unit*>(slot_values);
-            else copy_tiled<Op>(slot_values, n, D, block_values);
+        if (a.is_tiled) {
+            keys = {block_keys, PANEL, steps * PANEL};
+            Op::copy_keys(slot_keys, D, block_keys);
+            Op::copy_values(slot_values, n, D, block_values);
         } else {
             Op::transpose(slot_keys, a.kv_slot, n, D, block_keys);
             Op::interleave(slot_values, a.kv_slot, n, D, width, block_values);
         }
-        for (int r = 0; r < R; r += together) {
-            const int M = std::min(together, R - r);
-            alignas(64) float scores[LANES * BLOCK];
-            alignas(64) Unit probs[LANES * BLOCK];
-            if (is_tiled) keys.ahead = values.ahead = r == 0 ? int64_t(block_units) : 0;
-            multiply_packed<Op>(M, queries + r * steps, steps, keys, BLOCK, scores, true);
-            for (int m = 0; m < M; ++m) {
-                float* row = scores + m * BLOCK;
-                if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
-                update_softmax<Op>(row, scale, part, r + m, width);
-                Op::from_floats(row, BLOCK, probs + m * prob_steps);
-            }
-            multiply_packed<Op>(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
-        }
+        attend_block(keys, values);
     }
 }
 
@@ -184,8 +183,8 @@ void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t fir
 template <class Op>
 void attention(const AttentionArguments& a, bool is_short) {
     using T = typename Op::Stored;
-    // A head is padded to whole vectors of pairs.
-    const int64_t G = a.H / a.K, width = (a.D + 2 * LANES - 1) / (2 * LANES) * 2 * LANES;
+    // A head is padded to whole panels of pairs.
+    const int64_t G = a.H / a.K, width = (a.D + 2 * PANEL - 1) / (2 * PANEL) * 2 * PANEL;
     const int64_t rows = a.T * G, tile_rows = std::min<int64_t>(rows, TILE);
     const int64_t num_tiles = (rows + tile_rows - 1) / tile_rows;
     const int64_t longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;

@@ -8,10 +8,9 @@ Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.caches.full import FullCache
@@ -19,6 +18,7 @@ from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
 from minitri.caches.tiles import Tiles
 from minitri.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
+from minitri.cpu.products import multiply_rows
 from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
 from minitri.log import log
 from minitri.model.cache import Cache
@@ -29,8 +29,6 @@ from minitri.model.replace import Factories, copy_with, replace_modules
 from minitri.model.rope import Rotary
 from minitri.settings import LONGEST_BLOCK
 
-TILE = 256
-"""Rows of a matrix product where their number decides the last bits."""
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
 
@@ -55,17 +53,9 @@ class KernelLinear(Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.plain_weight(x.dtype)
-        rows_TE = x.flatten(0, -2)
-        T = len(rows_TE)
-        tile = product_tile(weight.dtype, *weight.shape, torch.get_num_threads())
-        tile = tile or max(T, LONGEST_BLOCK + 1)
-        if T % tile:
-            rows_TE = F.pad(rows_TE, (0, 0, 0, -T % tile))
-        multiply = torch.mm if self.bias is None else partial(torch.addmm, self.bias)
-        out = rows_TE.new_empty(len(rows_TE), self.out_features)
-        for some, place in zip(rows_TE.split(tile), out.split(tile), strict=True):
-            multiply(some, weight.t(), out=place)
-        return out[:T].view(*x.shape[:-1], -1)
+        rows_RE = x.flatten(0, -2)
+        product_RN = multiply_rows(self.kernels, rows_RE, weight, self.bias)
+        return product_RN.view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype, rows: Tensor | slice = slice(None)) -> Tensor:
         """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
@@ -88,21 +78,6 @@ class KernelParts(nn.ModuleDict):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.values()], -1)
-
-
-@lru_cache
-def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """Rows to multiply with a (N, E) matrix at a time, so that the bits of each depend on it alone.
-
-    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
-    another order than many; then K and V would depend on how a prompt was cut. It is tried out.
-    """
-    seeded = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
-    many = F.linear(x, weight)
-    few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
-    is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
-    return None if is_same else TILE
 
 
 class KernelHead(KernelLinear):
@@ -245,7 +220,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         decoding=kernels.decoding,
         reading=kernels.reading,
         probs=kernels.probs,
-        tiles_kv=model.dtype in kernels.tiled_dtypes,
+        kv_tile=kernels.tiles[model.dtype],
     )
 
 

@@ -7,7 +7,7 @@
 // masked adds exact zeros.
 //
 // `build.py` compiles this file, with those that it includes, for the machine it runs on, and
-// `kernels.py` calls it. Vectors have 16 floats: compilers map them to whatever the processor has.
+// `kernels.py` calls it. Vectors are as long as a register of the processor.
 // Where it multiplies pairs of bfloat16 (AVX-512 BF16) these replace the conversion to float32.
 //
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a row,
@@ -20,6 +20,7 @@
 
 #include "attention.h"
 #include "linear.h"
+#include "product.h"
 #include "sampling.h"
 
 namespace {
@@ -119,7 +120,7 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
                 T rotated[MAX_WIDTH];
                 rotate_head(key, cos, sin, rotated, D);
                 for (int64_t d = 0; d < D; ++d) {
-                    keys[place_in_tiles(slot, d, D, LANES, Op::STEP)] = rotated[d];
+                    keys[place_in_tiles(slot, d, D, PANEL, Op::STEP)] = rotated[d];
                     values[place_in_tiles(slot, d, D, Op::STEP, 1)] = value[d];
                 }
                 continue;
@@ -296,6 +297,10 @@ int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
 
 int minitri_linear(int dtype, int form, const LinearArguments* a) {
     return by_type(dtype, [&](auto op) { linear_of<decltype(op)>(form, *a); });
+}
+
+int minitri_product(int dtype, const ProductArguments* a) {
+    return by_type(dtype, [&](auto op) { product<typename decltype(op)::Stored>(*a); });
 }
 
 int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {

@@ -45,8 +45,8 @@ class Kernels:
         self.instructions = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
         has_pairs = self.instructions.startswith("AVX-512 BF16")
-        self.tiled_dtypes = (torch.float32, torch.bfloat16) if has_pairs else (torch.float32,)
-        """Those whose K and V may lie in tiles."""
+        self.tiles = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
+        """By dtype, how many numbers a lane multiplies at once; see `empty_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
         """Two float64, for a profile: what linear layers and attention of passes take."""
@@ -119,7 +119,7 @@ class Kernels:
         in_tiles = [it for it in slots if isinstance(it, Tiles)]
         return not in_tiles or (
             len(in_tiles) == len(slots)
-            and {it.dtype for it in in_tiles} <= {*self.tiled_dtypes}
+            and in_tiles[0].pair == self.tiles[in_tiles[0].dtype]
             and all(it.shape[-2] % BLOCK == 0 for it in in_tiles)
         )
 
@@ -155,6 +155,22 @@ class Kernels:
         )
         self.call("linear", x.dtype, form, arguments)
         return out
+
+    def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """x W^T + bias, (R, N), of many rows; each by float32 sums over E, in order."""
+        x_RE = x_RE.contiguous()
+        R, E = x_RE.shape
+        N = len(weight_NE)
+        require(
+            (weight_NE.dtype, *weight_NE.shape) == (x_RE.dtype, N, E),
+            weight_NE.is_contiguous() and R > 0,
+            bias_N is None or (bias_N.dtype, *bias_N.shape, *bias_N.stride()) == (x_RE.dtype, N, 1),
+            tensors=(x_RE, weight_NE, bias_N),
+        )
+        out_RN = x_RE.new_empty(R, N)
+        arguments = struct_of(x_RE, weight_NE, bias_N, out_RN, R, E, N, self.num_threads)
+        self.call("product", x_RE.dtype, arguments)
+        return out_RN
 
     def dequantize(self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype) -> Tensor:
         """The matrix, (N, E), computed in float32."""

@@ -27,7 +27,7 @@ struct LinearArguments {
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that whoever is late holds nobody up for long
 constexpr int64_t PREFETCH = 4096;  // bytes
-constexpr int OUTPUTS = 4;    // outputs of a tile, with TILE_ROWS rows: 24 sums in registers
+constexpr int OUTPUTS = 4;    // outputs of a tile
 
 // What `dots` multiplies weights with: rows of x, padded with zeros to whole steps of 64 numbers.
 template <class Unit>
@@ -44,12 +44,12 @@ inline int64_t prefetch_distance(int64_t row_bytes) {
     return row_bytes > PREFETCH / 2 ? PREFETCH / OUTPUTS : (PREFETCH + tile - 1) / tile * tile;
 }
 
-// sums (M, OUTPUTS): rows times weights, each in one vector of lanes.
-#define FOR_TILE(M)                       \
+// sums (M, N): M rows times N weights, each in one vector of lanes.
+#define FOR_TILE(M, N)                    \
     _Pragma("GCC unroll 8")               \
     for (int m = 0; m < M; ++m)           \
         _Pragma("GCC unroll 8")           \
-        for (int o = 0; o < OUTPUTS; ++o)
+        for (int o = 0; o < N; ++o)
 
 // Plain weights.
 template <class Op>
@@ -61,25 +61,39 @@ struct Plain {
     int64_t E;
     explicit Plain(const LinearArguments& a) : weights(static_cast<const T*>(a.weights)), E(a.E) {}
 
-    template <int M>
-    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[][OUTPUTS]) const {
-        constexpr int WIDTH = LANES * Op::STEP;
-        const T* w[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
-        Vec local[M][OUTPUTS] = {};
+    template <int M, int N>
+    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[M][N]) const {
+        constexpr int WIDTH = LANES * Op::STEP, LINE = std::max(WIDTH, 64 / int(sizeof(T)));  // of a cache
+        const T* w[N];
+        for (int o = 0; o < N; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
+        Vec local[M][N] = {};
+        auto multiply_line = [&](const T* const* line, int64_t e) {
+#pragma GCC unroll 4
+            for (int i = 0; i < LINE; i += WIDTH) {
+                FOR_TILE(M, N) local[m][o] = Op::dot(local[m][o], line[o] + i, rows.x + m * rows.stride + (e + i) / Op::STEP);
+            }
+        };
         const int64_t ahead = prefetch_distance(E * int64_t(sizeof(T))) / int64_t(sizeof(T));
         int64_t e = 0;
-        for (; e + WIDTH <= E; e += WIDTH) {
+        for (; e + LINE <= E; e += LINE) {
+            const T* line[N];
 #pragma GCC unroll 8
-            for (int o = 0; o < OUTPUTS; ++o) __builtin_prefetch(w[o] + e + ahead, 0, L2);
-            FOR_TILE(M) local[m][o] = Op::dot(local[m][o], w[o] + e, rows.x + m * rows.stride + e / Op::STEP);
+            for (int o = 0; o < N; ++o) {
+                line[o] = w[o] + e;
+                __builtin_prefetch(line[o] + ahead, 0, L2);
+            }
+            multiply_line(line, e);
         }
         if (e < E) {
-            T rest[OUTPUTS][WIDTH] = {};
-            for (int o = 0; o < OUTPUTS; ++o) std::copy(w[o] + e, w[o] + E, rest[o]);
-            FOR_TILE(M) local[m][o] = Op::dot(local[m][o], rest[o], rows.x + m * rows.stride + e / Op::STEP);
+            T rest[N][LINE] = {};
+            const T* line[N];
+            for (int o = 0; o < N; ++o) {
+                std::copy(w[o] + e, w[o] + E, rest[o]);
+                line[o] = rest[o];
+            }
+            multiply_line(line, e);
         }
-        FOR_TILE(M) sum[m][o] = local[m][o];
+        FOR_TILE(M, N) sum[m][o] = local[m][o];
     }
 };
 
@@ -91,18 +105,18 @@ struct Quantized : Layout<BITS> {
     static constexpr bool IS_PLAIN = false;
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
-    template <int M>
-    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[][OUTPUTS]) const {
-        Vec local[M][OUTPUTS] = {};
-        const uint8_t* row[OUTPUTS];
-        for (int o = 0; o < OUTPUTS; ++o) {
+    template <int M, int N>
+    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[M][N]) const {
+        Vec local[M][N] = {};
+        const uint8_t* row[N];
+        for (int o = 0; o < N; ++o) {
             row[o] = Form::weights + (first + std::min(o, count - 1)) * Form::row_bytes;
         }
         const int64_t ahead = prefetch_distance(Form::row_bytes);
         for (int64_t g = 0; g < Form::groups; g += LANES) {
-            alignas(64) float scale[OUTPUTS][LANES * Form::SCALES];
+            alignas(64) float scale[N][LANES * Form::SCALES];
 #pragma GCC unroll 8
-            for (int o = 0; o < OUTPUTS; ++o) {
+            for (int o = 0; o < N; ++o) {
                 const Vec offset = Form::factors(row[o], g, scale[o]);
                 if (!Form::HAS_OFFSETS) continue;
 #pragma GCC unroll 8
@@ -114,7 +128,7 @@ struct Quantized : Layout<BITS> {
             for (int64_t i = 0; i < here; i += 2) {
                 const auto* x = rows.x + (g + i) * GROUP / Op::STEP;
 #pragma GCC unroll 8
-                for (int o = 0; o < OUTPUTS; ++o) {
+                for (int o = 0; o < N; ++o) {
                     __builtin_prefetch(row[o] + (g + i) * Form::LOW_BYTES + ahead);
                     typename Op::Quants w[2];
                     Form::template unpack<Op>(row[o], g + i, w);
@@ -130,17 +144,21 @@ struct Quantized : Layout<BITS> {
                 }
             }
         }
-        FOR_TILE(M) sum[m][o] = local[m][o];
+        FOR_TILE(M, N) sum[m][o] = local[m][o];
     }
 };
 
 template <class Weights, int M>
 void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t first,
                  int count, float* out, int64_t stride) {
-    Vec sum[M][OUTPUTS];
-    w.template dots<M>(rows, first, count, sum);
-    for (int m = 0; m < M; ++m) {
-        for (int o = 0; o < count; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+    constexpr int N = tile_vectors(M);
+    for (; count > 0; count -= N, first += N, out += N) {
+        Vec sum[M][N];
+        const int some = std::min(count, N);
+        w.template dots<M, N>(rows, first, some, sum);
+        for (int m = 0; m < M; ++m) {
+            for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+        }
     }
 }
 
@@ -268,7 +286,9 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
         if (!has_offsets) continue;
         Op::to_floats(x + r * stride, int(padded), wide);  // as rounded
         for (int64_t g = 0; g < groups; ++g) {
-            sums[r * group_stride + g] = sum_lanes(load(wide + g * GROUP) + load(wide + g * GROUP + LANES));
+            Vec sum{};
+            for (int i = 0; i < GROUP; i += LANES) sum += load(wide + g * GROUP + i);
+            sums[r * group_stride + g] = sum_lanes(sum);
         }
     }
     return {x, sums, stride, group_stride};
@@ -282,7 +302,7 @@ void linear(const Weights& weights, const LinearArguments& a) {
     const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
     const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
-    constexpr int64_t CHUNK = LANES;  // outputs that are finished together
+    constexpr int64_t CHUNK = 16;   // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
     const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
     Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads, [&](int64_t task) {

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <utility>
 #include "numbers.h"
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(HAS_BF16_PAIRS)
 #define HAS_MATRIX_UNIT 1
@@ -14,20 +15,53 @@
 
 namespace {
 
+constexpr int L2 = 2;  // of a prefetch: to the second cache, since few reads of the first can be under way
+
+// Lanes of two vectors in turns, from one of both on.
+template <int FIRST, int... I>
+inline Vec zip(Vec a, Vec b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * LANES)...);
+#else
+    return __builtin_shuffle(a, b, Ints{(FIRST + I / 2 + I % 2 * LANES)...});
+#endif
+}
+
+// LANES x LANES numbers, rows to columns: halves are zipped, again and again.
+inline void transpose_square(Vec r[LANES]) {
+    constexpr std::make_integer_sequence<int, LANES> all{};
+    for (int size = 1; size < LANES; size *= 2) {
+        Vec t[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            t[2 * i] = zip<0>(r[i], r[i + LANES / 2], all);
+            t[2 * i + 1] = zip<LANES / 2>(r[i], r[i + LANES / 2], all);
+        }
+        std::copy(t, t + LANES, r);
+    }
+}
+
 // Plain: numbers are widened to float32, one per lane and step.
 template <class T>
 struct Widened {
     using Stored = T;
     using Unit = float;           // what one row contributes to one step
     static constexpr int STEP = 1;  // numbers per lane and step
-    static constexpr bool AS_STORED = sizeof(T) == sizeof(Unit);
-    static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
+    using Column = T;             // and a column that is multiplied as it is stored
+    template <class Number>
+    static Vec multiply(Vec sum, const Unit* rows, const Number* columns) {
         return sum + *rows * load(columns);
     }
     // BLOCK rows of D numbers as (D, BLOCK): lanes are rows. Rows after the n-th are zeros, never read.
     static void transpose(const T* rows, int64_t stride, int n, int D, Unit* to) {
-        for (int s = 0; s < BLOCK; ++s) {
-            for (int d = 0; d < D; ++d) to[d * BLOCK + s] = s < n ? widen(rows[s * stride + d]) : 0.0f;
+        for (int s = 0; s < BLOCK; s += LANES) {
+            for (int d = 0; d < D; d += LANES) {
+                Vec square[LANES];
+                for (int i = 0; i < LANES; ++i) {
+                    square[i] = s + i < n ? some(rows + (s + i) * stride + d, D - d) : Vec{};
+                }
+                transpose_square(square);
+                for (int i = 0; i < std::min(LANES, D - d); ++i) store(to + (d + i) * BLOCK + s, square[i]);
+            }
         }
     }
     // The same as (BLOCK, width): lanes are columns, a step is a row.
@@ -39,34 +73,42 @@ struct Widened {
             for (; d < D; ++d) to[d] = widen(rows[s * stride + d]);
         }
     }
+    // Keys of a BLOCK, as they lie in tiles; and values, zeros after the n-th.
+    static void copy_keys(const T* tiles, int D, Unit* to) {
+        for (int i = 0; i < BLOCK * D; i += LANES) store(to + i, load(tiles + i));
+    }
+    static void copy_values(const T* tiles, int n, int D, Unit* to) { interleave(tiles, D, n, D, D, to); }
     static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
     static void to_floats(const Unit* x, int n, float* to) { std::copy(x, x + n, to); }
     static Vec dot(Vec sum, const T* weights, const Unit* x) { return sum + load(weights) * load(x); }
     static Vec weight(Vec x) { return power_of_2(x); }  // of a value, in attention
 
-    struct Quants { Vec low, high; };  // a group
+    static constexpr int VECTORS = GROUP / LANES;
+    struct Quants { Vec part[VECTORS]; };  // a group
     template <int BITS>  // two groups from the parts of a row, see `quantized.h`; of `high` from bit `at` on
     static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
         constexpr int OTHERS = BITS - 4;
-        for (int i = 0; i < 4; ++i) {
-            Vec& to = i % 2 ? w[i / 2].high : w[i / 2].low;
+        for (int i = 0; i < 2 * VECTORS; ++i) {
+            const int half = i / VECTORS, from = i % VECTORS * LANES;
+            Vec& to = w[half].part[i % VECTORS];
             if (BITS == 8) {
                 to = ::as_floats(load_bytes<int8_t>(low + i * LANES));
                 continue;
             }
-            const Ints two = load_bytes<uint8_t>(low + i % 2 * LANES);
-            Ints q = i < 2 ? two & 15 : two >> 4;
+            const Ints two = load_bytes<uint8_t>(low + from);
+            Ints q = half ? two >> 4 : two & 15;
             if (OTHERS > 0) {
-                const Ints others = load_bytes<uint8_t>(high + i % 2 * LANES);
-                q |= (others >> (at + i / 2 * OTHERS) & ((1 << OTHERS) - 1)) << 4;
+                const Ints others = load_bytes<uint8_t>(high + from);
+                q |= (others >> (at + half * OTHERS) & ((1 << OTHERS) - 1)) << 4;
             }
             to = as_floats(BITS == 6 ? q - 32 : q);
         }
     }
     template <int SCALES>  // of a group: one, or one for each half
     static Vec dot_quants(const Quants& w, const Unit* x, const float* scale) {
-        if (SCALES == 1) return (w.low * load(x) + w.high * load(x + LANES)) * *scale;
-        return w.low * load(x) * scale[0] + w.high * load(x + LANES) * scale[1];
+        Vec sums[SCALES] = {};
+        for (int i = 0; i < VECTORS; ++i) sums[i * SCALES / VECTORS] += w.part[i] * load(x + i * LANES);
+        return SCALES == 1 ? sums[0] * scale[0] : sums[0] * scale[0] + sums[SCALES - 1] * scale[1];
     }
 };
 
@@ -86,13 +128,19 @@ struct Pairs {
     using Stored = BFloat16;
     using Unit = uint32_t;
     static constexpr int STEP = 2;
-    static constexpr bool AS_STORED = true;
+    using Column = Unit;
     static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*rows)),
                                      (__m512bh)_mm512_loadu_si512(columns));
     }
     static void transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to);
     static void interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to);
+    static void copy_keys(const BFloat16* tiles, int D, Unit* to) { std::memcpy(to, tiles, BLOCK * D * sizeof(*tiles)); }
+    static void copy_values(const BFloat16* tiles, int n, int D, Unit* to) {
+        std::memcpy(to, tiles, (n + 1) / 2 * D * sizeof(*to));
+        std::fill(to + (n + 1) / 2 * D, to + BLOCK / 2 * D, 0);
+        for (int d = 0; n % 2 && d < D; ++d) to[n / 2 * D + d] &= 0xffff;  // without the second of the pair
+    }
     static void from_floats(const float* x, int n, Unit* to) {
         for (int i = 0; i < n; i += 2 * LANES) {
             __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(x + i + LANES), (__m512)load(x + i));
@@ -231,36 +279,41 @@ using BFloat16Operand = Pairs;
 using BFloat16Operand = Widened<BFloat16>;
 #endif
 
-constexpr int L2 = 2;  // of a prefetch: to the second cache, since few reads of the first can be under way
-
-// Columns (steps, 16 V) of a product, as units: a vector of 16 of them every `vector` units, the next
-// step every `step`. What lies `ahead` is fetched on the way; 0: nothing.
-template <class Op>
+// Columns (steps, num_columns) of a product, as units: PANEL of them lie together, the next ones `panel`
+// further on, the next step `step`. If there are `next` ones, as stored, they are fetched on the way.
+template <class Op, class Number = typename Op::Unit>
 struct Columns {
-    const typename Op::Unit* at;
-    int64_t step, vector = LANES, ahead = 0;
+    const Number* at;
+    int64_t step, panel = PANEL;
+    const typename Op::Stored* next = nullptr;
+    int64_t vector(int v) const { return v * LANES / PANEL * panel + v * LANES % PANEL; }
+    void advance(int64_t units) {
+        at += units;
+        if (next) next += units * Op::STEP;
+    }
 };
 
-// sums (M, 16 V) += rows (M, steps) x columns, all in registers but for the operands.
-template <class Op, int M, int V>
-inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
+// sums (M, V vectors) += rows (M, steps) x columns, all in registers but for the operands.
+template <class Op, int M, int V, class Number>
+inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
                           int steps, float* sums, int64_t sum_stride, bool from_zero) {
+    constexpr int LINE_VECTORS = std::max(1, 64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)));
     Vec sum[M][V];
     for (int m = 0; m < M; ++m) {
         for (int v = 0; v < V; ++v) {
             sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
         }
     }
-    for (int k = 0; k < steps; ++k, columns.at += columns.step) {
-        if (columns.ahead) {
+    for (int k = 0; k < steps; ++k, columns.advance(columns.step)) {
+        if (columns.next) {
 #pragma GCC unroll 4
-            for (int v = 0; v < V; ++v) __builtin_prefetch(columns.at + v * columns.vector + columns.ahead, 0, L2);
+            for (int v = 0; v < V; v += LINE_VECTORS) __builtin_prefetch(columns.next + columns.vector(v) * Op::STEP, 0, L2);
         }
 #pragma GCC unroll 8
         for (int m = 0; m < M; ++m) {
 #pragma GCC unroll 4
             for (int v = 0; v < V; ++v) {
-                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k, columns.at + v * columns.vector);
+                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k, columns.at + columns.vector(v));
             }
         }
     }
@@ -269,34 +322,36 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Col
     }
 }
 
-constexpr int TILE_ROWS = 6;  // times 4 vectors: 24 sums in registers
+constexpr int TILE_ROWS = 6;
+// Vectors of a tile, of up to four, whose sums with M rows take at most three quarters of the registers.
+constexpr int tile_vectors(int M) { return 4 * M <= REGISTERS * 3 / 4 ? 4 : 2; }
 
-template <class Op, int V>
-void multiply_columns(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
-                      int steps, float* sums, int64_t sum_stride, bool from_zero) {
-    auto call = [&](auto tile) {
-        tile(rows, row_stride, columns, steps, sums, sum_stride, from_zero);
+// For any number of columns that is a multiple of PANEL.
+template <class Op, int M, class Number>
+void multiply_rows(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
+                   int num_columns, int steps, float* sums, bool from_zero) {
+    constexpr int V = tile_vectors(M);
+    auto call = [&](int v, auto tile) {
+        auto some = columns;
+        some.advance(columns.vector(v));
+        tile(rows, row_stride, some, steps, sums + v * LANES, num_columns, from_zero);
     };
-    switch (M) {
-        case 1: return call(multiply_tile<Op, 1, V>);
-        case 2: return call(multiply_tile<Op, 2, V>);
-        case 3: return call(multiply_tile<Op, 3, V>);
-        case 4: return call(multiply_tile<Op, 4, V>);
-        case 5: return call(multiply_tile<Op, 5, V>);
-        default: return call(multiply_tile<Op, 6, V>);
-    }
+    int v = 0;
+    for (; v + V <= num_columns / LANES; v += V) call(v, multiply_tile<Op, M, V, Number>);
+    for (; v < num_columns / LANES; ++v) call(v, multiply_tile<Op, M, 1, Number>);
 }
 
-// For any number of columns that is a multiple of 16.
-template <class Op>
-void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op> columns,
+template <class Op, class Number>
+void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
               int num_columns, int steps, float* sums, bool from_zero) {
-    int v = 0;
-    for (; v + 4 * LANES <= num_columns; v += 4 * LANES, columns.at += 4 * columns.vector) {
-        multiply_columns<Op, 4>(M, rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
-    }
-    for (; v < num_columns; v += LANES, columns.at += columns.vector) {
-        multiply_columns<Op, 1>(M, rows, row_stride, columns, steps, sums + v, num_columns, from_zero);
+    auto call = [&](auto multiply) { multiply(rows, row_stride, columns, num_columns, steps, sums, from_zero); };
+    switch (M) {
+        case 1: return call(multiply_rows<Op, 1, Number>);
+        case 2: return call(multiply_rows<Op, 2, Number>);
+        case 3: return call(multiply_rows<Op, 3, Number>);
+        case 4: return call(multiply_rows<Op, 4, Number>);
+        case 5: return call(multiply_rows<Op, 5, Number>);
+        default: return call(multiply_rows<Op, 6, Number>);
     }
 }
 
@@ -333,7 +388,7 @@ struct MatrixUnit<Pairs> {
                          int steps, float* sums, bool from_zero, int64_t ahead) {
         int v = 0;
         auto call = [&](int V, auto product) {
-            for (; v + V * LANES <= num_columns; v += V * LANES, columns.at += V * columns.vector) {
+            for (; v + V * LANES <= num_columns; v += V * LANES, columns.advance(V * columns.panel)) {
                 product(rows, row_stride, columns, steps, sums + v, num_columns, from_zero, ahead);
             }
         };
@@ -349,13 +404,13 @@ struct MatrixUnit<Pairs> {
 #define FOR_SUMS(DO) DO(0) if constexpr (V == 4) { DO(1) DO(2) DO(3) }
 #define START(i) if (from_zero) _tile_zero(i); else _tile_loadd(i, sums + i * LANES, 4 * sum_stride);
 #define ADD(i)                                                              \
-    _tile_loadd(5, columns.at + i * columns.vector, 4 * columns.step);      \
+    _tile_loadd(5, columns.at + i * columns.panel, 4 * columns.step);      \
     _tile_dpbf16ps(i, 4, 5);
 #define FINISH(i) _tile_stored(i, sums + i * LANES, 4 * sum_stride);
         FOR_SUMS(START)
-        for (int k = 0; k < steps; k += LANES, columns.at += LANES * columns.step) {
-            for (int i = 0; columns.ahead && i < V * LANES; ++i) {
-                __builtin_prefetch(columns.at + i % LANES * columns.step + i / LANES * columns.vector + columns.ahead);
+        for (int k = 0; k < steps; k += LANES, columns.advance(LANES * columns.step)) {
+            for (int i = 0; columns.next && i < V * LANES; ++i) {
+                __builtin_prefetch(columns.next + (i % LANES * columns.step + i / LANES * columns.panel) * Pairs::STEP);
             }
             for (int m = 0; ahead && m < LANES; ++m) __builtin_prefetch(rows + ahead + (k + m) * LANES, 0, 2);
             _tile_loadd(4, rows + k, 4 * row_stride);
@@ -371,10 +426,12 @@ struct MatrixUnit<Pairs> {
 #endif
 
 // M rows, one right after the other, by the matrix unit if there is one that is in use.
-template <class Op>
-void multiply_packed(int M, const typename Op::Unit* rows, int steps, Columns<Op> columns, int num_columns,
+template <class Op, class Number>
+void multiply_packed(int M, const typename Op::Unit* rows, int steps, Columns<Op, Number> columns, int num_columns,
                      float* sums, bool from_zero) {
-    if (MatrixUnit<Op>::ROWS) return MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
+    if constexpr (std::is_same<Number, typename Op::Unit>::value) {
+        if (MatrixUnit<Op>::ROWS) return MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, steps, sums, from_zero, 0);
+    }
     multiply<Op>(M, rows, steps, columns, num_columns, steps, sums, from_zero);
 }
 

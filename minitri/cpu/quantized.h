@@ -9,33 +9,21 @@
 
 namespace {
 
-constexpr int GROUP = 32;     // numbers that share an offset and, but for those of 6 bits, a scale
 constexpr int NESTED = 32;    // is added to the bits of a form whose scales are integers
 
-// Lanes 0 to 7 are the first number, the others the second one.
-inline Vec halves_of(const Float16* two) {
-#if defined(__AVX512F__) && defined(__AVX512VL__)
+// Units of groups from one on that is a multiple of LANES: each counts for 8.
+inline Vec units_of(const Float16* unit) {
+#ifdef HAS_AVX512
     alignas(32) static const uint16_t order[16] = {
         0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100,
         0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302};
     int both;
-    std::memcpy(&both, two, sizeof both);
+    std::memcpy(&both, unit, sizeof both);
     const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(both), *(const __m256i*)order);
     return (Vec)_mm512_cvtph_ps(bytes);
 #endif
-    const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return lane < 8 ? splat(widen(two[0])) : splat(widen(two[1]));
-}
-
-inline Vec some(const Float16* p, int64_t n) {
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
-    const __mmask16 known = n >= LANES ? 0xffff : (1u << n) - 1;
-    return (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(known, p));
-#endif
-    if (n >= LANES) return load(p);
-    Float16 padded[LANES] = {};
-    std::copy(p, p + n, padded);
-    return load(padded);
+    static_assert(LANES <= 8 || REGISTERS == 32);
+    return splat(widen(*unit));
 }
 
 // A row of weights by groups of 32: number = scale q + offset. It holds one part after the other:
@@ -65,7 +53,7 @@ struct Layout {
           scales(high + (groups * HIGH_BITS + 7) / 8 * GROUP),
           row_bytes(scales + (HAS_OFFSETS ? 2 : 1) * (is_nested ? units * (2 + 8 * SCALES) : groups * 2)) {}
 
-    // Of groups g to g + 15, zeros after the last one; of nested ones all products are exact.
+    // Of LANES groups from the g-th on, zeros after the last one; of nested ones all products are exact.
     Vec factors(const uint8_t* row, int64_t g, float* scale) const {
         const auto* halves = reinterpret_cast<const Float16*>(row + scales);
         if (!is_nested) {
@@ -76,11 +64,11 @@ struct Layout {
         const auto* unit = halves + g / 8;
         const uint8_t* in_units = row + scales + units * (HAS_OFFSETS ? 4 : 2) + g * SCALES;
         if (HAS_OFFSETS) {
-            store(scale, halves_of(unit) * as_floats(load_bytes<uint8_t>(in_units)));
-            return halves_of(unit + units) * as_floats(load_bytes<uint8_t>(in_units + units * 8));
+            store(scale, units_of(unit) * as_floats(load_bytes<uint8_t>(in_units)));
+            return units_of(unit + units) * as_floats(load_bytes<uint8_t>(in_units + units * 8));
         }
         for (int i = 0; i < 2; ++i) {
-            const Vec one = splat(widen(unit[i]));
+            const Vec one = splat(widen(unit[i * LANES / 16]));
             store(scale + i * LANES, one * as_floats(load_bytes<int8_t>(in_units + i * LANES)));
         }
         return Vec{};
@@ -116,12 +104,12 @@ void dequantize(bool is_nested, const DequantizeArguments& a) {
                 typename Widened<T>::Quants w[2];
                 form.template unpack<Widened<T>>(row, g, w);
                 for (int64_t half = 0; half < std::min<int64_t>(2, form.groups - g); ++half) {
-                    const float* s = scale + (i + half) * Form::SCALES;
-                    Vec low = w[half].low * s[0], high = w[half].high * s[Form::SCALES - 1];
-                    if (Form::HAS_OFFSETS) low += offset[i + half], high += offset[i + half];
                     float wide[GROUP];
-                    store(wide, low);
-                    store(wide + LANES, high);
+                    for (int from = 0; from < GROUP; from += LANES) {
+                        Vec part = w[half].part[from / LANES];
+                        part *= scale[(i + half) * Form::SCALES + from * Form::SCALES / GROUP];
+                        store(wide + from, Form::HAS_OFFSETS ? part + offset[i + half] : part);
+                    }
                     for (float number : wide) narrow(number, out++);
                 }
             }

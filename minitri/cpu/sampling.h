@@ -10,7 +10,7 @@
 
 namespace {
 
-typedef double Doubles __attribute__((vector_size(128), aligned(8)));
+typedef double Doubles __attribute__((vector_size(8 * LANES), aligned(8)));
 
 struct FilterArguments {
     const float* logits;      // (N, V)

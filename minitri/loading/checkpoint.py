@@ -22,6 +22,7 @@ from minitri.config import ModelConfig
 from minitri.cpu.build import identity
 from minitri.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
 from minitri.cpu.packed import can_pack, pack_linears
+from minitri.cpu.products import is_kernel_faster
 from minitri.errors import InputError, explain, shorten
 from minitri.gpu.fused_modules import fuse_if_possible
 from minitri.loading.devices import attention_for, kernels_for
@@ -86,6 +87,7 @@ def load_model(
     if kernels is not None:
         use_kernels(model, kernels)
         by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
+        by += f" {is_kernel_faster(kernels, dtype)}"
     model.execution = replace(model.execution, computed_by=by)
     packed: dict[str, Tensor] = {}
     if native and kernels is not None and isinstance(checkpoint, GgufFile):

@@ -55,8 +55,8 @@ class Execution:
     """Does the same as `probs_from_logits`, faster."""
     round: "Round | None" = None
     """Does what `gpu.graphs.Passes.round` does, in one call."""
-    tiles_kv: bool = False
-    """K and V are best kept in tiles, see `caches/tiles.py`."""
+    kv_tile: int = 0
+    """As what K and V are best kept, see `empty_slots` in `caches/tiles.py`."""
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""

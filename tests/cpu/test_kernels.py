@@ -139,6 +139,23 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E, R):
             assert torch.equal(alone, got[:, some])
 
 
+@every_dtype
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype, has_bias):
+    """Rows and outputs that fill no tile, more inputs than stay in a cache. To the bit, a row
+    depends on nothing but itself."""
+    for R, E, N in ((1, 33, 7), (530, 800, 90), (70, 16, 130)):
+        x, weight = random(R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
+        bias = random(N, dtype=dtype, seed=3) if has_bias else None
+        exact = x.double() @ weight.double().T
+        if bias is not None:
+            exact += bias
+        got = kernels.product(x, weight, bias)
+        assert (got - exact).abs().max() < 3 * TOLERANCE[dtype]
+        for some in (slice(R - 1, R), slice(R // 2 + 1)):
+            assert torch.equal(kernels.product(x[some], weight, bias), got[some])
+
+
 def quantized(N, E, form):
     """A matrix of any numbers, most of them below 2 / sqrt(E)."""
     G, units, generator = E // GROUP, E // 256, torch.Generator().manual_seed(1)

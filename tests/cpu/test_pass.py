@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from minitri import Token, load
 from minitri.caches.retrieval import RetrievalCache
 from minitri.caches.streaming import StreamingCache
-from minitri.cpu.kernel_layers import TILE, product_tile, quantized_copy, use_kernels
+from minitri.cpu import products
+from minitri.cpu.kernel_layers import quantized_copy, use_kernels
 from minitri.cpu.kernels import load_kernels
 from minitri.cpu.quantized import Form
 from minitri.model.llama import Block
@@ -156,6 +157,34 @@ def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
     read_in_chunks(dtype, config)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_chunks_may_begin_anywhere_where_a_kernel_multiplies_faster(dtype, bias, monkeypatch):
+    monkeypatch.setattr(products, "is_kernel_faster", lambda *_: True)
+    read_in_chunks(dtype, replace(WIDE, attention_bias=bias))
+
+
+def test_the_faster_product_is_chosen_once_for_a_machine(monkeypatch, tmp_path):
+    """What was measured first stays, so that bits do not change with the load of a machine."""
+    monkeypatch.setattr(products, "built_library", lambda _: tmp_path / "kernels.so")
+    monkeypatch.setattr(products, "can_pack", lambda *_: True)
+
+    def ask(own, theirs):
+        seconds = iter((own, theirs))
+        monkeypatch.setattr(products, "_seconds", lambda _: next(seconds))
+        return products.is_kernel_faster.__wrapped__(load_kernels(), torch.bfloat16)
+
+    assert ask(1.0, 2.0)
+    assert ask(2.0, 1.0)
+    (place,) = tmp_path.iterdir()
+    place.unlink()
+    assert not ask(1.0, 1.2)
+    assert not ask(1.0, 2.0)
+    tmp_path.chmod(0o500)
+    monkeypatch.setattr(products, "built_library", lambda _: tmp_path / "no" / "kernels.so")
+    assert ask(1.0, 2.0)
+
+
 def test_chunks_may_begin_anywhere_on_three_threads(monkeypatch, request):
     """Which divide few matrices between two rows."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
@@ -201,12 +230,13 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
 
         return multiply
 
-    request.addfinalizer(product_tile.cache_clear)
-    product_tile.cache_clear()
+    monkeypatch.setattr(products, "is_kernel_faster", lambda *_: False)
+    request.addfinalizer(products.product_tile.cache_clear)
+    products.product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, scaled(getattr(owner, name)))
     read_in_chunks("float32", replace(LONG, attention_bias=bias))
-    assert product_tile(torch.float32, 64, 32, 1) == TILE
+    assert products.product_tile(torch.float32, 64, 32, 1) == products.TILE
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
@@ -232,51 +262,67 @@ MUTANTS = """
 begin = piece * PIECE;
     => begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
 block : block + t + 1, 0) => block : block + t + 2, 0)
-if (s + 1 < n) b => if (s < n) b
 const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
 store(sums, load(sums) * shrink); => ;
 total *= shrink; => ;
 if (e < E) { => if (false) {
-rows.x + m * rows.stride + e / => rows.x + e /
+rows.x + m * rows.stride + (e => rows.x + (e
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
 scale[o] + (i + half) * Form::SCALES => scale[o] + i * Form::SCALES
-halves_of(unit + units) * as => halves_of(unit) * as
+units_of(unit + units) * as => units_of(unit) * as
 as_floats(load_bytes<uint8_t>(in_units + units * 8)); => as_floats(load_bytes<uint8_t>(in_units));
-others, _mm256_set1_epi32(at + half => others, _mm256_set1_epi32(at - half
-first, 0xff00, => first, 0xffff,
 values + slot * p.kv_slot) => values + (slot + 1) * p.kv_slot)
 std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
 slot = p.lengths[b] + t => slot = p.lengths[0] + t
-if (n == BLOCK) values.at => if (n > 0) values.at
-LANES, steps * LANES}; => LANES, LANES};
-(slot, d, D, LANES, Op::STEP) => (slot, d, D, LANES, 1)
-(slot, d, D, Op::STEP, 1)] => (slot, d, D, 1, 1)]
+if (is_in_place && n == BLOCK) { => if (is_in_place) {
+PANEL, steps * PANEL} => PANEL, PANEL}
 (p.keys) + i * p.kv_layer => (p.keys)
 (p.queries) + layer * p.queries_layer => (p.queries) + layer
 layer.post_norm => layer.input_norm
 h < p.H ? q_norm : k_norm => q_norm
 layer.down, p.x, p.x => layer.down, nullptr, p.x
 E) + float(eps) => E) + 0.0f
+here, sums + (r - part) * BLOCK, k == 0); => here, sums + (r - part) * BLOCK, true);
+std::min(a.R, part + PRODUCT_ROWS) => part + PRODUCT_ROWS > a.R ? a.R : part + PRODUCT_ROWS - 1
 """
 """Wrong kernels: a text of the source => what stands in its place."""
+OF_PAIRS = """\
+if (s + 1 < n) b => if (s < n) b
+others, _mm256_set1_epi32(at + half => others, _mm256_set1_epi32(at - half
+first, 0xff00, => first, 0xffff,
+(slot, d, D, PANEL, Op::STEP) => (slot, d, D, PANEL, 1)
+to[n / 2 * D + d] &= 0xffff; => ;
+"""
+"""Those that only a processor that multiplies pairs of bfloat16 notices."""
 OF_UNIT = """\
-memory + (rows + LANES) * width => memory + rows * width
+memory + (rows + MOST_ROWS) * width => memory + rows * width
 if (from_zero) _tile_zero(i); => if (true) _tile_zero(i);
-columns.at += LANES * columns.step => columns.at += columns.step
+columns.advance(LANES * columns.step) => columns.advance(columns.step)
 count < LANES || w.E % WIDTH => false
 sums[o * num_columns + r] => sums[o * num_columns]
 """
 """Those that only a processor with a matrix unit notices."""
+OF_AVX2 = """\
+zip<LANES / 2>(r[i] => zip<0>(r[i]
+if (s >= n) { std::fill(to => if (false) { std::fill(to
+std::is_signed<Byte>::value ? => true ?
+sums[i * SCALES / VECTORS] += w => sums[0] += w
+(at + half * OTHERS) => at
+"""
+"""Those that only one notices which widens all numbers to float32."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mutant", (MUTANTS.replace("\n    =>", " =>") + OF_UNIT).strip().splitlines()
+    "mutant",
+    (MUTANTS.replace("\n    =>", " =>") + OF_PAIRS + OF_UNIT + OF_AVX2).strip().splitlines(),
 )
 def test_wrong_kernels_are_noticed(mutant, tmp_path):
-    if mutant in OF_UNIT and "AMX" not in load_kernels().instructions:
-        pytest.skip("this processor has no matrix unit")
+    instructions = load_kernels().instructions
+    for some, needed in ((OF_PAIRS, "BF16"), (OF_UNIT, "AMX"), (OF_AVX2, "AVX2")):
+        if mutant in some and needed not in instructions:
+            pytest.skip(f"this processor has no {needed}")
     wrong = compiled(tmp_path, change=mutant.split(" => "))
     dtype = torch.bfloat16
     with pytest.raises(AssertionError):  # noqa: PT012
@@ -295,3 +341,4 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
             )
         tiles.test_attention_over_tiles_has_the_bits_of_plain_slots(wrong, 64)
         tiles.test_a_pass_over_tiles_has_the_bits_of_plain_slots(wrong)
+        claims.test_a_product_of_many_rows_equals_plain_formulas(wrong, dtype, has_bias=True)

@@ -1,0 +1,92 @@
+"""Products of a matrix with many rows, as prompts have them: by PyTorch or by a kernel.
+
+Legend: R rows, E in_features, N out_features.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, lru_cache, partial
+from statistics import median
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.cpu.build import SOURCE, built_library
+from minitri.cpu.kernels import Kernels
+from minitri.cpu.packed import can_pack
+from minitri.errors import InputError
+from minitri.settings import LONGEST_BLOCK
+
+TILE = 256
+"""Rows of a matrix product where their number decides the last bits."""
+FASTER = 1.25
+"""How many times as fast a kernel must be than PyTorch, which is better at shapes of any kind."""
+
+
+def multiply_rows(
+    kernels: Kernels, rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    """x W^T + b, (R, N); the bits of a row depend on nothing but itself."""
+    if is_kernel_faster(kernels, weight_NE.dtype):
+        return kernels.product(rows_RE, weight_NE, bias_N)
+    R = len(rows_RE)
+    tile = product_tile(weight_NE.dtype, *weight_NE.shape, torch.get_num_threads())
+    tile = tile or max(R, LONGEST_BLOCK + 1)
+    if R % tile:
+        rows_RE = F.pad(rows_RE, (0, 0, 0, -R % tile))
+    multiply = torch.mm if bias_N is None else partial(torch.addmm, bias_N)
+    out_RN = rows_RE.new_empty(len(rows_RE), len(weight_NE))
+    for some, place in zip(rows_RE.split(tile), out_RN.split(tile), strict=True):
+        multiply(some, weight_NE.t(), out=place)
+    return out_RN[:R]
+
+
+@cache
+def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether `Kernels.product` is, on this machine.
+
+    As it was measured when this was first asked, which is kept next to the compiled kernels: bits
+    never depend on the day. A dtype that oneDNN does not multiply on this processor is not timed.
+    """
+    if not can_pack(dtype, torch.device("cpu")):
+        return True
+    place = None
+    with suppress(OSError, InputError):
+        name = f".{str(dtype).removeprefix('torch.')}-{torch.__version__}"
+        place = built_library(SOURCE).with_suffix(name)
+        return place.read_text() == "kernel"
+    seeded = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 576, generator=seeded, dtype=dtype) for n in (TILE, 3 * TILE))
+    own, theirs = map(_seconds, (lambda: kernels.product(x, weight), lambda: F.linear(x, weight)))
+    is_faster = theirs > FASTER * own
+    if place is not None:
+        with suppress(OSError):
+            place.write_text("kernel" if is_faster else "PyTorch")
+    return is_faster
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median of some runs, after one that does not count."""
+    times = []
+    for _ in range(8):
+        started = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started)
+    return median(times[1:])
+
+
+@lru_cache
+def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
+    """Rows to multiply with a (N, E) matrix at a time, so that the bits of each depend on it alone.
+
+    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
+    another order than many; then K and V would depend on how a prompt was cut. It is tried out.
+    """
+    seeded = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
+    many = F.linear(x, weight)
+    few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
+    is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
+    return None if is_same else TILE
