@@ -33,7 +33,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     with suppress(OSError, InputError):
         return ctypes.CDLL(str(built_library(source)))
     compiler = _compiler()
-    log.info("building the CPU kernels (once, some seconds)")
+    log.info("building the CPU kernels (once, up to a minute)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         built = Path(folder, "kernels.so")
         _compile(compiler, *FLAGS, str(source), "-o", str(built))

@@ -280,9 +280,9 @@ extern "C" {
 const char* minitri_instructions() {
 #if defined(HAS_BF16_PAIRS)
     return MatrixUnit<Pairs>::ROWS ? "AVX-512 BF16, AMX" : "AVX-512 BF16";
-#elif defined(__AVX512F__)
+#elif defined(HAS_AVX512)
     return "AVX-512";
-#elif defined(__AVX2__)
+#elif defined(HAS_AVX2)
     return "AVX2";
 #elif defined(__ARM_NEON)
     return "NEON";

@@ -302,7 +302,7 @@ void linear(const Weights& weights, const LinearArguments& a) {
     const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
     const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
-    constexpr int64_t CHUNK = 16;   // outputs that are finished together
+    constexpr int64_t CHUNK = 16;  // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
     const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
     Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads, [&](int64_t task) {

@@ -297,7 +297,7 @@ struct Columns {
 template <class Op, int M, int V, class Number>
 inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
                           int steps, float* sums, int64_t sum_stride, bool from_zero) {
-    constexpr int LINE_VECTORS = std::max(1, 64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)));
+    constexpr int LINE_VECTORS = std::clamp(64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)), 1, PANEL / LANES);
     Vec sum[M][V];
     for (int m = 0; m < M; ++m) {
         for (int v = 0; v < V; ++v) {

@@ -15,11 +15,22 @@ struct ProductArguments {
 };
 
 constexpr int64_t PRODUCT_ROWS = 512;  // of a task, for which weights are transposed once
-constexpr int64_t PRODUCT_STEPS = 576;  // for which columns stay in a cache
+constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // that are in memory as floats at a time
+constexpr int64_t PRODUCT_STEPS = 384;  // for which columns stay in a cache
 
 // Every number of the result is one sum over all of E, in order, whatever rows there are.
 template <class T>
 void product(const ProductArguments& a) {
+    if (a.R > MOST_PRODUCT_ROWS) {
+        ProductArguments some = a;
+        for (int64_t r = 0; r < a.R; r += MOST_PRODUCT_ROWS) {
+            some.R = std::min(MOST_PRODUCT_ROWS, a.R - r);
+            some.x = static_cast<const T*>(a.x) + r * a.E;
+            some.out = static_cast<T*>(a.out) + r * a.N;
+            product<T>(some);
+        }
+        return;
+    }
     static thread_local Scratch<float> row_memory;
     float* rows = row_memory.get(a.R * a.E);
     Pool::get().run((a.R + BLOCK - 1) / BLOCK, a.R * a.E, a.num_threads, [&](int64_t task) {

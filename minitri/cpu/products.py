@@ -3,11 +3,14 @@
 Legend: R rows, E in_features, N out_features.
 """
 
+import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache, partial
+from pathlib import Path
 from statistics import median
+from tempfile import NamedTemporaryFile
 
 import torch
 import torch.nn.functional as F
@@ -47,24 +50,37 @@ def multiply_rows(
 def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
     """Whether `Kernels.product` is, on this machine.
 
-    As it was measured when this was first asked, which is kept next to the compiled kernels: bits
-    never depend on the day. A dtype that oneDNN does not multiply on this processor is not timed.
+    It is measured when this is first asked, and kept in a file next to the compiled kernels: bits
+    depend neither on the day nor on the process. Where nothing can be kept the answer is no, but
+    for a dtype that oneDNN does not multiply on this processor: that is yes everywhere.
     """
-    if not can_pack(dtype, torch.device("cpu")):
+    if dtype != torch.float32 and not can_pack(dtype, torch.device("cpu")):
         return True
-    place = None
+    name = f"{str(dtype).removeprefix('torch.')}-{torch.__version__}-{kernels.num_threads}"
     with suppress(OSError, InputError):
-        name = f".{str(dtype).removeprefix('torch.')}-{torch.__version__}"
-        place = built_library(SOURCE).with_suffix(name)
-        return place.read_text() == "kernel"
+        place = built_library(SOURCE).with_suffix(f".{name}")
+        if not place.exists():
+            publish(place, "kernel" if _measure(kernels, dtype) else "PyTorch")
+        return place.read_text("utf-8", "replace") == "kernel"
+    return False
+
+
+def publish(place: Path, text: str) -> None:
+    """Writes a file, whole, unless another process was first. Raises `OSError`."""
+    with NamedTemporaryFile("w", dir=place.parent) as unfinished:
+        unfinished.write(text)
+        unfinished.flush()
+        with suppress(FileExistsError):
+            os.link(unfinished.name, place)
+
+
+def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes a quarter less time than PyTorch, and more."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 576, generator=seeded, dtype=dtype) for n in (TILE, 3 * TILE))
-    own, theirs = map(_seconds, (lambda: kernels.product(x, weight), lambda: F.linear(x, weight)))
-    is_faster = theirs > FASTER * own
-    if place is not None:
-        with suppress(OSError):
-            place.write_text("kernel" if is_faster else "PyTorch")
-    return is_faster
+    with kernels.reading():
+        own = _seconds(lambda: kernels.product(x, weight))
+        return _seconds(lambda: F.linear(x, weight)) > FASTER * own
 
 
 def _seconds(work: Callable[[], object]) -> float:

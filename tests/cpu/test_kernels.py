@@ -100,9 +100,11 @@ def test_what_is_not_finite_is_never_hidden(kernels, dtype, T):
         assert not wanted.all()
     x, weight = random(1, 3, 64, dtype=dtype), random(20, 64, dtype=dtype, seed=1)
     x[0, 1, 5] = math.nan
-    got = kernels.linear(x, weight).isfinite()
-    assert got[0, [0, 2]].all()
-    assert not got[0, 1].any()
+    for form in (Form.PLAIN, Form.Q4, Form.Q8):
+        matrix = weight if form == Form.PLAIN else quantize(weight, form)
+        got = kernels.linear(x, matrix, form).isfinite()
+        assert got[0, [0, 2]].all()
+        assert not got[0, 1].any()
 
 
 @every_dtype
@@ -144,7 +146,7 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E, R):
 def test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype, has_bias):
     """Rows and outputs that fill no tile, more inputs than stay in a cache. To the bit, a row
     depends on nothing but itself."""
-    for R, E, N in ((1, 33, 7), (530, 800, 90), (70, 16, 130)):
+    for R, E, N in ((1, 33, 7), (530, 800, 90), (70, 16, 130), (1030, 16, 70)):
         x, weight = random(R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
         bias = random(N, dtype=dtype, seed=3) if has_bias else None
         exact = x.double() @ weight.double().T
