@@ -3,7 +3,7 @@ V once, however few tokens it computes. For the autotuner before it has measured
 `python -m minitri.plan`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ CPU = Machine(
     share_per_extra_token=0.06,
     share_in_four_bits=0.2,
 )
+NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
+"""Without AVX-512: bound by arithmetic sooner."""
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 """Nominal machines: of the right order where nothing was measured, and the same in every run."""
 

@@ -27,7 +27,7 @@ from minitri.gpu.streams import clock_of
 from minitri.memory import Memory, Models
 from minitri.prefill import Score, prefill, read_chunk
 from minitri.requests import Request
-from minitri.roofline import CPU, GPU, Workload, bytes_per_pass
+from minitri.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.runner import CapturedDraft, DraftRunner, ModelRunner
 from minitri.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
@@ -267,7 +267,8 @@ def prior_seconds(
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=len(prompt_lengths),
     )
-    machine = GPU if target.device.type == "cuda" else CPU
+    machine = NARROW_CPU if target.execution.is_narrow else CPU
+    machine = GPU if target.device.type == "cuda" else machine
     return functools.partial(work.seconds, machine)
 
 

@@ -220,6 +220,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         decoding=kernels.decoding,
         reading=kernels.reading,
         probs=kernels.probs,
+        is_narrow=not kernels.instructions.startswith("AVX-512"),
         kv_tile=kernels.tiles[model.dtype],
     )
 

@@ -33,6 +33,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "openvino f16/bf16 lookup": {"kv": "bf16", "lookup": True},
     "openvino f16/u8": {"kv": "u8", "lookup": False},
     "openvino f16/u8 lookup": {"kv": "u8", "lookup": True},
+    "openvino f16/f32": {"kv": "f32", "lookup": False},
     "llama.cpp f16/f16": {},
 }
 """Ways to run these programs: what `worker.py` is told."""
