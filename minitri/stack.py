@@ -267,9 +267,8 @@ def prior_seconds(
         hosted_share=1 - memory.full.on_chip / target.config.num_layers,
         batch_size=len(prompt_lengths),
     )
-    machine = NARROW_CPU if target.execution.is_narrow else CPU
-    machine = GPU if target.device.type == "cuda" else machine
-    return functools.partial(work.seconds, machine)
+    cpu = NARROW_CPU if target.execution.is_narrow else CPU
+    return functools.partial(work.seconds, GPU if target.device.type == "cuda" else cpu)
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:

@@ -4,7 +4,7 @@ Legend: R rows, E in_features, N out_features.
 """
 
 import os
-import time
+import timeit
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache, lru_cache, partial
@@ -85,12 +85,7 @@ def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
 
 def _seconds(work: Callable[[], object]) -> float:
     """The median of some runs, after one that does not count."""
-    times = []
-    for _ in range(8):
-        started = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - started)
-    return median(times[1:])
+    return median(timeit.repeat(work, number=1, repeat=8)[1:])
 
 
 @lru_cache

@@ -21,9 +21,9 @@ inline Vec units_of(const Float16* unit) {
     std::memcpy(&both, unit, sizeof both);
     const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(both), *(const __m256i*)order);
     return (Vec)_mm512_cvtph_ps(bytes);
-#endif
-    static_assert(LANES <= 8 || REGISTERS == 32);
+#else
     return splat(widen(*unit));
+#endif
 }
 
 // A row of weights by groups of 32: number = scale q + offset. It holds one part after the other:
