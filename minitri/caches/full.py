@@ -30,12 +30,12 @@ class FullCache(Cache):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        tile: int = 0,
+        pair: int = 0,
     ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
-        return cls(*empty_slots(shape, dtype, device, tile=tile))
+        return cls(*empty_slots(shape, dtype, device, pair=pair))
 
     @property
     def on_chip(self) -> int:

@@ -60,8 +60,8 @@ class RetrievalCache(Cache):
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         where: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
-        tile = getattr(full.keys, "pair", 0)
-        super().__init__(*empty_slots((L, B, K, slots, D), **where, tile=tile))
+        pair = getattr(full.keys, "pair", 0)
+        super().__init__(*empty_slots((L, B, K, slots, D), **where, pair=pair))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
         self._queries = [torch.empty(L, 0, num_heads, D, **where) for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]

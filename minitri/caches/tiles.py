@@ -91,15 +91,15 @@ class Tiles:
 
 
 def empty_slots(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, tile: int
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pair: int
 ) -> tuple[Any, Any]:
     """Keys and values of this shape, (..., S, D); in tiles, if D allows them, for kernels whose
     lanes multiply so many numbers at once (1 or 2, or 0: no tiles)."""
     *rows, S, D = shape
-    if not (tile and D % COLUMNS == S % PANEL == 0):
+    if not (pair and D % COLUMNS == S % PANEL == 0):
         keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
         return keys, values
-    keys = torch.empty(*rows, S // PANEL, D // tile, PANEL, tile, dtype=dtype)
-    values = torch.empty(*rows, S // tile, D, tile, dtype=dtype)
-    units = torch.int32 if tile == 2 else dtype
+    keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
+    values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)
+    units = torch.int32 if pair == 2 else dtype
     return Tiles(keys.view(units).squeeze(-1), dtype), Tiles(values, dtype)

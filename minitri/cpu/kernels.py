@@ -45,7 +45,7 @@ class Kernels:
         self.instructions = library.minitri_instructions().decode()
         """The processor's, as far as the kernels use them."""
         has_pairs = self.instructions.startswith("AVX-512 BF16")
-        self.tiles = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
+        self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
         """By dtype, how many numbers a lane multiplies at once; see `empty_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
@@ -119,7 +119,7 @@ class Kernels:
         in_tiles = [it for it in slots if isinstance(it, Tiles)]
         return not in_tiles or (
             len(in_tiles) == len(slots)
-            and in_tiles[0].pair == self.tiles[in_tiles[0].dtype]
+            and in_tiles[0].pair == self.pairs[in_tiles[0].dtype]
             and all(it.shape[-2] % BLOCK == 0 for it in in_tiles)
         )
 

@@ -57,7 +57,7 @@ class Execution:
     """Does what `gpu.graphs.Passes.round` does, in one call."""
     is_narrow: bool = False
     """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
-    kv_tile: int = 0
+    kv_pair: int = 0
     """As what K and V are best kept, see `empty_slots` in `caches/tiles.py`."""
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)

@@ -27,22 +27,22 @@ CONFIG = tiny_config(head_dim=32, attention_bias=True)
 LENGTHS = [37, 70]
 
 
-def in_tiles(slots: torch.Tensor, which: int, tile: int) -> Tiles:
+def in_tiles(slots: torch.Tensor, which: int, pair: int) -> Tiles:
     """The same keys (0) or values (1) in tiles."""
-    tiles = empty_slots(tuple(slots.shape), slots.dtype, CPU, tile=tile)[which]
+    tiles = empty_slots(tuple(slots.shape), slots.dtype, CPU, pair=pair)[which]
     tiles[...] = slots
     return tiles
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tile"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)]
+    ("dtype", "pair"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 2)]
 )
 @pytest.mark.parametrize("which", [0, 1])
-def test_tiles_are_read_and_written_like_a_tensor(dtype, tile, which):
+def test_tiles_are_read_and_written_like_a_tensor(dtype, pair, which):
     """Ranges that begin and end anywhere, single slots, rows, and paths of a tree."""
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     plain = torch.zeros(2, 3, 4, 64, 32, dtype=dtype)
-    tiles = in_tiles(plain, which, tile)
+    tiles = in_tiles(plain, which, pair)
     for _ in range(300):
         start = chance.randrange(64)
         end = chance.randrange(start, 65)
@@ -62,8 +62,8 @@ def test_tiles_are_read_and_written_like_a_tensor(dtype, tile, which):
 
 
 def test_tiles_are_made_where_kernels_can_read_them_only():
-    for shape, tile in [((3, 64, 24), 1), ((3, 64, 32), 0)]:
-        slots = empty_slots(shape, torch.float32, CPU, tile=tile)
+    for shape, pair in [((3, 64, 24), 1), ((3, 64, 32), 0)]:
+        slots = empty_slots(shape, torch.float32, CPU, pair=pair)
         assert all(isinstance(it, torch.Tensor) and it.shape == shape for it in slots)
 
 
@@ -71,7 +71,7 @@ def test_tiles_are_made_where_kernels_can_read_them_only():
 def test_attention_over_tiles_has_the_bits_of_plain_slots(kernels, D):
     """NaN after the prefixes and blocks, which end anywhere in a block of slots."""
     cases = [(1, (0, 62, 63)), (1, (511, 512, 1)), (3, (62, 1200)), (LONGEST_BLOCK + 71, (0, 130))]
-    for dtype, tile in kernels.tiles.items():
+    for dtype, pair in kernels.pairs.items():
         for T, prefixes in cases:
             q, k, v, lengths = random_case(T, prefixes, D=D, dtype=dtype)
             pad = -k.shape[2] % 64
@@ -81,18 +81,18 @@ def test_attention_over_tiles_has_the_bits_of_plain_slots(kernels, D):
                 where = (lengths, rule)
                 is_short = T <= LONGEST_BLOCK
                 plain = kernels.attend(q, k, v, *where, is_short=is_short)
-                tiled = (in_tiles(k, 0, tile), in_tiles(v, 1, tile))
+                tiled = (in_tiles(k, 0, pair), in_tiles(v, 1, pair))
                 assert torch.equal(kernels.attend(q, *tiled, *where, is_short=is_short), plain)
 
 
 def test_a_pass_over_tiles_has_the_bits_of_plain_slots(kernels):
     """What it computes, and what it writes and leaves alone."""
-    for dtype, tile in kernels.tiles.items():
+    for dtype, pair in kernels.pairs.items():
         model = tiny_model(CONFIG, dtype=dtype)
         use_kernels(model, kernels)
         outs = []
-        for wanted in (0, tile):
-            cache = FullCache.allocate(CONFIG, 2, 128, dtype=dtype, device=CPU, tile=wanted)
+        for wanted in (0, pair):
+            cache = FullCache.allocate(CONFIG, 2, 128, dtype=dtype, device=CPU, pair=wanted)
             generator = torch.Generator().manual_seed(2)
             for slots in (cache.keys, cache.values):
                 slots[...] = torch.nan
@@ -119,7 +119,7 @@ def test_a_run_over_tiles_says_what_plain_slots_say(tmp_path, monkeypatch, dtype
     texts = []
     for is_tiled in (True, False):
         if not is_tiled:
-            monkeypatch.setattr(load_kernels(), "tiles", dict.fromkeys(load_kernels().tiles, 0))
+            monkeypatch.setattr(load_kernels(), "pairs", dict.fromkeys(load_kernels().pairs, 0))
         engine = load(folder, device="cpu", dtype=dtype)
         for method in ("autoregressive", "retrieval", "triforce"):
             settings = asked | small | {"method": method}
