@@ -352,11 +352,11 @@ test_stream.py::test_rows_without_a_text_are_in_no_pass[naive]
   passes over all rows, idle ones too
     Stack._part: slice(min(rows), max(rows) + 1) => slice(0, len(self.sequences))
 loading/test_native_weights.py::test_repacked_numbers_are_the_dequantized_ones[Q4_K]
-  minima taken for scales | _parts_with_minima: first & 63 => second & 63
+  minima taken for scales | _with_minima: first & 63 => second & 63
   high bits of scales from those of minima
-    _parts_with_minima: both & 15 | first >> 2 & 48 => both & 15 | second >> 2 & 48
+    _with_minima: both & 15 | first >> 2 & 48 => both & 15 | second >> 2 & 48
 loading/test_native_weights.py::test_repacked_numbers_are_the_dequantized_ones[Q6_K]
-  groups of Q6_K in the order of the file | _parts_of_6_bits: even & 15 | odd << 4 => even
+  groups of Q6_K in the order of the file | _of_6_bits: others << 4 => others.flip(3) << 4
 loading/test_native_weights.py::test_weights_stay_quantized_where_memory_is_short
   weights dequantized for which there is no memory
     OpenModel._is_native: needed <= free => needed <= 2 * free

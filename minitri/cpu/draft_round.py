@@ -82,10 +82,9 @@ class DraftRound:
         filters_B = torch.frombuffer(filters, dtype=torch.uint8)
         fields = self._layers.fields(x_BTE, cache)  # its tensors must outlive the struct
         head = self._head
-        table_VX = self._table_VX
         arguments = struct_of(
             *(*fields, block_BT, num_read_B, self._turns.cos, self._turns.signed_sin),
-            *(table_VX, self._num_tokens, table_VX[0].nbytes, self._table_form, self._norm_E),
+            *(self._table_VX, self._num_tokens, self._table_form, self._norm_E),
             *(head.weight, head.bias, head.out_features, head.in_features, head.form, self._ids_2N),
             *(filters_B, uniforms_BN, tokens_BN, probs_BNV, N, vocab_size),
         )

@@ -19,7 +19,7 @@ from minitri.caches.streaming import StreamingCache
 from minitri.caches.tiles import Tiles
 from minitri.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
 from minitri.cpu.products import multiply_rows
-from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
+from minitri.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.log import log
 from minitri.model.cache import Cache
 from minitri.model.execution import Execution
@@ -46,7 +46,7 @@ class KernelLinear(Linear):
         """Shares weights and bias of another layer, or has weights in another form instead."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
-        self.in_features = like.in_features
+        self.in_features, self.out_features = like.in_features, like.out_features
         self.dtype = like.weight.dtype
         self.kernels = kernels
         self.form = form
@@ -57,13 +57,14 @@ class KernelLinear(Linear):
         product_RN = multiply_rows(self.kernels, rows_RE, weight, self.bias)
         return product_RN.view(*x.shape[:-1], -1)
 
-    def plain_weight(self, dtype: torch.dtype, rows: Tensor | slice = slice(None)) -> Tensor:
+    def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
         """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
         number type."""
-        weight = self.weight[rows]
         if self.form == Form.PLAIN:
-            return weight
-        return self.kernels.dequantize(weight, self.in_features, self.form, dtype)
+            return self.weight if rows_R is None else self.weight[rows_R]
+        matrix = (self.weight, self.in_features, self.form, dtype)
+        last = self.out_features if rows_R is None else None
+        return self.kernels.dequantize(*matrix, rows_R)[:last]
 
 
 def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
@@ -88,7 +89,8 @@ class KernelHead(KernelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
             return super().forward(x)
-        return self.kernels.linear(x, self.weight, self.form, bias=self.bias, is_wide=self.is_wide)
+        matrix = (self.weight, self.form, self.out_features)
+        return self.kernels.linear(x, *matrix, bias=self.bias, is_wide=self.is_wide)
 
 
 class KernelTiedHead(KernelHead, TiedHead):
@@ -265,9 +267,10 @@ def keep_quantized(
         own = layer.weight.untyped_storage().data_ptr()
         names = [name for name, home in homes.items() if home == own]
         form, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
-        if others or form is None:
+        is_in_panels = len(names) == 1 or not any(len(places[name]) % PANEL for name in names)
+        if others or form is None or not is_in_panels:
             continue
-        shape = (layer.out_features, sum(row_widths(layer.in_features, form)))
+        shape = packed_shape(layer.out_features, layer.in_features, form)
         packed_NX = torch.empty(shape, dtype=torch.uint8)
         model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, form))
         num_kept += 1
@@ -284,7 +287,8 @@ def quantized_copy(model: Llama) -> Llama:
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        if layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gates and ups
+        if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits)
         return type(layer)(layer, layer.kernels, packed_NX, form)

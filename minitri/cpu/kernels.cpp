@@ -178,8 +178,8 @@ struct RoundArguments {
     PassArguments pass;       // over the first block; x is overwritten by those after it
     const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
     const float *cos, *sin;   // (S, D), of all slots
-    const uint8_t* embeddings;  // rows of a matrix of the form, each with its bytes
-    int64_t num_tokens, row_bytes, form;
+    const void* embeddings;   // a matrix of the form
+    int64_t num_tokens, form;
     const void* norm;         // (E)
     Matrix head;
     const int64_t* ids;       // tokens of the head's outputs, which are rounded then, and rising; or null
@@ -196,10 +196,10 @@ void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, flo
     for (int64_t r = 0; r < p.B * p.T; ++r) {
         const int64_t b = r / p.T, slot = p.lengths[b] + r % p.T;
         const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
-        const uint8_t* row = a.embeddings + std::clamp<int64_t>(token, 0, a.num_tokens - 1) * a.row_bytes;
+        const int64_t row = std::clamp<int64_t>(token, 0, a.num_tokens - 1);
         T* x = static_cast<T*>(p.x) + r * p.E;
-        if (a.form % NESTED < 16) dequantize_of<T>(int(a.form), {row, x, 1, p.E, 1});
-        else std::memcpy(x, row, p.E * sizeof(T));
+        if (a.form % NESTED < 16) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 1});
+        else std::copy_n(static_cast<const T*>(a.embeddings) + row * p.E, p.E, x);
         std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
         std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);
     }

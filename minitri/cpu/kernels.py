@@ -22,7 +22,7 @@ from torch.nn import RMSNorm
 
 from minitri.caches.tiles import Tiles
 from minitri.cpu.build import SOURCE, architecture, load_library
-from minitri.cpu.quantized import GROUP, Form, row_widths
+from minitri.cpu.quantized import GROUP, Form, packed_shape
 from minitri.errors import shorten
 from minitri.log import log
 from minitri.settings import SamplingParams
@@ -128,19 +128,20 @@ class Kernels:
         x: Tensor,
         weight: Tensor,
         form: int = Form.PLAIN,
+        num_outputs: int | None = None,
         *,
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
         """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
 
-        `weight` is (N, E) in the dtype of x, or in another form what `quantized.py` makes of it.
+        `weight` is (N, E) in the dtype of x, or what `quantized.py` makes of it, with padded rows.
         """
         x = x.contiguous()
         E = x.shape[-1]
-        N = len(weight)
+        N = num_outputs or len(weight)
         is_plain = form == Form.PLAIN
-        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, N, sum(row_widths(E, form)))
+        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
         require(
             (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
             bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
@@ -172,16 +173,21 @@ class Kernels:
         self.call("product", x_RE.dtype, arguments)
         return out_RN
 
-    def dequantize(self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype) -> Tensor:
-        """The matrix, (N, E), computed in float32."""
+    def dequantize(
+        self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """The matrix, (N, E), or some rows of it, computed in float32."""
         N = len(packed_NX)
         require(
-            (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, N, sum(row_widths(E, form))),
+            (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, *packed_shape(N, E, form)),
             packed_NX.is_contiguous() and E % GROUP == 0,
-            tensors=(packed_NX,),
+            rows_R is None or (rows_R.dtype == torch.int64 and rows_R.is_contiguous()),
+            rows_R is None or all(0 <= row < N for row in rows_R.tolist()),
+            tensors=(packed_NX, rows_R),
         )
-        out_NE = torch.empty(N, E, dtype=dtype)
-        self.call("dequantize", dtype, form, struct_of(packed_NX, out_NE, N, E, self.num_threads))
+        out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
+        arguments = struct_of(packed_NX, rows_R, out_NE, len(out_NE), E, self.num_threads)
+        self.call("dequantize", dtype, form, arguments)
         return out_NE
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -26,23 +26,15 @@ struct LinearArguments {
 };
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that whoever is late holds nobody up for long
-constexpr int64_t PREFETCH = 4096;  // bytes
-constexpr int OUTPUTS = 4;    // outputs of a tile
+constexpr int64_t PREFETCH = 8192;  // bytes
 
 // What `dots` multiplies weights with: rows of x, padded with zeros to whole steps of 64 numbers.
 template <class Unit>
 struct Rows {
     const Unit* x;
-    const float* group_sums;  // (R, groups), each row padded to whole vectors
-    int64_t stride, group_stride;
+    const float* group_sums;  // (R, groups)
+    int64_t stride, groups;
 };
-
-// How many bytes ahead each row of a tile is fetched, in all about PREFETCH: further on in the row,
-// or, where rows are short, in one of the next tiles.
-inline int64_t prefetch_distance(int64_t row_bytes) {
-    const int64_t tile = OUTPUTS * row_bytes;
-    return row_bytes > PREFETCH / 2 ? PREFETCH / OUTPUTS : (PREFETCH + tile - 1) / tile * tile;
-}
 
 // sums (M, N): M rows times N weights, each in one vector of lanes.
 #define FOR_TILE(M, N)                    \
@@ -56,6 +48,7 @@ template <class Op>
 struct Plain {
     using Operand = Op;
     static constexpr bool HAS_OFFSETS = false, IS_PLAIN = true;
+    static constexpr int ROWS = TILE_ROWS, OUTPUTS = 4;  // of a tile
     using T = typename Op::Stored;
     const T* weights;
     int64_t E;
@@ -73,7 +66,9 @@ struct Plain {
                 FOR_TILE(M, N) local[m][o] = Op::dot(local[m][o], line[o] + i, rows.x + m * rows.stride + (e + i) / Op::STEP);
             }
         };
-        const int64_t ahead = prefetch_distance(E * int64_t(sizeof(T))) / int64_t(sizeof(T));
+        // In all about PREFETCH: further on in the rows or, where they are short, in one of the next tiles.
+        constexpr int64_t FAR = PREFETCH / sizeof(T);
+        const int64_t ahead = 2 * E > FAR ? FAR / OUTPUTS : (FAR + OUTPUTS * E - 1) / (OUTPUTS * E) * OUTPUTS * E;
         int64_t e = 0;
         for (; e + LINE <= E; e += LINE) {
             const T* line[N];
@@ -97,67 +92,78 @@ struct Plain {
     }
 };
 
-// Numbers of 4 to 8 bits.
+// Numbers of 4 to 8 bits. A panel's sums are lanes, which no other numbers reach.
 template <class Op, int BITS>
 struct Quantized : Layout<BITS> {
     using Operand = Op;
     using Form = Layout<BITS>;
     static constexpr bool IS_PLAIN = false;
+    static constexpr int ROWS = 8, OUTPUTS = PANEL;  // of a tile
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
-    template <int M, int N>
-    void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[M][N]) const {
-        Vec local[M][N] = {};
-        const uint8_t* row[N];
-        for (int o = 0; o < N; ++o) {
-            row[o] = Form::weights + (first + std::min(o, count - 1)) * Form::row_bytes;
-        }
-        const int64_t ahead = prefetch_distance(Form::row_bytes);
-        for (int64_t g = 0; g < Form::groups; g += LANES) {
-            alignas(64) float scale[N][LANES * Form::SCALES];
-#pragma GCC unroll 8
-            for (int o = 0; o < N; ++o) {
-                const Vec offset = Form::factors(row[o], g, scale[o]);
-                if (!Form::HAS_OFFSETS) continue;
-#pragma GCC unroll 8
-                for (int m = 0; m < M; ++m) {
-                    local[m][o] += offset * load(rows.group_sums + m * rows.group_stride + g);
+    // out (M, PANEL) = M rows times those of the panel from `first` on.
+    template <int M>
+    void multiply_panel(const Rows<typename Op::Unit>& rows, int64_t first, float* out, int64_t stride) const {
+        constexpr int ALL = PANEL / LANES, V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
+        const uint8_t* panel = Form::panel_of(first);
+        const int64_t group_bytes = Form::panel_bytes / Form::groups;
+        for (int lane = 0; lane < PANEL; lane += V * LANES) {
+            Vec total[M][V] = {};
+            for (int64_t g = 0; g < Form::groups; ++g) {
+                for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64) {
+                    __builtin_prefetch(panel + at + PREFETCH, 0, L2);
                 }
-            }
-            const int64_t here = std::min<int64_t>(LANES, Form::groups - g);
-            for (int64_t i = 0; i < here; i += 2) {
-                const auto* x = rows.x + (g + i) * GROUP / Op::STEP;
+                const auto* x = rows.x + g * GROUP / Op::STEP;
+                Vec sum[M][V] = {};
+                for (int word = 0; word < Form::WORDS; ++word) {
 #pragma GCC unroll 8
-                for (int o = 0; o < N; ++o) {
-                    __builtin_prefetch(row[o] + (g + i) * Form::LOW_BYTES + ahead);
-                    typename Op::Quants w[2];
-                    Form::template unpack<Op>(row[o], g + i, w);
+                    for (int v = 0; v < V; ++v) {
+                        Form::template unpack<Op>(panel, g, word, lane + v * LANES, [&](int i, typename Op::Quants w) {
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; ++m) {
-#pragma GCC unroll 2
-                        for (int half = 0; half < 2; ++half) {  // after the last group scales are 0
-                            local[m][o] += Op::template dot_quants<Form::SCALES>(
-                                w[half], x + m * rows.stride + half * GROUP / Op::STEP,
-                                scale[o] + (i + half) * Form::SCALES);
+                            for (int m = 0; m < M; ++m) {
+                                sum[m][v] = Op::multiply_quants(sum[m][v], x + m * rows.stride + i, w);
+                            }
+                        });
+                    }
+                    if ((word + 1) % (Form::WORDS / Form::SCALES)) continue;
+#pragma GCC unroll 8
+                    for (int v = 0; v < V; ++v) {
+                        const Vec scale = Form::scale(panel, g, word * Form::SCALES / Form::WORDS, lane + v * LANES);
+#pragma GCC unroll 8
+                        for (int m = 0; m < M; ++m) {
+                            total[m][v] += scale * sum[m][v];
+                            sum[m][v] = Vec{};
                         }
                     }
                 }
+                if (!Form::HAS_OFFSETS) continue;
+#pragma GCC unroll 8
+                for (int v = 0; v < V; ++v) {
+                    const Vec offset = Form::offset(panel, g, lane + v * LANES);
+#pragma GCC unroll 8
+                    for (int m = 0; m < M; ++m) total[m][v] += offset * rows.group_sums[m * rows.groups + g];
+                }
             }
+            FOR_TILE(M, V) store(out + m * stride + lane + o * LANES, total[m][o]);
         }
-        FOR_TILE(M, N) sum[m][o] = local[m][o];
     }
 };
 
+// out (M, Weights::OUTPUTS), or fewer outputs: those of the weights' rows from `first` on.
 template <class Weights, int M>
 void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t first,
                  int count, float* out, int64_t stride) {
-    constexpr int N = tile_vectors(M);
-    for (; count > 0; count -= N, first += N, out += N) {
-        Vec sum[M][N];
-        const int some = std::min(count, N);
-        w.template dots<M, N>(rows, first, some, sum);
-        for (int m = 0; m < M; ++m) {
-            for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+    if constexpr (!Weights::IS_PLAIN) {
+        return w.template multiply_panel<M>(rows, first, out, stride);
+    } else {
+        constexpr int N = tile_vectors(M);
+        for (; count > 0; count -= N, first += N, out += N) {
+            Vec sum[M][N];
+            const int some = std::min(count, N);
+            w.template dots<M, N>(rows, first, some, sum);
+            for (int m = 0; m < M; ++m) {
+                for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+            }
         }
     }
 }
@@ -172,7 +178,9 @@ void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& 
         case 3: return call(linear_tile<Weights, 3>);
         case 4: return call(linear_tile<Weights, 4>);
         case 5: return call(linear_tile<Weights, 5>);
-        default: return call(linear_tile<Weights, 6>);
+        case 6: return call(linear_tile<Weights, 6>);
+        case 7: return call(linear_tile<Weights, std::min(7, Weights::ROWS)>);
+        default: return call(linear_tile<Weights, Weights::ROWS>);
     }
 }
 
@@ -180,13 +188,15 @@ void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& 
 template <class Weights>
 void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, int64_t R,
                   int64_t first, int64_t count, float* out, int64_t stride) {
-    for (int64_t o = 0; o < count; o += OUTPUTS) {
-        for (int64_t r = 0; r < R; r += TILE_ROWS) {
+    const int64_t num_parts = std::max<int64_t>(1, (R + Weights::ROWS - 1) / Weights::ROWS);
+    const int64_t together = (R + num_parts - 1) / num_parts;
+    for (int64_t o = 0; o < count; o += Weights::OUTPUTS) {
+        for (int64_t r = 0; r < R; r += together) {
             auto some = rows;
             some.x += r * rows.stride;
-            some.group_sums += r * rows.group_stride;
-            linear_rows(w, some, int(std::min<int64_t>(TILE_ROWS, R - r)), first + o,
-                        int(std::min<int64_t>(OUTPUTS, count - o)), out + r * stride + o, stride);
+            some.group_sums += r * rows.groups;
+            linear_rows(w, some, int(std::min<int64_t>(together, R - r)), first + o,
+                        int(std::min<int64_t>(Weights::OUTPUTS, count - o)), out + r * stride + o, stride);
         }
     }
 }
@@ -273,10 +283,9 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
     static thread_local Scratch<typename Op::Unit> row_memory;
     static thread_local Scratch<float> wide_memory, sum_memory;
     const int64_t padded = (a.E + 63) / 64 * 64, stride = padded / Op::STEP;
-    const int64_t groups = padded / GROUP, group_stride = (groups + LANES - 1) / LANES * LANES;
+    const int64_t groups = padded / GROUP;
     auto* x = row_memory.get(a.R * stride);
-    float *wide = wide_memory.get(padded), *sums = sum_memory.get(a.R * group_stride);
-    std::fill(sums, sums + a.R * group_stride, 0.0f);
+    float *wide = wide_memory.get(padded), *sums = sum_memory.get(a.R * groups);
     for (int64_t r = 0; r < a.R; ++r) {
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         std::fill(wide, wide + padded, 0.0f);
@@ -288,10 +297,10 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
         for (int64_t g = 0; g < groups; ++g) {
             Vec sum{};
             for (int i = 0; i < GROUP; i += LANES) sum += load(wide + g * GROUP + i);
-            sums[r * group_stride + g] = sum_lanes(sum);
+            sums[r * groups + g] = sum_lanes(sum);
         }
     }
-    return {x, sums, stride, group_stride};
+    return {x, sums, stride, groups};
 }
 
 template <class Weights>
@@ -302,7 +311,7 @@ void linear(const Weights& weights, const LinearArguments& a) {
     const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
     const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
-    constexpr int64_t CHUNK = 16;  // outputs that are finished together
+    constexpr int64_t CHUNK = PANEL;  // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
     const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
     Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads, [&](int64_t task) {

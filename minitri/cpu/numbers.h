@@ -69,13 +69,6 @@ inline Vec some(const T* p, int64_t n) {
     std::copy(p, p + n, padded);
     return load(padded);
 }
-#ifdef HAS_AVX512
-inline Vec some(const Float16* p, int64_t n) {
-    const __mmask16 known = n >= LANES ? 0xffff : (1u << n) - 1;
-    return (Vec)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(known, p));
-}
-#endif
-
 // LANES bytes as integers, whose signs count or not: in two steps, which compilers know how to do.
 template <class Byte>
 inline Ints load_bytes(const uint8_t* p) {
@@ -87,6 +80,7 @@ inline Ints load_bytes(const uint8_t* p) {
     typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
     return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Shorts), Ints);
 }
+inline Bits load_words(const uint8_t* p) { return *reinterpret_cast<const Bits*>(p); }
 inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
 
 inline Vec splat(float x) { return Vec{} + x; }

@@ -83,42 +83,41 @@ struct Widened {
     static Vec dot(Vec sum, const T* weights, const Unit* x) { return sum + load(weights) * load(x); }
     static Vec weight(Vec x) { return power_of_2(x); }  // of a value, in attention
 
-    static constexpr int VECTORS = GROUP / LANES;
-    struct Quants { Vec part[VECTORS]; };  // a group
-    template <int BITS>  // two groups from the parts of a row, see `quantized.h`; of `high` from bit `at` on
-    static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
-        constexpr int OTHERS = BITS - 4;
-        for (int i = 0; i < 2 * VECTORS; ++i) {
-            const int half = i / VECTORS, from = i % VECTORS * LANES;
-            Vec& to = w[half].part[i % VECTORS];
+    using Quants = Vec;
+    template <int BITS, class Use>  // see `Layout` in quantized.h
+    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
+        constexpr int LOW = BITS == 8 ? 8 : 4, OTHERS = BITS - LOW, PAIRS = 16 / LOW;
+        const Bits bits = load_words(low);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * PAIRS; ++i) {
+            const int place = PAIRS * word + i / 2, half = i % 2 * 16, at = place * OTHERS;
+            const int first = half + i / 2 * LOW;  // bit
             if (BITS == 8) {
-                to = ::as_floats(load_bytes<int8_t>(low + i * LANES));
+                use(2 * place + i % 2, as_floats(Ints(bits << (24 - first)) >> 24));
                 continue;
             }
-            const Ints two = load_bytes<uint8_t>(low + from);
-            Ints q = half ? two >> 4 : two & 15;
+            Ints q = Ints(bits >> first & 15);
             if (OTHERS > 0) {
-                const Ints others = load_bytes<uint8_t>(high + from);
-                q |= (others >> (at + half * OTHERS) & ((1 << OTHERS) - 1)) << 4;
+                const Bits others = load_words(high + at / 16 * PANEL * 4) >> (half + at % 16);
+                q |= Ints(others & ((1 << OTHERS) - 1)) << 4;
             }
-            to = as_floats(BITS == 6 ? q - 32 : q);
+            use(2 * place + i % 2, as_floats(BITS == 6 ? q - 32 : q));
         }
     }
-    template <int SCALES>  // of a group: one, or one for each half
-    static Vec dot_quants(const Quants& w, const Unit* x, const float* scale) {
-        Vec sums[SCALES] = {};
-        for (int i = 0; i < VECTORS; ++i) sums[i * SCALES / VECTORS] += w.part[i] * load(x + i * LANES);
-        return SCALES == 1 ? sums[0] * scale[0] : sums[0] * scale[0] + sums[SCALES - 1] * scale[1];
-    }
+    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) { return sum + *x * w; }
 };
 
 #ifdef HAS_BF16_PAIRS
-// What q of few bits stand for in bfloat16: those of 4 bits twice, so that a fifth bit does not count.
+// What the low bits of an index stand for in bfloat16, those above them do not count: q; or of q of 8
+// bits the low four, and after these the high ones, signed, 16 times.
 template <int BITS>
 struct Numbers {
     alignas(64) inline static const auto table = [] {
         std::array<BFloat16, 64> all;
-        for (int i = 0; i < 64; ++i) narrow(BITS == 6 ? i - 32.0f : float(i % (1 << BITS)), &all[i]);
+        for (int i = 0; i < 64; ++i) {
+            const int q = BITS == 8 ? (i < 32 ? i % 16 : 16 * ((i % 16 ^ 8) - 8)) : BITS == 6 ? i - 32 : i % (1 << BITS);
+            narrow(float(q), &all[i]);
+        }
         return all;
     }();
 };
@@ -165,46 +164,36 @@ struct Pairs {
         return (Vec)_mm512_scalef_ps((__m512)e, (__m512)x);
     }
 
-    using Quants = __m512bh;  // a group
-    template <int BITS>
-    static void unpack(const uint8_t* low, const uint8_t* high, int at, Quants w[2]) {
-        if (BITS == 8) {
-            for (int half = 0; half < 2; ++half) {
-                const __m128i* from = (const __m128i*)(low + half * 32);
-                __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from)));
-                __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(from + 1)));
-                w[half] = _mm512_cvtne2ps_pbh(second, first);
-            }
-            return;
-        }
-        const __m256i both = _mm256_loadu_si256((const __m256i*)low);
-        __m512i indices[2];  // bits above those of an index do not count
-        if (BITS == 4) {
-            indices[0] = _mm512_cvtepu8_epi16(both);
-            indices[1] = _mm512_srli_epi16(indices[0], 4);
-        } else {
-            const __m256i others = _mm256_loadu_si256((const __m256i*)high);
-            for (int half = 0; half < 2; ++half) {
-                const __m256i four = half ? _mm256_srli_epi16(both, 4) : both;
-                const __m256i more = _mm256_rorv_epi32(others, _mm256_set1_epi32(at + half * (BITS - 4) - 4));
-                indices[half] = _mm512_cvtepu8_epi16(  // the low four bits of one, the others of the other
-                    _mm256_ternarylogic_epi32(_mm256_set1_epi8(15), four, more, 0xca));
-            }
-        }
+    using Quants = __m512i;
+    template <int BITS, class Use>
+    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
+        constexpr int OTHERS = BITS - 4;
         const __m512i table = _mm512_load_si512(Numbers<BITS>::table.data());
-        for (int half = 0; half < 2; ++half) {
-            w[half] = (__m512bh)_mm512_permutexvar_epi16(indices[half], table);
-            if (BITS != 6) continue;
-            const __m512i upper = _mm512_load_si512(Numbers<BITS>::table.data() + 32);
-            w[half] = (__m512bh)_mm512_permutex2var_epi16(table, indices[half], upper);
+        const __m512i upper = _mm512_load_si512(Numbers<BITS>::table.data() + 32);
+        const __m512i bits = _mm512_loadu_si512(low);
+        __m512i others{};  // above the low four, from those of this word on
+        if (BITS == 5 || BITS == 6) {
+            const int at = 4 * word * OTHERS;
+            others = _mm512_srl_epi16(_mm512_loadu_si512(high + at / 16 * PANEL * 4), _mm_cvtsi32_si128(at % 16));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            __m512i index = _mm512_srli_epi16(bits, 4 * i);
+            if (BITS == 8) {
+                use(2 * word + i / 2, _mm512_permutexvar_epi16(index, i % 2 ? upper : table));
+                continue;
+            }
+            if (OTHERS > 0) {
+                const int from = i * OTHERS;  // to 4
+                const __m512i placed = from < 4 ? _mm512_slli_epi16(others, 4 - from) : _mm512_srli_epi16(others, from - 4);
+                index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), index, placed, 0xca);
+            }
+            if (BITS == 6) use(4 * word + i, _mm512_permutex2var_epi16(table, index, upper));
+            else use(4 * word + i, _mm512_permutexvar_epi16(index, table));
         }
     }
-    template <int SCALES>
-    static Vec dot_quants(Quants w, const Unit* x, const float* scale) {
-        const __m512 sum = _mm512_dpbf16_ps(_mm512_setzero_ps(), w, (__m512bh)_mm512_loadu_si512(x));
-        const __m512 first = _mm512_set1_ps(*scale);
-        if (SCALES == 1) return (Vec)sum * (Vec)first;
-        return (Vec)sum * (Vec)_mm512_mask_broadcastss_ps(first, 0xff00, _mm_load_ss(scale + 1));
+    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)_mm512_set1_epi32(int(*x)));
     }
 };
 

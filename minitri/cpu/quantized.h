@@ -11,79 +11,67 @@ namespace {
 
 constexpr int NESTED = 32;    // is added to the bits of a form whose scales are integers
 
-// Units of groups from one on that is a multiple of LANES: each counts for 8.
-inline Vec units_of(const Float16* unit) {
-#ifdef HAS_AVX512
-    alignas(32) static const uint16_t order[16] = {
-        0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100, 0x0100,
-        0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302, 0x0302};
-    int both;
-    std::memcpy(&both, unit, sizeof both);
-    const __m256i bytes = _mm256_shuffle_epi8(_mm256_set1_epi32(both), *(const __m256i*)order);
-    return (Vec)_mm512_cvtph_ps(bytes);
-#else
-    return splat(widen(*unit));
-#endif
-}
-
-// A row of weights by groups of 32: number = scale q + offset. It holds one part after the other:
-//   low     4 bits of every q: byte i of 32 has q number i of a group in its low half, and of the
-//           next group in its high one. Or all of them: q of 8 bits are bytes, from -128 on.
-//   high    the other bits of q, if it has 5 or 6: byte i of 32 has those of numbers i of 8 groups,
-//           or of 4, from its lowest bits on. Of 6 bits 32 is subtracted.
-//   scales  of the groups, float16; and their offsets, but for q of 8 bits
+// Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows lie together, so
+// that the lanes of a vector are rows. A panel holds one part after the other, each by groups:
+//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: those of even inputs in
+//           the low halves of words, from the lowest bits on, those of odd inputs in the high ones. Or
+//           8 words, in this order, with q of 8 bits, which are signed.
+//   high    1 or 2 words, in this order, with the other bits of q of 5 or 6. Of 6 bits 32 is subtracted.
+//   scales  float16; and then offsets, if q has 4 or 5 bits
 // or, if it is nested, as GGUF's K-quants are, in place of these scales:
 //   units   of scales, a float16 for 8 groups; and of offsets, but for q of 6 bits
-//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 numbers each
+//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 inputs each
 //   offsets in units, bytes, but for q of 6 bits
-// `low` is padded to pairs of groups, `high` to whole 32 bytes, units and what counts them to pairs.
 template <int BITS>
 struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
-    static constexpr int LOW_BYTES = GROUP * (BITS == 8 ? 8 : 4) / 8;  // of a group
-    static constexpr int HIGH_BITS = BITS == 8 ? 0 : BITS - 4;
-    static constexpr int SCALES = BITS == 6 ? 2 : 1;  // of a group
+    static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4, WORDS = BITS == 8 ? 8 : 4;  // of a group
+    static constexpr int SCALES = BITS == 6 ? 2 : 1;
+    static constexpr int WORD_BYTES = PANEL * 4;  // of all rows
     const uint8_t* weights;
     bool is_nested;
-    int64_t groups, units, high, scales, row_bytes;
+    int64_t groups, high, scales, in_units, offsets, panel_bytes;
 
     Layout(const void* weights, int64_t E, bool is_nested)
         : weights(static_cast<const uint8_t*>(weights)), is_nested(is_nested), groups(E / GROUP),
-          units((groups + 15) / 16 * 2), high((groups + groups % 2) * LOW_BYTES),
-          scales(high + (groups * HIGH_BITS + 7) / 8 * GROUP),
-          row_bytes(scales + (HAS_OFFSETS ? 2 : 1) * (is_nested ? units * (2 + 8 * SCALES) : groups * 2)) {}
+          high(groups * WORDS * WORD_BYTES), scales(high + groups * HIGH_WORDS * WORD_BYTES) {
+        const int64_t halves = (is_nested ? (groups + 7) / 8 : groups) * PANEL * 2;
+        offsets = scales + halves;
+        in_units = scales + halves * (1 + HAS_OFFSETS);
+        panel_bytes = in_units + is_nested * groups * (SCALES + HAS_OFFSETS) * PANEL;
+    }
+    const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
 
-    // Of LANES groups from the g-th on, zeros after the last one; of nested ones all products are exact.
-    Vec factors(const uint8_t* row, int64_t g, float* scale) const {
-        const auto* halves = reinterpret_cast<const Float16*>(row + scales);
-        if (!is_nested) {
-            const int64_t here = std::min<int64_t>(LANES, groups - g);
-            store(scale, some(halves + g, here));
-            return HAS_OFFSETS ? some(halves + groups + g, here) : Vec{};
-        }
-        const auto* unit = halves + g / 8;
-        const uint8_t* in_units = row + scales + units * (HAS_OFFSETS ? 4 : 2) + g * SCALES;
-        if (HAS_OFFSETS) {
-            store(scale, units_of(unit) * as_floats(load_bytes<uint8_t>(in_units)));
-            return units_of(unit + units) * as_floats(load_bytes<uint8_t>(in_units + units * 8));
-        }
-        for (int i = 0; i < 2; ++i) {
-            const Vec one = splat(widen(unit[i * LANES / 16]));
-            store(scale + i * LANES, one * as_floats(load_bytes<int8_t>(in_units + i * LANES)));
-        }
-        return Vec{};
+    // Of the rows of a panel from `lane` on, the scales of a part of a group; all products are exact.
+    Vec scale(const uint8_t* panel, int64_t g, int part, int lane) const {
+        if (!is_nested) return halves_at(panel + scales, g, lane);
+        const uint8_t* bytes = panel + in_units + (g * SCALES + part) * PANEL + lane;
+        const Ints count = HAS_OFFSETS ? load_bytes<uint8_t>(bytes) : load_bytes<int8_t>(bytes);
+        return halves_at(panel + scales, g / 8, lane) * as_floats(count);
+    }
+    Vec offset(const uint8_t* panel, int64_t g, int lane) const {
+        if (!is_nested) return halves_at(panel + offsets, g, lane);
+        const uint8_t* bytes = panel + in_units + (groups + g) * PANEL + lane;
+        return halves_at(panel + offsets, g / 8, lane) * as_floats(load_bytes<uint8_t>(bytes));
     }
 
-    // Two groups from the g-th on, an even one.
-    template <class Op>
-    void unpack(const uint8_t* row, int64_t g, typename Op::Quants w[2]) const {
-        const uint8_t* others = row + high + g * HIGH_BITS / 8 * GROUP;
-        Op::template unpack<BITS>(row + g * LOW_BYTES, others, int(g * HIGH_BITS % 8), w);
+    // The q of a word's inputs: gives `use` their numbers, or those of pairs, and vectors of rows.
+    template <class Op, class Use>
+    void unpack(const uint8_t* panel, int64_t g, int word, int lane, Use&& use) const {
+        const uint8_t* low = panel + (g * WORDS + word) * WORD_BYTES + lane * 4;
+        const uint8_t* others = panel + high + g * HIGH_WORDS * WORD_BYTES + lane * 4;
+        Op::template unpack<BITS>(low, others, word, use);
+    }
+
+  private:
+    static Vec halves_at(const uint8_t* at, int64_t row, int lane) {
+        return load(reinterpret_cast<const Float16*>(at) + row * PANEL + lane);
     }
 };
 
 struct DequantizeArguments {
-    const void* weights;      // N rows
+    const void* weights;      // whole panels
+    const int64_t* rows;      // (N), or null: the first N
     void* out;                // (N, E)
     int64_t N, E, num_threads;
 };
@@ -92,26 +80,25 @@ template <class T, int BITS>
 void dequantize(bool is_nested, const DequantizeArguments& a) {
     using Form = Layout<BITS>;
     const Form form(a.weights, a.E, is_nested);
-    constexpr int64_t ROWS = 16;
-    Pool::get().run((a.N + ROWS - 1) / ROWS, a.N * a.E, a.num_threads, [&](int64_t task) {
-        for (int64_t n = task * ROWS; n < std::min(a.N, (task + 1) * ROWS); ++n) {
-            const uint8_t* row = form.weights + n * form.row_bytes;
-            T* out = static_cast<T*>(a.out) + n * a.E;
-            float scale[2 * LANES], offset[LANES];
-            for (int64_t g = 0; g < form.groups; g += 2) {
-                const int i = int(g % LANES);
-                if (i == 0) store(offset, form.factors(row, g, scale));
-                typename Widened<T>::Quants w[2];
-                form.template unpack<Widened<T>>(row, g, w);
-                for (int64_t half = 0; half < std::min<int64_t>(2, form.groups - g); ++half) {
-                    float wide[GROUP];
-                    for (int from = 0; from < GROUP; from += LANES) {
-                        Vec part = w[half].part[from / LANES];
-                        part *= scale[(i + half) * Form::SCALES + from * Form::SCALES / GROUP];
-                        store(wide + from, Form::HAS_OFFSETS ? part + offset[i + half] : part);
-                    }
-                    for (float number : wide) narrow(number, out++);
+    const int64_t together = a.rows ? 1 : PANEL;
+    Pool::get().run((a.N + together - 1) / together, a.N * a.E, a.num_threads, [&](int64_t task) {
+        const int64_t first = task * together, row = a.rows ? a.rows[task] : first;
+        const uint8_t* panel = form.panel_of(row);
+        for (int64_t g = 0; g < form.groups; ++g) {
+            float numbers[GROUP][PANEL];
+            for (int lane = 0; lane < PANEL; lane += LANES) {
+                for (int word = 0; word < Form::WORDS; ++word) {
+                    const Vec scale = form.scale(panel, g, word * Form::SCALES / Form::WORDS, lane);
+                    const Vec offset = Form::HAS_OFFSETS ? form.offset(panel, g, lane) : Vec{};
+                    form.template unpack<Widened<T>>(panel, g, word, lane, [&](int i, Vec q) {
+                        store(numbers[i] + lane, Form::HAS_OFFSETS ? scale * q + offset : scale * q);
+                    });
                 }
+            }
+            for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
+                T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
+                const int64_t lane = (a.rows ? row : n) % PANEL;
+                for (int i = 0; i < GROUP; ++i) narrow(numbers[i][lane], out + i);
             }
         }
     });

@@ -1,11 +1,11 @@
 """Matrices of 4 to 8 bits, as the kernels read them.
 
 Groups of 32 weights of a row share a scale and an offset: weight = scale q + offset. A quantized
-matrix is a (N, bytes) uint8 tensor whose rows hold the q of all groups, then their scales, then
-their offsets; `quantized.h` says how they lie.
+matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, whose bytes lie together: q, scales,
+then offsets, each group by group, of all rows of the panel in turn (`quantized.h` says how).
 
 Legend: N out_features, E in_features, X bytes of a row, G groups of a row, Q = 32 weights of a
-group.
+group, W words, P panels.
 """
 
 from enum import IntEnum
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 GROUP = 32
+PANEL = 16
 NUMBERS_AT_ONCE = 1 << 19
 """Weights that are quantized or dequantized at a time: what that takes stays in a cache."""
 
@@ -36,24 +37,17 @@ class Form(IntEnum):
         return self > 32
 
 
-def row_widths(in_features: int, form: int) -> list[int]:
-    """Bytes of the parts of a row: the low bits of its q and the others, then scales and offsets;
-    or units of scales and of offsets before these."""
-    G = in_features // GROUP
-    bits = Form(form).bits
-    low = (G + G % 2) * GROUP * (bits if bits == 8 else 4) // 8
-    high = -(-G * (bits - 4) // 8) * GROUP * (bits < 8)
-    if not Form(form).is_nested:
-        return [low, high, 2 * G, 2 * G * (bits < 8)]
-    units = -(-G // 16) * 2
-    if bits == 6:
-        return [low, high, 2 * units, 0, 16 * units, 0]
-    return [low, high, 2 * units, 2 * units, 8 * units, 8 * units]
+def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
+    """(N, X) of a quantized matrix."""
+    G, bits, is_nested = in_features // GROUP, Form(form).bits, Form(form).is_nested
+    num_halves = -(-G // 8) if is_nested else G
+    width = 4 * bits * G + 2 * num_halves * (1 + (bits < 6)) + 2 * G * is_nested
+    return -(-num_rows // PANEL) * PANEL, width
 
 
 def rows_at_once(num_columns: int) -> int:
-    """How many rows of a quantized matrix to read or write at a time."""
-    return max(1, NUMBERS_AT_ONCE // num_columns)
+    """How many rows of a quantized matrix to read or write at a time: whole panels."""
+    return max(1, NUMBERS_AT_ONCE // (PANEL * num_columns)) * PANEL
 
 
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
@@ -74,34 +68,30 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
         limits = (-127, 127)
         factors = [(torch.maximum(-least, most) / 127).half()]
     groups_NGQ /= factors[0].float().clamp_min(1e-12)
-    quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8)
-    return pack(Form(bits), weight_NE.shape[1], *split_bits(quants_NGQ, bits), *factors)
+    quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8).view(torch.uint8)
+    return pack(Form(bits), quants_NGQ, *(factor.squeeze(2) for factor in factors))
 
 
-def split_bits(quants_NGQ: Tensor, bits: int) -> list[Tensor]:
-    """The first two parts of rows, of q of 8 bits (-128 to 127) or of less, from 0 on."""
-    G = quants_NGQ.shape[1]
-    quants_NGQ = F.pad(quants_NGQ.view(torch.uint8), (0, 0, 0, -G % 8))
-    if bits == 8:
-        return [quants_NGQ[:, : G + G % 2], quants_NGQ[:, :0]]
-    low_NPQ = quants_NGQ[:, 0::2] & 15 | quants_NGQ[:, 1::2] << 4
-    places = torch.arange(0, 8, max(1, bits - 4), dtype=torch.uint8)[:, None]
-    others = (quants_NGQ >> 4).unflatten(1, (-1, len(places))) << places
-    high = others.sum(2, dtype=torch.uint8)[:, : -(-G // len(places))]
-    return [low_NPQ[:, : (G + 1) // 2], high if bits > 4 else high[:, :0]]
+def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
+    """A quantized matrix of these q (uint8; of 8 bits int8's) and, for each row, of what follows
+    them: float16 or float32 scales and offsets or their units, bytes that count these."""
+    low = 8 if form.bits == 8 else 4
+    parts = [_words(quants_NGQ & (1 << low) - 1, low)]
+    if form.bits > low:
+        parts.append(_words(quants_NGQ >> low, form.bits - low))
+    parts += (it.half() if it.is_floating_point() else it for it in factors)
+    rows = -len(quants_NGQ) % PANEL
+    lanes = (F.pad(it, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)).transpose(1, 2) for it in parts)
+    panels_P = [it.contiguous().flatten(1).view(torch.uint8) for it in lanes]
+    return torch.cat(panels_P, 1).view(len(quants_NGQ) + rows, -1)
 
 
-def pack(form: Form, in_features: int, *parts: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows of bytes: their parts in the order of `row_widths`, padded with zeros; float16 ones may
-    be float32. Without offsets their parts are left out."""
-    widths = row_widths(in_features, form)
-    rows = parts[0].new_empty(len(parts[0]), sum(widths), dtype=torch.uint8) if out is None else out
-    filled = [it for it, width in zip(rows.split(widths, 1), widths, strict=True) if width]
-    given = [it for it in parts if it.numel()]
-    for place, part in zip(filled, given, strict=True):
-        data = part.half().contiguous() if part.is_floating_point() else part
-        data = data.view(torch.uint8)
-        num_bytes = data.shape[1:].numel()
-        place[:, :num_bytes].unflatten(1, data.shape[1:]).copy_(data)
-        place[:, num_bytes:] = 0
-    return rows
+def _words(bits_NGQ: Tensor, num_bits: int) -> Tensor:
+    """Words (N, W) of some bits of each q: pairs of q, one in each half, lowest bits first."""
+    pairs = bits_NGQ.contiguous().flatten(1).view(torch.int16).int()
+    words = pairs & 0xFF | (pairs & 0xFF00) << 8
+    while num_bits < 16:  # the second word of two goes above the bits of the first
+        two = words.view(torch.int64)
+        words = (two | two >> 32 - num_bits).int()
+        num_bits *= 2
+    return words

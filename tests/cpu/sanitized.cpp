@@ -22,13 +22,13 @@ std::vector<uint8_t> packed(size_t count, unsigned seed) {  // every scale is a 
     return all;
 }
 
-int64_t width_of(int form, int64_t E) {
+int64_t panel_bytes(int form, int64_t E) {
     const int bits = form % NESTED;
     const bool is_nested = form >= NESTED;
-    if (bits == 8) return Layout<8>(nullptr, E, is_nested).row_bytes;
-    if (bits == 6) return Layout<6>(nullptr, E, is_nested).row_bytes;
-    if (bits == 5) return Layout<5>(nullptr, E, is_nested).row_bytes;
-    return Layout<4>(nullptr, E, is_nested).row_bytes;
+    if (bits == 8) return Layout<8>(nullptr, E, is_nested).panel_bytes;
+    if (bits == 6) return Layout<6>(nullptr, E, is_nested).panel_bytes;
+    if (bits == 5) return Layout<5>(nullptr, E, is_nested).panel_bytes;
+    return Layout<4>(nullptr, E, is_nested).panel_bytes;
 }
 
 template <class T>
@@ -57,9 +57,9 @@ std::vector<T> results(int dtype, int threads) {
         for (int form : {16, 8, 4, 5, 36, 37, 38}) {
             const int64_t R = 7, N = 530, block = form == 16 ? 1 : form < NESTED ? GROUP : 256;
             if (E % block) continue;
-            const int64_t width = width_of(form, E);
+            const int64_t num_bytes = (N + PANEL - 1) / PANEL * panel_bytes(form, E);
             auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);
-            auto small = packed(N * width, 7);
+            auto small = packed(num_bytes, 7);
             std::vector<T> out(R * N);
             const void* matrix = form == 16 ? static_cast<const void*>(weights.data()) : small.data();
             LinearArguments a{x.data(), nullptr, matrix, bias.data(), nullptr, out.data(),
@@ -75,9 +75,12 @@ std::vector<T> results(int dtype, int threads) {
                 continue;
             }
             std::vector<T> plain(N * E);
-            DequantizeArguments d{matrix, plain.data(), N, E, threads};
-            ok(minitri_dequantize(dtype, form, &d));
-            keep(plain);
+            const std::vector<int64_t> last{N - 1};
+            for (const int64_t* some : {last.data(), static_cast<const int64_t*>(nullptr)}) {
+                DequantizeArguments d{matrix, some, plain.data(), some ? 1 : N, E, threads};
+                ok(minitri_dequantize(dtype, form, &d));
+                keep(plain);
+            }
         }
     }
     const int64_t L = 2, B = 2, T_ = 3, W = 2, E = 96, K = 2, H = 4, D = 32, inner = 1088;
@@ -127,7 +130,7 @@ std::vector<T> results(int dtype, int threads) {
                         old_raw.data(), nullptr, starts.data(), nullptr, L, B, T_, 0, E, H, K, D,
                         B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, nullptr};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
-                         reinterpret_cast<const uint8_t*>(table.data()), 100, E * int64_t(sizeof(T)), 16,
+                         table.data(), 100, 16,
                          norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
                          tokens.data(), probs.data(), G, 95};

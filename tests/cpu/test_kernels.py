@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import GROUP, Form, pack, quantize, split_bits
+from minitri.cpu.quantized import GROUP, Form, pack, quantize
 from minitri.model.attention import attend_math
 from minitri.settings import LONGEST_BLOCK
 from tests.conftest import resident_bytes
@@ -128,16 +128,20 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E, R):
     plain = weight
     if form != 16:
         plain, same = (
-            they.dequantize(weight, E, form, torch.float32) for they in (load_kernels(), kernels)
+            they.dequantize(weight, E, form, torch.float32)[:N]
+            for they in (load_kernels(), kernels)
         )
         assert torch.equal(plain, same)
+        some = torch.tensor([N - 1, 3, 3])
+        assert torch.equal(kernels.dequantize(weight, E, form, torch.float32, some), plain[some])
     exact = x.double() @ plain.double().T + bias
     for is_wide, tolerance in ((False, 3 * TOLERANCE[dtype]), (True, 2e-5)):
-        got = kernels.linear(x, weight, form, bias=bias, is_wide=is_wide)
+        options = {"num_outputs": N, "bias": bias, "is_wide": is_wide}
+        got = kernels.linear(x, weight, form, **options)
         assert got.dtype == (torch.float32 if is_wide else dtype)
         assert (got - exact).abs().max() < tolerance
         for some in (slice(R - 1, R), slice(R // 2)):
-            alone = kernels.linear(x[:, some], weight, form, bias=bias, is_wide=is_wide)
+            alone = kernels.linear(x[:, some], weight, form, **options)
             assert torch.equal(alone, got[:, some])
 
 
@@ -169,7 +173,7 @@ def quantized(N, E, form):
         numbers = torch.randint(63, (2, N, G * per_group), generator=generator, dtype=torch.uint8)
         factors = [random(N, units) * size / 32, random(N, units, seed=2) / 32 / E**0.5, *numbers]
         factors = factors[::per_group]
-    return pack(form, E, *split_bits(quants, form.bits), *factors)
+    return pack(form, quants, *factors)
 
 
 @every_dtype
@@ -271,6 +275,8 @@ def wrong_calls():
     yield "linear", x, weight, 8
     yield "linear", x, quantize(weight, 4), 8
     yield "linear", random(2, 65), quantize(weight, 8), 8
+    for rows in (torch.tensor([16]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32)):
+        yield "dequantize", quantize(weight, 8), 64, 8, torch.float32, rows
     for wrong in (bias[1:], bias.double(), random(20)[::2], bias.view(1, 10)):
         yield "linear", x, weight, 16, wrong
     heads, table = random(2, 3, 4, 8), random(2, 3, 1, 8)

@@ -269,9 +269,12 @@ total *= shrink; => ;
 if (e < E) { => if (false) {
 rows.x + m * rows.stride + (e => rows.x + (e
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-scale[o] + (i + half) * Form::SCALES => scale[o] + i * Form::SCALES
-units_of(unit + units) * as => units_of(unit) * as
-as_floats(load_bytes<uint8_t>(in_units + units * 8)); => as_floats(load_bytes<uint8_t>(in_units));
+word * Form::SCALES / Form::WORDS, lane + v => 0, lane + v
+sum[m][v] = Vec{}; => ;
+group_sums[m * rows.groups + g] => group_sums[g]
+halves_at(panel + offsets, g / 8, lane) => halves_at(panel + scales, g / 8, lane)
+(groups + g) * PANEL + lane => g * PANEL + lane
+(a.rows ? row : n) % PANEL => n % PANEL
 values + slot * p.kv_slot) => values + (slot + 1) * p.kv_slot)
 std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
@@ -291,8 +294,8 @@ static_cast<T*>(a.out) + r * a.N; => static_cast<T*>(a.out);
 """Wrong kernels: a text of the source => what stands in its place."""
 OF_PAIRS = """\
 if (s + 1 < n) b => if (s < n) b
-others, _mm256_set1_epi32(at + half => others, _mm256_set1_epi32(at - half
-first, 0xff00, => first, 0xffff,
+_mm_cvtsi32_si128(at % 16) => _mm_cvtsi32_si128(0)
+i % 2 ? upper : table => table
 (slot, d, D, Op::STEP, 1)] => (slot, d, D, 1, 1)]
 (slot, d, D, PANEL, Op::STEP) => (slot, d, D, PANEL, 1)
 to[n / 2 * D + d] &= 0xffff; => ;
@@ -311,8 +314,8 @@ zip<LANES / 2>(r[i] => zip<0>(r[i]
 if (s >= n) { std::fill(to => if (false) { std::fill(to
 std::is_signed<Byte>::value ? => true ?
 BLOCK * D; i += LANES) store( => D; i += LANES) store(
-sums[i * SCALES / VECTORS] += w => sums[0] += w
-(at + half * OTHERS) => at
+lane + v * LANES, [&] => lane, [&]
+>> (half + at % 16) => >> at % 16
 """
 """Those that only one notices which widens all numbers to float32."""
 
@@ -336,7 +339,8 @@ def test_wrong_kernels_are_noticed(mutant, tmp_path):
         claims.test_what_is_not_finite_is_never_hidden(wrong, torch.float32, 1)
         claims.test_linear_equals_plain_formulas(wrong, torch.float32, 16, 33, 7)
         claims.test_linear_equals_plain_formulas(wrong, dtype, 16, 48, 7)
-        claims.test_linear_equals_plain_formulas(wrong, dtype, 4, 576, 7)
+        for form in (Form.Q4, Form.Q8):
+            claims.test_linear_equals_plain_formulas(wrong, dtype, form, 576, 7)
         for form in (Form.Q5_K, Form.Q6_K):
             claims.test_linear_equals_plain_formulas(wrong, dtype, form, 2304, 7)
         for case in ((1, False, 1), (5, True, 1), (2, False, 1e-6)):

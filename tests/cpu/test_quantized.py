@@ -14,7 +14,7 @@ from minitri.cpu.kernel_layers import (
     use_kernels,
 )
 from minitri.cpu.kernels import load_kernels
-from minitri.cpu.quantized import GROUP, Form, quantize, row_widths
+from minitri.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.generate import build_parser
 from minitri.loading.devices import drafter_in_few_bits
 from minitri.model.linear import TiedHead
@@ -41,15 +41,15 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatc
     steps = (most - least) / 15 if bits == 4 else groups_NGQ.abs().amax(2, keepdim=True) / 127
     packed_NX = quantize(weight_NE, bits)
     assert packed_NX.dtype == torch.uint8
-    assert packed_NX.shape == (40, sum(row_widths(E, bits)))
+    assert packed_NX.shape == packed_shape(40, E, bits) == (48, packed_NX.shape[1])
     dequantize = load_kernels().dequantize
-    whole = dequantize(packed_NX, E, bits, torch.float32)
+    whole = dequantize(packed_NX, E, bits, torch.float32)[:40]
     errors = (whole.view_as(groups_NGQ) - groups_NGQ).abs()
     assert (errors <= steps / 2 + 1e-3 * groups_NGQ.abs().amax(2, keepdim=True)).all()
     assert not errors[7].any()
-    for numbers_at_once in (1, E * 7, E * 50):
+    for numbers_at_once in (1, E * 17, E * 50):
         monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
-        again = dequantize(quantize(weight_NE, bits), E, bits, torch.bfloat16)
+        again = dequantize(quantize(weight_NE, bits), E, bits, torch.bfloat16)[:40]
         assert torch.equal(again, whole.bfloat16())
 
 
@@ -60,7 +60,7 @@ def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
     plain = TiedHead.empty(96, 50, dtype=dtype)
     head = KernelTiedHead(plain, load_kernels(), quantize(random(50, 96), bits), bits)
     table_VE = head.plain_weight(dtype)
-    for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.tensor([[5]])):
+    for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.arange(120) % 50):
         rows = head.rows(numbers)
         assert rows.dtype == dtype
         assert torch.equal(rows, table_VE[numbers])

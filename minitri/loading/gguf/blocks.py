@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from minitri.cpu.quantized import GROUP, Form, pack, rows_at_once, split_bits
+from minitri.cpu.quantized import GROUP, Form, pack, rows_at_once
 
 if TYPE_CHECKING:
     from minitri.loading.gguf.container import StoredTensor
@@ -25,28 +25,13 @@ FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
 """Types that the kernels can read, and what they become."""
 
 
-def repack(stored: "StoredTensor", place_NX: Tensor, order_N: Tensor | None = None) -> None:
-    """Puts a matrix where the kernels are to read it, its n-th row at the `order_N[n]`-th or n-th
-    place."""
+def repack(stored: "StoredTensor", place_NX: Tensor, source_N: Tensor | None = None) -> None:
+    """Puts a matrix where the kernels are to read it, in order or the `source_N[n]`-th row n-th."""
     kind = stored.type.name
-    form = FORMS[kind]
-    num_columns = stored.shape[1]
-    num_rows = rows_at_once(num_columns)
-    for i, blocks_NGX in enumerate(_blocks(stored, 256 if form.is_nested else GROUP)):
-        if form == Form.Q6_K:
-            parts = _parts_of_6_bits(blocks_NGX)
-        elif form.is_nested:
-            parts = _parts_with_minima(blocks_NGX)
-        else:
-            quants_NGQ, *factors_NG = _numbers(kind, blocks_NGX)
-            if form != Form.Q8 and len(factors_NG) == 1:
-                factors_NG.append(-(1 << form.bits - 1) * factors_NG[0])
-            parts = [*split_bits(quants_NGQ, form.bits), *factors_NG]
-        some = slice(i * num_rows, (i + 1) * num_rows)
-        if order_N is None:
-            pack(form, num_columns, *parts, out=place_NX[some])
-        else:
-            place_NX[order_N[some]] = pack(form, num_columns, *parts)
+    blocks = _blocks(stored, 256 if FORMS[kind].is_nested else GROUP, source_N)
+    parts = place_NX.split(rows_at_once(stored.shape[1]))
+    for blocks_NGX, place in zip(blocks, parts, strict=True):
+        place.copy_(pack(FORMS[kind], *_numbers(kind, blocks_NGX)))
 
 
 def keeps_zeros(stored: "StoredTensor") -> bool:
@@ -55,47 +40,68 @@ def keeps_zeros(stored: "StoredTensor") -> bool:
     return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
 
 
-def _blocks(stored: "StoredTensor", num_weights: int) -> Iterator[Tensor]:
+def _blocks(stored: "StoredTensor", num_weights: int, source_N: Tensor | None) -> Iterator[Tensor]:
     """Blocks of so many weights, of some rows at a time."""
     num_blocks = stored.shape[1] // num_weights
     num_rows = rows_at_once(stored.shape[1])
     for begin in range(0, stored.shape[0], num_rows):
-        rows = stored.data[begin : begin + num_rows].copy()  # the file is mapped for reading only
+        some = slice(begin, begin + num_rows)
+        # The file is mapped for reading only.
+        rows = stored.data[some].copy() if source_N is None else stored.data[source_N[some].numpy()]
         yield torch.from_numpy(rows).unflatten(1, (num_blocks, -1))
         stored.release()
 
 
 def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
-    """Of blocks of 32 weights q, the scale, and the offset if there is one."""
-    sizes = [4 if kind.endswith("_1") else 2, 4 * (FORMS[kind] == Form.Q5)]
+    """Of blocks the q (N, G, 32) and the factors that `pack` wants."""
+    form = FORMS[kind]
+    if form == Form.Q6_K:
+        return _of_6_bits(blocks_NGX)
+    if form.is_nested:
+        return _with_minima(blocks_NGX)
+    sizes = [4 if kind.endswith("_1") else 2, 4 * (form == Form.Q5)]
     sizes.append(blocks_NGX.shape[2] - sum(sizes))
-    factors, high, quants_NGQ = blocks_NGX.split(sizes, 2)
-    if FORMS[kind] == Form.Q8:
-        quants_NGQ = quants_NGQ.view(torch.int8)
-    else:
+    halves, high, quants_NGQ = blocks_NGX.split(sizes, 2)
+    factors_NG = [*halves.contiguous().view(torch.float16).unbind(2)]
+    if form != Form.Q8:
         quants_NGQ = torch.cat((quants_NGQ & 15, quants_NGQ >> 4), 2)
+        if len(factors_NG) == 1:
+            factors_NG.append(-(1 << form.bits - 1) * factors_NG[0])
     if high.numel():
-        bits = high[..., None] >> torch.arange(8, dtype=torch.uint8) & 1
-        quants_NGQ = quants_NGQ | bits.flatten(2) << 4
-    return [quants_NGQ, *factors.contiguous().view(torch.float16).unbind(2)]
+        quants_NGQ = quants_NGQ | _spread(high, 1).flatten(2) << 4
+    return [quants_NGQ, *factors_NG]
 
 
-def _parts_with_minima(blocks_NGX: Tensor) -> list[Tensor]:
-    """Of Q4_K and Q5_K: bits of q lie as the kernels want them; scales and minima, 8 of each, have
-    four bits of the latter ones apart from two others."""
+def _spread(bytes_X: Tensor, num_bits: int) -> Tensor:
+    """(X) to (X, 8 / num_bits): parts of bytes, from their lowest bits on."""
+    places = torch.arange(0, 8, num_bits, dtype=torch.uint8)
+    return bytes_X[..., None] >> places & (1 << num_bits) - 1
+
+
+def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
+    """Of Q4_K and Q5_K: bytes hold q of two successive groups, and the fifth bits of eight; scales
+    and minima, 8 of each, have four bits of the latter ones apart from two others."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
     unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
     units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
     first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
     minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
-    return [low, high, *units, scales, minima]
+    quants = _spread(low.unflatten(2, (4, 32)), 4).transpose(3, 4).flatten(2, 3)
+    if high.numel():
+        quants |= _spread(high, 1).transpose(2, 3) << 4
+    return [quants.flatten(1, 2), *map(_halves, units), scales.flatten(1), minima.flatten(1)]
 
 
-def _parts_of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
-    """Of Q6_K: in each half of a block groups 0 and 2, 1 and 3 share bytes, here 0 and 1, 2 and 3;
-    their higher bits lie as the kernels want them."""
+def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
+    """Of Q6_K: in each half of a block bytes hold q of groups 0 and 2, 1 and 3, and the higher bits
+    of all four."""
     low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
-    even, odd = low.unflatten(2, (2, 2, 32)).unbind(3)
-    low = torch.stack((even & 15 | odd << 4, even >> 4 | odd & 240), 3)
-    return [low, high, units, scales]
+    four = _spread(low.unflatten(2, (2, 2, 32)), 4).permute(0, 1, 2, 5, 3, 4).flatten(3, 4)
+    others = _spread(high.unflatten(2, (2, 32)), 2).transpose(3, 4)
+    return [(four | others << 4).flatten(1, 3), _halves(units), scales.flatten(1)]
+
+
+def _halves(bytes_NGX: Tensor) -> Tensor:
+    """Float16 numbers (N, G) of two bytes each."""
+    return bytes_NGX.contiguous().view(torch.float16).flatten(1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from minitri.config import ModelConfig
 from minitri.cpu.kernels import Kernels
-from minitri.cpu.quantized import Form, row_widths
+from minitri.cpu.quantized import Form, packed_shape
 from minitri.errors import explain, shorten
 from minitri.loading.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.loading.gguf.vocabulary import read_vocabulary
@@ -169,13 +169,14 @@ class GgufFile:
                 order = self._order(name, stored.shape[0], config)
                 if name in packed:
                     weight = packed[name]
-                    repack(stored, weight, order)
+                    repack(stored, weight, order.argsort() if order is not None else None)
                 elif kernels is not None and form and keeps_zeros(stored):
                     num_rows, num_columns = stored.shape
-                    width = sum(row_widths(num_columns, form))
-                    packed_NX = torch.empty(num_rows, width, dtype=torch.uint8)
+                    shape = packed_shape(num_rows, num_columns, form)
+                    packed_NX = torch.empty(shape, dtype=torch.uint8)
                     repack(stored, packed_NX)
-                    weight = kernels.dequantize(packed_NX, num_columns, form, torch.float32)
+                    matrix = (packed_NX, num_columns, form, torch.float32)
+                    weight = kernels.dequantize(*matrix)[:num_rows]
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
