@@ -46,7 +46,8 @@ class KernelLinear(Linear):
         """Shares weights and bias of another layer, or has weights in another form instead."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
-        self.in_features, self.out_features = like.in_features, like.out_features
+        self.in_features = like.in_features
+        self.out_features = like.out_features
         self.dtype = like.weight.dtype
         self.kernels = kernels
         self.form = form

@@ -39,9 +39,10 @@ class Form(IntEnum):
 
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
     """(N, X) of a quantized matrix."""
-    G, bits, is_nested = in_features // GROUP, Form(form).bits, Form(form).is_nested
-    num_halves = -(-G // 8) if is_nested else G
-    width = 4 * bits * G + 2 * num_halves * (1 + (bits < 6)) + 2 * G * is_nested
+    G = in_features // GROUP
+    own = Form(form)
+    num_halves = -(-G // 8) if own.is_nested else G
+    width = 4 * own.bits * G + 2 * num_halves * (1 + (own.bits < 6)) + 2 * G * own.is_nested
     return -(-num_rows // PANEL) * PANEL, width
 
 

@@ -149,12 +149,13 @@ def test_a_block_of_another_model_context_or_place_is_not_used(
     ask(strange, prompt, tmp_path / "strange")
     ask(engine, prompt, tmp_path / "ours")
     ask(engine, [*prompt[BLOCK:], *prompt], tmp_path / "later")  # blocks with the same tokens
+    others = {folder: paths(tmp_path / folder) for folder in ("strange", "later")}
     assert ask(engine, prompt, tmp_path / "strange") == (text, 0)
     assert not caplog.records
     ours = {snapshot_tokens(it): it for it in paths(tmp_path / "ours")}
-    for folder in ("strange", "later"):
+    for some in others.values():
         caplog.clear()
-        for path in paths(tmp_path / folder):
+        for path in some:
             if (place := ours.get(snapshot_tokens(path))) is not None:
                 shutil.copy(path, place)
         assert ask(engine, prompt, tmp_path / "ours")[0] == text

@@ -171,12 +171,10 @@ class GgufFile:
                     weight = packed[name]
                     repack(stored, weight, order.argsort() if order is not None else None)
                 elif kernels is not None and form and keeps_zeros(stored):
-                    num_rows, num_columns = stored.shape
-                    shape = packed_shape(num_rows, num_columns, form)
-                    packed_NX = torch.empty(shape, dtype=torch.uint8)
+                    N, E = stored.shape
+                    packed_NX = torch.empty(packed_shape(N, E, form), dtype=torch.uint8)
                     repack(stored, packed_NX)
-                    matrix = (packed_NX, num_columns, form, torch.float32)
-                    weight = kernels.dequantize(*matrix)[:num_rows]
+                    weight = kernels.dequantize(packed_NX, E, form, torch.float32)[:N]
                 else:
                     values = gguf.dequantize(stored.data, stored.type)
                     weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
