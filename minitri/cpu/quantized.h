@@ -85,20 +85,24 @@ void dequantize(bool is_nested, const DequantizeArguments& a) {
         const int64_t first = task * together, row = a.rows ? a.rows[task] : first;
         const uint8_t* panel = form.panel_of(row);
         for (int64_t g = 0; g < form.groups; ++g) {
-            float numbers[GROUP][PANEL];
             for (int lane = 0; lane < PANEL; lane += LANES) {
+                Vec numbers[GROUP];  // of LANES rows, then of rows LANES inputs at a time
                 for (int word = 0; word < Form::WORDS; ++word) {
                     const Vec scale = form.scale(panel, g, word * Form::SCALES / Form::WORDS, lane);
                     const Vec offset = Form::HAS_OFFSETS ? form.offset(panel, g, lane) : Vec{};
                     form.template unpack<Widened<T>>(panel, g, word, lane, [&](int i, Vec q) {
-                        store(numbers[i] + lane, Form::HAS_OFFSETS ? scale * q + offset : scale * q);
+                        numbers[i] = Form::HAS_OFFSETS ? scale * q + offset : scale * q;
                     });
                 }
-            }
-            for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
-                T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
-                const int64_t lane = (a.rows ? row : n) % PANEL;
-                for (int i = 0; i < GROUP; ++i) narrow(numbers[i][lane], out + i);
+                for (int from = 0; from < GROUP; from += LANES) transpose_square(numbers + from);
+                for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
+                    const int64_t r = (a.rows ? row : n) % PANEL - lane;
+                    if (r < 0 || r >= LANES) continue;
+                    T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
+                    float wide[GROUP];
+                    for (int from = 0; from < GROUP; from += LANES) store(wide + from, numbers[from + r]);
+                    for (int i = 0; i < GROUP; ++i) narrow(wide[i], out + i);
+                }
             }
         }
     });

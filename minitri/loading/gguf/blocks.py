@@ -68,14 +68,14 @@ def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
         if len(factors_NG) == 1:
             factors_NG.append(-(1 << form.bits - 1) * factors_NG[0])
     if high.numel():
-        quants_NGQ = quants_NGQ | _spread(high, 1).flatten(2) << 4
+        quants_NGQ = quants_NGQ | _spread(high, 1, -1).flatten(2) << 4
     return [quants_NGQ, *factors_NG]
 
 
-def _spread(bytes_X: Tensor, num_bits: int) -> Tensor:
-    """(X) to (X, 8 / num_bits): parts of bytes, from their lowest bits on."""
-    places = torch.arange(0, 8, num_bits, dtype=torch.uint8)
-    return bytes_X[..., None] >> places & (1 << num_bits) - 1
+def _spread(bytes_X: Tensor, num_bits: int, dim: int) -> Tensor:
+    """Parts of bytes, from their lowest bits on, along a new dimension."""
+    mask = (1 << num_bits) - 1
+    return torch.stack([bytes_X >> place & mask for place in range(0, 8, num_bits)], dim)
 
 
 def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
@@ -87,9 +87,9 @@ def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
     first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
     minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
-    quants = _spread(low.unflatten(2, (4, 32)), 4).transpose(3, 4).flatten(2, 3)
+    quants = _spread(low.unflatten(2, (4, 32)), 4, 3).flatten(2, 3)
     if high.numel():
-        quants |= _spread(high, 1).transpose(2, 3) << 4
+        quants |= _spread(high, 1, 2) << 4
     return [quants.flatten(1, 2), *map(_halves, units), scales.flatten(1), minima.flatten(1)]
 
 
@@ -97,8 +97,8 @@ def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
     """Of Q6_K: in each half of a block bytes hold q of groups 0 and 2, 1 and 3, and the higher bits
     of all four."""
     low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
-    four = _spread(low.unflatten(2, (2, 2, 32)), 4).permute(0, 1, 2, 5, 3, 4).flatten(3, 4)
-    others = _spread(high.unflatten(2, (2, 32)), 2).transpose(3, 4)
+    four = _spread(low.unflatten(2, (2, 2, 32)), 4, 3).flatten(3, 4)
+    others = _spread(high.unflatten(2, (2, 32)), 2, 3)
     return [(four | others << 4).flatten(1, 3), _halves(units), scales.flatten(1)]
 
 
