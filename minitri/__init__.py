@@ -44,18 +44,18 @@ TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing gu
 if TYPE_CHECKING:
     from typing import Any
 
-    from minitri.caches.policies import Policy
-    from minitri.config import ModelConfig
-    from minitri.drafters.plugin import Drafter
+    from minitri.core.caches.policies import Policy
+    from minitri.core.config import ModelConfig
+    from minitri.core.drafters.plugin import Drafter
+    from minitri.core.errors import InputError
+    from minitri.core.generation import Generation
+    from minitri.core.requests import Completion, End, Event, Idle, PrefillProgress, Request, Token
+    from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.core.stats import RowStats, Stats
     from minitri.engine import Engine
-    from minitri.errors import InputError
-    from minitri.generation import Generation
-    from minitri.grammar import Grammar
+    from minitri.files.named_models import MODELS
     from minitri.loader import load
-    from minitri.loading.named_models import MODELS
-    from minitri.requests import Completion, End, Event, Idle, PrefillProgress, Request, Token
-    from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.stats import RowStats, Stats
+    from minitri.text.grammar import Grammar
 
 __version__ = "0.1.0"
 
@@ -64,8 +64,9 @@ __all__ += ["GenerationConfig", "Grammar", "Idle", "InputError", "ModelConfig", 
 __all__ += ["PrefillProgress", "Request", "RowStats", "SamplingParams", "SpeculationConfig"]
 __all__ += ["Stats", "Token", "load"]
 
-_LIGHT = ("errors", "grammar", "settings", "config", "stats", "loading.named_models", "requests")
-_HEAVY = ("drafters.plugin", "caches.policies", "generation", "engine", "loader")
+_LIGHT: tuple[str, ...] = ("core.errors", "core.settings", "core.config", "core.stats")
+_LIGHT += ("text.grammar", "files.named_models", "core.requests")
+_HEAVY = ("core.drafters.plugin", "core.caches.policies", "core.generation", "engine", "loader")
 """Where the names are; importing these takes seconds."""
 
 

@@ -7,8 +7,8 @@ import sys
 from importlib import import_module
 
 from minitri import __version__
-from minitri.cli.exits import clean_exits
-from minitri.errors import InputError
+from minitri.apps.cli.exits import clean_exits
+from minitri.core.errors import InputError
 
 HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
 
@@ -47,9 +47,9 @@ def main(argv: list[str] | None = None) -> None:
         check_words(argv)
     name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
     if name in ON_DISK:
-        import_module("minitri.cli.on_disk").PROGRAMS[name](argv)
-    name = {"score": "cli.scoring"}.get(name, name)
-    import_module(f"minitri.{name}" + ".__main__" * (name in FOLDERS)).main(argv)
+        import_module("minitri.apps.cli.on_disk").PROGRAMS[name](argv)
+    home = {"generate": "generate", "score": "apps.cli.scoring"}.get(name, f"apps.{name}")
+    import_module(f"minitri.{home}" + ".__main__" * (name in FOLDERS)).main(argv)
 
 
 def check_words(argv: list[str]) -> None:

@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from torch import Tensor
 
-from minitri.drafters.plugin import Drafter
-from minitri.errors import InputError
-from minitri.generation import CLOSED, Generation, make_rows
-from minitri.gpu.allocation import allocate_full_cache
-from minitri.gpu.graphs import filters_of
-from minitri.gpu.placement import MemoryShape
-from minitri.loading.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
-from minitri.loading.tokenizer import Tokenizer
-from minitri.memory import MemoryPool, Models, check_process, running
-from minitri.model.llama import Llama
-from minitri.prefill import score
-from minitri.requests import ALONE, Completion, Event, Request, check_run, settings_of
-from minitri.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.drafters.plugin import Drafter
+from minitri.core.errors import InputError
+from minitri.core.generation import CLOSED, Generation, make_rows
+from minitri.core.graphs import filters_of
+from minitri.core.memory import MemoryPool, Models, check_process, running
+from minitri.core.model.llama import Llama
+from minitri.core.offload.allocation import allocate_full_cache
+from minitri.core.offload.placement import MemoryShape
+from minitri.core.prefill import score
+from minitri.core.requests import ALONE, Completion, Event, Request, check_run, settings_of
+from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.text.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
+from minitri.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from minitri.loading.chat_template import Message
+    from minitri.text.chat_template import Message
     from minitri.worker import Worker
 
 LEAST_ROOM = 4096

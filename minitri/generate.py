@@ -4,7 +4,7 @@ Text, or with --json one JSON object, goes to standard output, everything else t
 Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
-from minitri.cli.exits import clean_imports, program
+from minitri.apps.cli.exits import clean_imports, program
 
 with clean_imports():
     import argparse
@@ -15,18 +15,18 @@ with clean_imports():
     import sys
 
     from minitri import End, GenerationConfig, InputError, Request, SamplingParams
-    from minitri.cli import arguments, boot
-    from minitri.cli.inputs import read_prompt
-    from minitri.cli.jsonl import run_lines
-    from minitri.cli.report import answer, report
-    from minitri.cli.terminal import LEGEND, shown, stream
-    from minitri.errors import shorten
-    from minitri.fields import between
-    from minitri.loading.named_models import table
-    from minitri.loading.prompt_ids import next_seed
-    from minitri.log import log
-    from minitri.parallel.ranks import join
-    from minitri.settings import MAX_ROWS
+    from minitri.apps.cli import arguments, boot
+    from minitri.apps.cli.inputs import read_prompt
+    from minitri.apps.cli.jsonl import run_lines
+    from minitri.apps.cli.report import answer, report
+    from minitri.apps.cli.terminal import LEGEND, shown, stream
+    from minitri.core.errors import shorten
+    from minitri.core.fields import between
+    from minitri.core.log import log
+    from minitri.core.settings import MAX_ROWS
+    from minitri.devices.parallel.ranks import join
+    from minitri.files.named_models import table
+    from minitri.text.prompt_ids import next_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +101,7 @@ def run_command(args: argparse.Namespace) -> int:
         raise InputError("--ray is for many prompts; give --prompts FILE")
     if args.prompts is not None:
         if args.ray is not None:
-            from minitri.cluster.batch import run_on_replicas
+            from minitri.apps.cluster.batch import run_on_replicas
 
             run_on_replicas(args, generation, dataclasses.replace(speculation, coupled=True))
         else:

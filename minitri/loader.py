@@ -3,15 +3,15 @@
 import os
 from collections.abc import Callable
 
-from minitri.config import ModelConfig
-from minitri.drafters.plugin import Drafter
+from minitri.core.config import ModelConfig
+from minitri.core.drafters.plugin import Drafter
+from minitri.core.errors import InputError, shorten
+from minitri.devices.parallel.ranks import join
 from minitri.engine import Engine
-from minitri.errors import InputError, shorten
-from minitri.loading.hf_config import read_sampling
-from minitri.loading.named_models import DEFAULT_MODEL, ModelChoice
-from minitri.loading.open_models import OpenModel, open_drafter
-from minitri.loading.tokenizer import Tokenizer
-from minitri.parallel.ranks import join
+from minitri.files.hf_config import read_sampling
+from minitri.files.named_models import DEFAULT_MODEL, ModelChoice
+from minitri.files.open_models import OpenModel, open_drafter
+from minitri.text.tokenizer import Tokenizer
 
 
 def load(
@@ -35,8 +35,8 @@ def load(
     a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
     in its place, see `minitri.Drafter`.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a backend of `gpu/attention_backends.py` for short
-    blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
+    cuda, cuda:N or auto. `attention` names a backend (`devices/gpu/attention_backends.py`) for
+    short blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
     leaves a GGUF file's 4 to 8 bits as they are (on a CPU); so does `auto` where memory is short.
     `draft_weights` guess with the retrieval cache: the `same`, or a copy, of which the text does
     not depend: `int4`, as `auto` with compiled kernels, which hold the drafter in 4 bits, too

@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from minitri.errors import FaultError, InputError, shorten
-from minitri.generation import CLOSED, Generation
-from minitri.log import log
-from minitri.requests import End, Event, Idle, Request
+from minitri.core.errors import FaultError, InputError, shorten
+from minitri.core.generation import CLOSED, Generation
+from minitri.core.log import log
+from minitri.core.requests import End, Event, Idle, Request
 
 NUM_TICKS = 10
 """Equal times without an event, after which the thread counts as stuck."""

@@ -6,18 +6,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.config import ModelConfig
-from minitri.decoding.level import Emitted
+from minitri.core.caches.full import FullCache
+from minitri.core.config import ModelConfig
+from minitri.core.decoding.level import Emitted
+from minitri.core.errors import NotFiniteError
+from minitri.core.graphs import GraphPool
+from minitri.core.memory import Models
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.requests import End, Request
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
-from minitri.errors import NotFiniteError
-from minitri.gpu.graphs import GraphPool
-from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.memory import Models
-from minitri.model.block import read_block
-from minitri.model.llama import Llama
-from minitri.requests import End, Request
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import CPU, byte_level_tokenizer, new_cache, tiny_config, tiny_model
 from tools.runs import begin
 

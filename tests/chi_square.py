@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.decoding.sampling import probs_from_logits
-from minitri.filters.text_filters import TextFilters
-from minitri.memory import Models
-from minitri.model.attention import fold, unfold
-from minitri.model.block import read_block
-from minitri.model.llama import Llama
-from minitri.requests import Request
-from minitri.stack import Stack
-from minitri.stats import Stats
+from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.memory import Models
+from minitri.core.model.attention import fold, unfold
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.requests import Request
+from minitri.core.stack import Stack
+from minitri.core.stats import Stats
 from tests.conftest import new_cache, tiny_config, tiny_model
 from tools.runs import begin
 

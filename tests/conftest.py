@@ -13,12 +13,12 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
-from minitri.caches.full import FullCache
-from minitri.config import ModelConfig
-from minitri.cpu.flash_attention import attend_cpu
-from minitri.errors import InputError
-from minitri.loading.fetch import locate
-from minitri.model.llama import Llama
+from minitri.core.caches.full import FullCache
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.model.llama import Llama
+from minitri.devices.cpu.flash_attention import attend_cpu
+from minitri.files.fetch import locate
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose kernels then run on the CPU.
@@ -168,6 +168,6 @@ def real_weights() -> Path:
 
 @pytest.fixture(scope="session")
 def long_text() -> str:
-    from minitri.cli.inputs import demo_text
+    from minitri.apps.cli.inputs import demo_text
 
     return demo_text()

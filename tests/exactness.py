@@ -12,14 +12,14 @@ from functools import cache
 
 import torch
 
-from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.cascade import Cascade
-from minitri.decoding.level import Level, Output
-from minitri.decoding.meter import Meter
-from minitri.decoding.verification import Proposal, verify, verify_block
-from minitri.filters.text_filters import filtered_logits, paths_of
-from minitri.settings import StepPlan
-from minitri.stats import Clock, LevelStats, Stats
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.decoding.cascade import Cascade
+from minitri.core.decoding.level import Level, Output
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.text_filters import filtered_logits, paths_of
+from minitri.core.decoding.verification import Proposal, verify, verify_block
+from minitri.core.settings import StepPlan
+from minitri.core.stats import Clock, LevelStats, Stats
 from minitri.trees.shape import TreeShape
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk

@@ -7,7 +7,7 @@ change of an expression or statement of a real function, under the test that not
       name of the bug | FUNCTION: what stands there => what stands there instead
 
 Spaces, line breaks and the file of the function do not matter; `FUNCTION#2` is the second place of
-that text, `FILE:FUNCTION` says which function of that name. See `tests/decoding/test_mutants.py`.
+that text, `FILE:FUNCTION` says which function of that name.
 """
 
 from tests.mutation import read_table

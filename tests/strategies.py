@@ -15,12 +15,12 @@ from typing import Any
 from hypothesis import strategies as st
 
 from minitri import Engine, Grammar
-from minitri.config import ModelConfig
-from minitri.errors import MAX_COUNT
-from minitri.loading.prompt_ids import MAX_SEED
-from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.model.llama import Llama
-from minitri.settings import METHODS, VERIFICATIONS
+from minitri.core.config import ModelConfig
+from minitri.core.errors import MAX_COUNT
+from minitri.core.model.llama import Llama
+from minitri.core.settings import METHODS, VERIFICATIONS
+from minitri.text.prompt_ids import MAX_SEED
+from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 from tests.cascades import near_copy, trimmed_copy
 from tests.conftest import byte_level_tokenizer, tiny_config, tiny_model
 from tools.paper.baselines.policies import NAMES

@@ -10,8 +10,8 @@ import torch
 
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
-from minitri.model.block import read_block
-from minitri.requests import Row
+from minitri.core.model.block import read_block
+from minitri.core.requests import Row
 from tests.cascades import texts_of
 from tests.conftest import new_cache
 from tests.strategies import WRONG
@@ -158,14 +158,14 @@ def test_prompts_can_be_checked_before_weights_are_read(folder, monkeypatch):
     def look(tokenizer, config):
         raise InputError(f"{tokenizer.encode('a')} of {config.vocab_size}")
 
-    monkeypatch.setattr("minitri.loading.open_models.load_model", None)
+    monkeypatch.setattr("minitri.files.open_models.load_model", None)
     with pytest.raises(InputError, match=" of 320"):
         minitri.load(folder, before_weights=look)
 
 
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):
     missing = "no-such-drafter"
-    monkeypatch.setattr("minitri.loading.open_models.default_draft", lambda model: missing)
+    monkeypatch.setattr("minitri.files.open_models.default_draft", lambda model: missing)
     engine = minitri.load(str(folder), dtype="float32", device="cpu")
     assert engine.models.draft is None
     assert "suffix lookup takes its place" in caplog.text
@@ -176,6 +176,6 @@ def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkey
 def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     engine.release()
     no_memory = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    monkeypatch.setattr("minitri.memory.FullCache.allocate", no_memory)
+    monkeypatch.setattr("minitri.core.memory.FullCache.allocate", no_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
         engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams, Token
-from minitri.requests import Idle, PrefillProgress
+from minitri.core.requests import Idle, PrefillProgress
 
 CHUNK = 8
 

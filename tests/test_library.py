@@ -13,13 +13,13 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
-from minitri.loading.chat_template import ChatTemplate
-from minitri.model.block import read_block
-from minitri.requests import Token
-from minitri.stats import RowStats, Stats
+from minitri.core.model.block import read_block
+from minitri.core.requests import Token
+from minitri.core.stats import RowStats, Stats
+from minitri.text.chat_template import ChatTemplate
 from tests.cascades import tiny_engine
 from tests.conftest import new_cache
-from tests.loading.test_chat_template import CHATML
+from tests.files.test_chat_template import CHATML
 
 WARM = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 COUPLED = {**WARM, "max_new_tokens": 20, "coupled": True}

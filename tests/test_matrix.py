@@ -10,7 +10,7 @@ import pytest
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, texts_of, tiny_engine
 from tests.conftest import tiny_config, tiny_model
-from tests.gpu_twins.offload import offloaded
+from tests.devices.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import policy_of
 
 SMALL = {"budget": 32, "chunk_size": 8, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}

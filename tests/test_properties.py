@@ -32,12 +32,12 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.decoding.autotuner import Autotuner
-from minitri.decoding.noise import hashed_uniforms, noise_keys
-from minitri.decoding.sampling import probs_from_logits
-from minitri.filters.text_filters import text_filters
-from minitri.loading.text_stream import StopScanner
-from minitri.stats import Stats
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.decoding.noise import hashed_uniforms, noise_keys
+from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.decoding.text_filters import text_filters
+from minitri.core.stats import Stats
+from minitri.text.text_stream import StopScanner
 from tests.cascades import fresh_read
 from tests.strategies import END_TOKEN, Case, cases, make_engine
 from tools.paper.baselines.policies import policy_of
@@ -78,7 +78,7 @@ def chosen_plans(seed: int | None) -> Iterator[None]:
         return tuner.plan
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("minitri.stack.may_use_clock", lambda *_, **__: False)
+        patch.setattr("minitri.core.stack.may_use_clock", lambda *_, **__: False)
         patch.setattr(logging.getLogger("minitri"), "disabled", True)  # a window may be too large
         if seed is not None:
             patch.setattr(Autotuner, "choose", choose)

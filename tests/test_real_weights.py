@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from minitri.apps.selftest import __main__ as selftest
 from minitri.generate import main
-from minitri.selftest import __main__ as selftest
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from minitri.decoding.sampling import probs_from_logits
-from minitri.model.block import read_block
-from minitri.prefill import prefill
-from minitri.runner import ModelRunner
-from minitri.settings import SamplingParams
+from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.model.block import read_block
+from minitri.core.prefill import prefill
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import SamplingParams
 from tests.cascades import random_prompt
 from tests.conftest import new_cache, tiny_config, tiny_model
 

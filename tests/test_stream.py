@@ -11,7 +11,7 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from minitri.requests import PrefillProgress
+from minitri.core.requests import PrefillProgress
 from tests.cascades import texts_of
 
 WARM = SamplingParams(temperature=0.9, top_p=0.95)

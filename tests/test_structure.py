@@ -168,7 +168,7 @@ def test_no_two_modules_have_one_name():
 
 def test_transformers_is_never_imported(folder):
     program = (
-        "import sys, minitri, minitri.bench, minitri.generate\n"
+        "import sys, minitri, minitri.apps.bench, minitri.generate\n"
         f"run = minitri.load({str(folder)!r}).generate('She had')\n"
         "next(run), next(run)\n"
         "assert 'transformers' not in sys.modules\n"

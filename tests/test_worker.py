@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minitri import Generation, InputError, Request
-from minitri.errors import FaultError
+from minitri.core.errors import FaultError
 from minitri.worker import Job, Worker
 from tests.cascades import tiny_engine
 from tests.test_library import told

@@ -4,8 +4,8 @@
 
 A loss is the simulated time per token of method `auto` over that of the fixed method that is
 fastest on the machine, less 1; what is tried on the way is included. The machines and the
-simulation are those of `tests/decoding/test_autotuner.py`. Prints a markdown table: mean over the
-machines and, in brackets, the worst, in percent. It takes about 3 s per seed.
+simulation are those of `tests/core/decoding/test_autotuner.py`. Prints a markdown table: mean
+over the machines and, in brackets, the worst, in percent. It takes about 3 s per seed.
 """
 
 import argparse
@@ -16,9 +16,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for the tests' simulation
 
-from minitri.decoding import autotuner
+from minitri.core.decoding import autotuner
 
-simulation: Any = importlib.import_module("tests.decoding.test_autotuner")
+simulation: Any = importlib.import_module("tests.core.decoding.test_autotuner")
 MACHINES, METHODS, simulated_ms = (
     getattr(simulation, name) for name in ("MACHINES", "METHODS", "simulated_ms")
 )

@@ -52,7 +52,7 @@ class Case:
 
 def attention_cases(dtype: str) -> Iterator[Case]:
     """One token, and blocks of some rows with and without a tree's rule; the merging."""
-    from minitri.gpu.kernels.flash_decoding import (
+    from minitri.devices.gpu.kernels.flash_decoding import (
         MAX_PIECES,
         attend_piece,
         merge_pieces,
@@ -75,8 +75,8 @@ def attention_cases(dtype: str) -> Iterator[Case]:
 
 def weights_cases(dtype: str) -> Iterator[Case]:
     """Products of few rows and of more with a matrix of a 7B model."""
-    from minitri.gpu.kernels.weights import multiply_tile, tile_sizes
-    from minitri.roofline import GROUP
+    from minitri.core.roofline import GROUP
+    from minitri.devices.gpu.kernels.weights import multiply_tile, tile_sizes
 
     if dtype == "fp32":
         return  # rounded to bfloat16 before

@@ -22,14 +22,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.decoding.sampling import probs_from_logits, sample
+from minitri.core.caches.full import FullCache
+from minitri.core.decoding.sampling import probs_from_logits, sample
+from minitri.core.errors import InputError
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.settings import SamplingParams
 from minitri.engine import Engine
-from minitri.errors import InputError
-from minitri.loading.hf_folder import read_json
-from minitri.model.block import read_block
-from minitri.model.llama import Llama
-from minitri.settings import SamplingParams
+from minitri.files.hf_folder import read_json
 
 Array = np.ndarray[Any, Any]
 W = 1024

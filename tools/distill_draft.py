@@ -33,20 +33,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.cli.arguments import MODEL, OneLineParser, add_flags, positive
-from minitri.cli.exits import program
-from minitri.config import ModelConfig, RopeConfig
-from minitri.cpu.flash_attention import attend_cpu
-from minitri.decoding.sampling import probs_from_logits
+from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags, positive
+from minitri.apps.cli.exits import program
+from minitri.core.config import ModelConfig, RopeConfig
+from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.errors import InputError
+from minitri.core.model.cache import BlockKV
+from minitri.core.model.linear import TrimmedHead
+from minitri.core.model.llama import Block, Llama, sample_of_vocabulary
+from minitri.core.settings import SamplingParams, SpeculationConfig
+from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.engine import Engine
-from minitri.errors import InputError
+from minitri.files.checkpoint import open_checkpoint, placements
+from minitri.files.fetch import locate
 from minitri.loader import load
-from minitri.loading.checkpoint import open_checkpoint, placements
-from minitri.loading.fetch import locate
-from minitri.model.cache import BlockKV
-from minitri.model.linear import TrimmedHead
-from minitri.model.llama import Block, Llama, sample_of_vocabulary
-from minitri.settings import SamplingParams, SpeculationConfig
 from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
 from tools.weight_pieces import described
 

@@ -87,8 +87,8 @@ made_up() {
 
 call_attention() {
     part "environment" 40 python3 -c "$ENVIRONMENT"
-    tests "kernels against their oracles" 230 -x tests/gpu_twins/test_attention_backends.py \
-        tests/gpu_twins/test_fused_modules.py tests/gpu_twins/test_quantized_copies.py
+    tests "kernels against their oracles" 230 -x tests/devices/gpu_twins/test_attention_backends.py \
+        tests/devices/gpu_twins/test_fused_modules.py tests/devices/gpu_twins/test_quantized_copies.py
     made_up "made-up weights on chip" 250 --new-tokens 16
 }
 
@@ -123,8 +123,8 @@ call_real() {
         part "real weights from pieces" 60 python3 -m tools.weight_pieces --join "$PIECES" "$model"
     fi
     local how=(--model "$model" --draft "$draft" --device $device)
-    part "selftest" 220 python3 -m minitri.selftest "${how[@]}" --max-new-tokens 48 --json
-    part "methods on real weights" 220 python3 -m minitri.bench --compare "${how[@]}" \
+    part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
+    part "methods on real weights" 220 python3 -m minitri bench --compare "${how[@]}" \
         --prompt-tokens $tokens --new-tokens 64 --seeds 1 --json
 }
 

@@ -34,12 +34,12 @@ ROOT = Path(__file__).parent.parent
 DECODING = "sampling verification cascade random_source noise"
 FILES = [f"minitri/decoding/{name}.py" for name in DECODING.split()]
 FILES += [f"minitri/caches/{name}.py" for name in ("full", "policies", "retrieval", "streaming")]
-FILES += ["minitri/trees/walk.py", "minitri/trees/tree_level.py", "minitri/caches/prefixes.py"]
+FILES += ["minitri/trees/walk.py", "minitri/trees/tree_level.py", "minitri/core/caches/prefixes.py"]
 FILES += [
-    "minitri/loading/text_stream.py",
-    "minitri/runner.py",
-    "minitri/memory.py",
-    "minitri/stack.py",
+    "minitri/text/text_stream.py",
+    "minitri/core/runner.py",
+    "minitri/core/memory.py",
+    "minitri/core/stack.py",
 ]
 
 SUITE = [

@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
-from minitri import settings as minitri_settings
+from minitri.core import settings as minitri_settings
 
 Settings = dict[str, Any]
 """What a case wants, by the names of minitri's settings; model, draft, dtype, prompts, seed too."""
@@ -446,7 +446,14 @@ def run_server(folder: Path, settings: Settings) -> dict[str, Any]:
     """What a server answers to requests that come one after the other."""
     place, names = folder / settings["model"], ("method", "gamma1", "gamma2", "budget")
     flags = [f"--{name.replace('_', '-')}={settings[name]}" for name in names]
-    command = [sys.executable, "-m", "minitri.serve", "--port=0", f"--dtype={settings['dtype']}"]
+    command = [
+        sys.executable,
+        "-m",
+        "minitri",
+        "serve",
+        "--port=0",
+        f"--dtype={settings['dtype']}",
+    ]
     command += [f"--model={place / 'target'}", f"--draft={place / settings['draft']}", *flags]
     fields = {"max_tokens": 32, "ignore_eos": True, "logprobs": 2}
     fields |= {"temperature": settings["temperature"]}

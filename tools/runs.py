@@ -3,14 +3,14 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from minitri.decoding.level import Level
-from minitri.decoding.random_source import RandomSource
-from minitri.filters.text_filters import TextFilters
-from minitri.gpu.placement import MemoryShape
-from minitri.memory import Models, allocate
-from minitri.requests import Request
-from minitri.settings import SpeculationConfig
-from minitri.stack import Stack
+from minitri.core.decoding.level import Level
+from minitri.core.decoding.random_source import RandomSource
+from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.memory import Models, allocate
+from minitri.core.offload.placement import MemoryShape
+from minitri.core.requests import Request
+from minitri.core.settings import SpeculationConfig
+from minitri.core.stack import Stack
 
 
 def begin(

@@ -3,7 +3,7 @@
     python -m tools.serve_load --requests 20000    # with a tiny random model, made here
     python -m tools.serve_load --requests 300 --peer llama_cpp.server --server-flags=--coupled
 
-Starts `python -m minitri.serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
+Starts `python -m minitri serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
 of `--long-share` of the requests 1,000 to `--longest`; the first have `--longest`. One client in
 ten leaves its answers in the middle, one in ten reads slowly through a small window; each has a
 loopback address of its own. Every request must end with a whole answer, a refusal (429 or 503) or
@@ -35,15 +35,15 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from minitri.cli.arguments import OneLineParser, positive
-from minitri.cli.exits import program
-from minitri.cli.inputs import demo_text
-from minitri.config import ModelConfig
-from minitri.errors import InputError
-from minitri.loading.checkpoint import placements
-from minitri.loading.fetch import locate
-from minitri.log import log
-from minitri.model.llama import Llama
+from minitri.apps.cli.arguments import OneLineParser, positive
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.inputs import demo_text
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.log import log
+from minitri.core.model.llama import Llama
+from minitri.files.checkpoint import placements
+from minitri.files.fetch import locate
 from tools.weight_pieces import described
 
 LONG = 1000
@@ -266,7 +266,15 @@ def run_command(args: Namespace) -> int:
     else:
         with tempfile.TemporaryDirectory() as folder:
             write_tiny(Path(folder), int(context))
-            command = [sys.executable, "-m", "minitri.serve", "--model", model or folder, "--quiet"]
+            command = [
+                sys.executable,
+                "-m",
+                "minitri",
+                "serve",
+                "--model",
+                model or folder,
+                "--quiet",
+            ]
             command += ["--context", context, *args.server_flags.split()]
             results["minitri"] = measure(command, args, is_tiny)
     if args.peer:

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.policies import ChunkRetrieval, attention_received
-from minitri.cli import arguments
-from minitri.cli.boot import load_engine
-from minitri.cli.exits import program
-from minitri.cli.inputs import read_prompt
-from minitri.cli.terminal import LEGEND, colored
+from minitri.apps.cli import arguments
+from minitri.apps.cli.boot import load_engine
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.inputs import read_prompt
+from minitri.apps.cli.terminal import LEGEND, colored
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.policies import ChunkRetrieval, attention_received
+from minitri.core.errors import InputError
+from minitri.core.prefill import prefill
+from minitri.core.requests import Token
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.engine import Engine
-from minitri.errors import InputError
-from minitri.prefill import prefill
-from minitri.requests import Token
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
 
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4
 """Tokens that ask together, and how far before them others asked; tokens of a chunk; sinks."""

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, load
-from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal
-from minitri.requests import Request
-from minitri.settings import VERIFICATIONS
+from minitri.core.decoding.random_source import IndependentSource
+from minitri.core.decoding.verification import Proposal
+from minitri.core.requests import Request
+from minitri.core.settings import VERIFICATIONS
 from tools.runs import begin
 
 PLANS = {

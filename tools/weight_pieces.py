@@ -19,13 +19,13 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from minitri.cli.arguments import OneLineParser
-from minitri.cli.exits import program
-from minitri.config import ModelConfig
-from minitri.errors import InputError, explain
-from minitri.loading.checkpoint import open_checkpoint
-from minitri.loading.fetch import locate
-from minitri.loading.tokenizer import TokenizersBackend
+from minitri.apps.cli.arguments import OneLineParser
+from minitri.apps.cli.exits import program
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError, explain
+from minitri.files.checkpoint import open_checkpoint
+from minitri.files.fetch import locate
+from minitri.text.tokenizer import TokenizersBackend
 
 LIMIT = 31_000_000
 """Bytes of a piece."""

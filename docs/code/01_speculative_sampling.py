@@ -6,7 +6,7 @@ outcomes lie, so that sums over the grid are the exact probabilities.
 
 from itertools import product
 
-from minitri.decoding.reference import Probs, sample, verify
+from minitri.core.decoding.reference import Probs, sample, verify
 
 P = (0.4, 0.3, 0.2, 0.1)
 """The verifier's distribution of the next token."""

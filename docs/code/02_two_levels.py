@@ -8,9 +8,9 @@ import random
 from collections import Counter
 from functools import cache
 
-from minitri.decoding.reference import Model, Probs, triforce
-from minitri.loading.named_models import MODELS
-from minitri.roofline import CARDS, Workload
+from minitri.core.decoding.reference import Model, Probs, triforce
+from minitri.core.roofline import CARDS, Workload
+from minitri.files.named_models import MODELS
 
 STEPS = 1000
 LLAMA, DRAFT = MODELS["llama2-7b-128k"].shape, MODELS["llama-68m"].shape

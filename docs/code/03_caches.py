@@ -2,14 +2,14 @@
 
 import torch
 
-from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache
-from minitri.config import ModelConfig
-from minitri.model.llama import Llama
-from minitri.prefill import empty_queries, prefill
-from minitri.runner import DraftRunner, ModelRunner
-from minitri.settings import SamplingParams, SpeculationConfig
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.config import ModelConfig
+from minitri.core.model.llama import Llama
+from minitri.core.prefill import empty_queries, prefill
+from minitri.core.runner import DraftRunner, ModelRunner
+from minitri.core.settings import SamplingParams, SpeculationConfig
 
 CPU, DTYPE, PLAIN = torch.device("cpu"), torch.float64, SamplingParams(1.0)
 SETTINGS = SpeculationConfig("triforce", gamma1=2, gamma2=4, budget=64, num_recent_tokens=28)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from minitri.cpu.flash_attention import attend_cpu
-from minitri.model.attention import attend_math
+from minitri.core.model.attention import attend_math
+from minitri.devices.cpu.flash_attention import attend_cpu
 
 PREFIX, T, H, K, D = 1000, 4, 4, 2, 8
 GENERATOR = torch.Generator().manual_seed(0)

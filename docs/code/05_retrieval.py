@@ -6,10 +6,10 @@ One layer, one head. The keys of chunk 20 answer queries of one kind, those of c
 import torch
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.config import ModelConfig
-from minitri.settings import SpeculationConfig
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.config import ModelConfig
+from minitri.core.settings import SpeculationConfig
 
 CHUNK, BUDGET, D = 8, 64, 16
 CONFIG = ModelConfig(1, D, D, 1, 1, D, 64, 1024)

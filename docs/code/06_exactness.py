@@ -9,11 +9,11 @@ import tokenizers
 import torch
 
 import minitri
-from minitri.config import ModelConfig
-from minitri.decoding.reference import Model, Probs, triforce, verify
-from minitri.loading.tokenizer import Tokenizer, TokenizersBackend
-from minitri.model.llama import Llama
-from minitri.settings import METHODS
+from minitri.core.config import ModelConfig
+from minitri.core.decoding.reference import Model, Probs, triforce, verify
+from minitri.core.model.llama import Llama
+from minitri.core.settings import METHODS
+from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 
 table = cache(lambda key: random.Random(key).sample([0.5, 0.25, 0.25], 3))
 
@@ -52,6 +52,6 @@ def num_texts(coupled: bool) -> int:
 
 if __name__ == "__main__":
     print("total variation:", error())
-    with patch("minitri.decoding.reference.verify", other_q):
+    with patch("minitri.core.decoding.reference.verify", other_q):
         print(f"the same, with another q: {error():.3f}")
     print(f"{len(METHODS)} methods, one seed: {num_texts(False)} texts; coupled: {num_texts(True)}")

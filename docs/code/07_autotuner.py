@@ -4,8 +4,8 @@ import random
 from collections import Counter
 from itertools import product
 
-from minitri.decoding.autotuner import Autotuner
-from minitri.settings import SpeculationConfig, StepPlan
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.settings import SpeculationConfig, StepPlan
 
 MS = {"draft": 2.0, "retrieval": 8.0, "target": 20.0}
 TEXTS = {"a copy": (0.9, 0.95), "a novel": (0.4, 0.95), "noise": (0.1, 0.2)}

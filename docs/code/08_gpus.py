@@ -5,16 +5,16 @@ from unittest.mock import MagicMock
 
 import torch
 
-from minitri.config import ModelConfig
-from minitri.decoding.autotuner import Autotuner
-from minitri.gpu.graphs import GraphPool
-from minitri.gpu.offload.host_memory import HostMemory
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.loading.named_models import MODELS
-from minitri.model.block import read_block
-from minitri.model.llama import Llama
-from minitri.roofline import CARDS, Workload
-from minitri.settings import SpeculationConfig
+from minitri.core.config import ModelConfig
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.graphs import GraphPool
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.roofline import CARDS, Workload
+from minitri.core.settings import SpeculationConfig
+from minitri.files.named_models import MODELS
 
 CPU, LOG = torch.device("cpu"), list[str]()
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.decoding.autotuner import FIRST_RATES
-from minitri.settings import StepPlan, parse_tree
+from minitri.core.decoding.autotuner import FIRST_RATES
+from minitri.core.settings import StepPlan, parse_tree
 
 MAX_CHILDREN = 8  # of a node of a Sequoia tree
 YOUNGER_RATE = 0.3

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.decoding.noise import gumbel_argmax, gumbel_scores
-from minitri.decoding.random_source import CoupledSource, IndependentSource
-from minitri.decoding.sampling import sample
-from minitri.decoding.verification import Proposal
+from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
+from minitri.core.decoding.random_source import CoupledSource, IndependentSource
+from minitri.core.decoding.sampling import sample
+from minitri.core.decoding.verification import Proposal
 from minitri.trees.shape import TreeShape
 
 MISSING = -1

@@ -6,10 +6,10 @@ import torch
 
 import minitri
 from minitri import SamplingParams, SpeculationConfig
-from minitri.decoding import random_source
-from minitri.decoding.sampling import sample
-from minitri.decoding.verification import verify
-from minitri.selftest.distribution_test import is_alarm, run_test, windows
+from minitri.apps.selftest.distribution_test import is_alarm, run_test, windows
+from minitri.core.decoding import random_source
+from minitri.core.decoding.sampling import sample
+from minitri.core.decoding.verification import verify
 from tests.conftest import write_hf_folder
 
 SAMPLING = SamplingParams(1.2, top_p=0.95)

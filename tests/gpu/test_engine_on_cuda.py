@@ -6,7 +6,7 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from minitri.gpu.graphs import clear_workspaces
+from minitri.core.graphs import clear_workspaces
 from tests.conftest import write_hf_folder
 
 PROMPTS = [[5, 6, 7], list(range(10, 200)), [9]]

@@ -6,23 +6,23 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from minitri.caches.full import FullCache
-from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.sampling import probs_from_logits
-from minitri.decoding.verification import Proposal
-from minitri.gpu.attention_backends import TOLERANCES, choose_attention
-from minitri.gpu.fused_modules import fuse_if_possible
-from minitri.gpu.graphs import GraphPool, Passes
-from minitri.gpu.streams import clock_of
-from minitri.model.attention import attend_math
-from minitri.model.block import pack_block
-from minitri.model.llama import Llama
-from minitri.runner import ModelRunner
-from minitri.settings import BACKENDS, SamplingParams
+from minitri.core.caches.full import FullCache
+from minitri.core.decoding.random_source import IndependentSource
+from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.decoding.verification import Proposal
+from minitri.core.graphs import GraphPool, Passes
+from minitri.core.model.attention import attend_math
+from minitri.core.model.block import pack_block
+from minitri.core.model.llama import Llama
+from minitri.core.offload.streams import clock_of
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import BACKENDS, SamplingParams
+from minitri.devices.gpu.attention_backends import TOLERANCES, choose_attention
+from minitri.devices.gpu.fused_modules import fuse_if_possible
 from tests.cascades import Rig, random_prompt
 from tests.conftest import tiny_config
+from tests.core.model.test_attention import random_case
 from tests.gpu.conftest import waits
-from tests.model.test_attention import random_case
 
 WARM = SamplingParams(0.6, top_p=0.9)
 CONFIG = tiny_config(

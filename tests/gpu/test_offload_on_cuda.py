@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from minitri.caches.full import FullCache
-from minitri.gpu.offload.host_memory import HostMemory, host_memory
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.model.cache import BlockKV
+from minitri.core.caches.full import FullCache
+from minitri.core.model.cache import BlockKV
+from minitri.core.offload.host_memory import HostMemory, host_memory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from tests.conftest import fill, tiny_config
-from tests.gpu_twins.offload import assert_same
+from tests.devices.gpu_twins.offload import assert_same
 
 
 @pytest.mark.takes(seconds=10, gib=1)

@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from minitri.errors import InputError
-from minitri.settings import SpeculationConfig, StepPlan, parse_tree
+from minitri.core.errors import InputError
+from minitri.core.settings import SpeculationConfig, StepPlan, parse_tree
 from minitri.trees.shape import TreeShape, sequences, sequoia, shape_of
 
 

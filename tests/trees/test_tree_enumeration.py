@@ -1,9 +1,9 @@
 """The output distribution of cascades that guess trees, computed exactly; see
-`tests/decoding/test_enumeration.py`."""
+`tests/core/decoding/test_enumeration.py`."""
 
 import pytest
 
-from minitri.settings import StepPlan
+from minitri.core.settings import StepPlan
 from minitri.trees.shape import TreeShape, sequences
 from tests.exactness import largest_error
 

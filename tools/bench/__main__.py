@@ -5,7 +5,7 @@
     python -m tools.bench --load dummy --shape llama2-7b-128k --context 122880
 
 measures the model alone against the floor that memory bandwidth sets (`floor.py`); or, as
-`minitri.bench --compare`, the methods against one another and against other programs (`peers/`);
+`minitri bench --compare`, the methods against one another and against other programs (`peers/`);
 or a shape with made-up weights and verdicts (`synthetic.py`).
 """
 
@@ -14,14 +14,14 @@ import functools
 import os
 from collections.abc import Callable
 
-from minitri import bench
-from minitri.bench import Run
-from minitri.cli import arguments
-from minitri.cli.exits import program
+from minitri.apps import bench
+from minitri.apps.bench import Run
+from minitri.apps.cli import arguments
+from minitri.apps.cli.exits import program
+from minitri.core.errors import InputError
+from minitri.core.requests import Request
 from minitri.engine import Engine
-from minitri.errors import InputError
-from minitri.loading.fetch import locate
-from minitri.requests import Request
+from minitri.files.fetch import locate
 from tools.bench.floor import run_floor
 from tools.bench.peers import run_peer
 from tools.bench.peers.choice import PEERS, find_peers, peer_names, peer_python
@@ -29,7 +29,7 @@ from tools.bench.synthetic import add_synthetic_flags, run_synthetic
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of `minitri.bench`, and those of what is here."""
+    """The flags of `minitri bench`, and those of what is here."""
     parser = arguments.OneLineParser(
         prog="python -m tools.bench",
         usage="%(prog)s [flags]",

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
-from minitri.gpu.offload.host_memory import host_memory
-from minitri.gpu.streams import synchronize
+from minitri.core.offload.host_memory import host_memory
+from minitri.core.offload.streams import synchronize
 
 REPEATS = 7
 

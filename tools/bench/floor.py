@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from minitri.bench import spread
-from minitri.cli.arguments import taken
-from minitri.cli.boot import load_engine
-from minitri.cli.inputs import read_prompt
-from minitri.cli.report import where
-from minitri.config import ModelConfig
-from minitri.cpu.kernels import Kernels, load_kernels
+from minitri.apps.bench import spread
+from minitri.apps.cli.arguments import taken
+from minitri.apps.cli.boot import load_engine
+from minitri.apps.cli.inputs import read_prompt
+from minitri.apps.cli.report import where
+from minitri.core.config import ModelConfig
+from minitri.core.generation import Generation
+from minitri.core.roofline import Workload, bytes_per_pass
+from minitri.core.settings import GenerationConfig, SpeculationConfig
+from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
-from minitri.generation import Generation
-from minitri.roofline import Workload, bytes_per_pass
-from minitri.settings import GenerationConfig, SpeculationConfig
 from tools.bench.bandwidth import product_rate, read_bandwidth
 
 PARTS = {

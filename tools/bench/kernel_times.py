@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.config import ModelConfig
-from minitri.errors import InputError
-from minitri.gpu.attention_backends import make_backend
-from minitri.gpu.graphs import GraphPool
-from minitri.gpu.kernels import problem_with
-from minitri.gpu.streams import clock_of, synchronize
-from minitri.loading.devices import choose_device, retrieval_copy
-from minitri.loading.named_models import MODELS, unknown_model
-from minitri.settings import BACKENDS, GenerationConfig, SpeculationConfig
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.graphs import GraphPool
+from minitri.core.offload.streams import clock_of, synchronize
+from minitri.core.settings import BACKENDS, GenerationConfig, SpeculationConfig
+from minitri.devices.choose import choose_device, retrieval_copy
+from minitri.devices.gpu.attention_backends import make_backend
+from minitri.devices.gpu.kernels import problem_with
+from minitri.files.named_models import MODELS, unknown_model
 from tools.bench.synthetic import Setup, random_model
 
 COPIES = 4

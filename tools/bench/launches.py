@@ -19,15 +19,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minitri.config import ModelConfig
-from minitri.decoding import noise
-from minitri.gpu.attention_backends import GpuAttention, attend_masked
-from minitri.gpu.graphs import GraphPool
-from minitri.memory import Models
-from minitri.model import block
-from minitri.model.llama import Llama
-from minitri.requests import Request
-from minitri.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.config import ModelConfig
+from minitri.core.decoding import noise
+from minitri.core.graphs import GraphPool
+from minitri.core.memory import Models
+from minitri.core.model import block
+from minitri.core.model.llama import Llama
+from minitri.core.requests import Request
+from minitri.core.settings import LONGEST_BLOCK, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.devices.gpu.attention_backends import GpuAttention, attend_masked
 from tools.runs import begin
 
 CPU = torch.device("cpu")

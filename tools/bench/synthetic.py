@@ -19,29 +19,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.bench import spread
-from minitri.caches.full import FullCache
-from minitri.caches.tiles import Tiles
-from minitri.cli.arguments import model_of, positive, speculation_of, taken
-from minitri.cli.report import where
-from minitri.config import ModelConfig
-from minitri.cpu.packed import can_pack, pack_linears
-from minitri.decoding.random_source import IndependentSource
-from minitri.decoding.verification import Proposal
-from minitri.errors import InputError
-from minitri.gpu.fused_modules import fuse_if_possible
-from minitri.gpu.offload.host_memory import HostMemory
-from minitri.gpu.offload.offloaded_cache import OffloadedFullCache
-from minitri.loading.devices import attention_for, choose_device, choose_dtype, retrieval_copy
-from minitri.loading.fetch import default_draft
-from minitri.loading.named_models import MODELS, unknown_model
-from minitri.memory import Models, running
-from minitri.model.llama import Llama
-from minitri.plan import ACCEPTANCE, pass_table
-from minitri.requests import Request
-from minitri.roofline import CARDS, CPU, Workload
-from minitri.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.stack import Stack
+from minitri.apps.bench import spread
+from minitri.apps.cli.arguments import model_of, positive, speculation_of, taken
+from minitri.apps.cli.report import where
+from minitri.apps.plan import ACCEPTANCE, pass_table
+from minitri.core.caches.full import FullCache
+from minitri.core.config import ModelConfig
+from minitri.core.decoding.random_source import IndependentSource
+from minitri.core.decoding.verification import Proposal
+from minitri.core.errors import InputError
+from minitri.core.memory import Models, running
+from minitri.core.model.llama import Llama
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.requests import Request
+from minitri.core.roofline import CARDS, CPU, Workload
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.stack import Stack
+from minitri.devices.choose import attention_for, choose_device, choose_dtype, retrieval_copy
+from minitri.devices.cpu.packed import can_pack, pack_linears
+from minitri.devices.cpu.tiles import Tiles
+from minitri.devices.gpu.fused_modules import fuse_if_possible
+from minitri.files.fetch import default_draft
+from minitri.files.named_models import MODELS, unknown_model
 from tools.bench.bandwidth import copy_bandwidth, idle_share
 from tools.runs import begin
 

@@ -8,7 +8,7 @@ published numbers.
 Stop it at any moment: started again, it goes on with what is missing.
 """
 
-from minitri.cli.exits import clean_imports, program
+from minitri.apps.cli.exits import clean_imports, program
 
 with clean_imports():
     import shlex
@@ -17,8 +17,8 @@ with clean_imports():
 
     import torch
 
-    from minitri.cli.arguments import OneLineParser
-    from minitri.errors import InputError, explain, shorten
+    from minitri.apps.cli.arguments import OneLineParser
+    from minitri.core.errors import InputError, explain, shorten
     from tools.paper.items import ITEMS
     from tools.paper.lab import Lab
     from tools.paper.report import overview, write_report

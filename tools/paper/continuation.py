@@ -21,17 +21,17 @@ import torch
 from torch import Tensor
 
 from minitri import Engine, SamplingParams, SpeculationConfig
-from minitri.caches.full import FullCache
-from minitri.caches.retrieval import RetrievalCache
-from minitri.caches.streaming import StreamingCache
-from minitri.decoding.sampling import pad_vocabulary, probs_of_rows, sample
-from minitri.decoding.verification import Proposal
-from minitri.loading.prompt_ids import check_prompt
-from minitri.model.block import read_block
-from minitri.model.llama import Llama
-from minitri.prefill import empty_queries, prefill
-from minitri.runner import DraftRunner, ModelRunner
-from minitri.settings import LONGEST_BLOCK
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.decoding.sampling import pad_vocabulary, probs_of_rows, sample
+from minitri.core.decoding.verification import Proposal
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.prefill import empty_queries, prefill
+from minitri.core.runner import DraftRunner, ModelRunner
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.text.prompt_ids import check_prompt
 from tools.paper.baselines.bounds import top_tokens
 
 CHUNK = 1024

@@ -1,16 +1,16 @@
 """What the paper's methods gain on an A100 by arithmetic: bytes over bandwidth for a pass, and the
 acceptance that the paper prints for how many of them a token takes, so that a curve is what its own
-numbers imply (`minitri/roofline.py`, the autotuner).
+numbers imply (`minitri/core/roofline.py`, the autotuner).
 """
 
 import functools
 from collections.abc import Sequence
 
-from minitri.cli.hardware import SITES
-from minitri.decoding.autotuner import Autotuner
-from minitri.plan import config_of
-from minitri.roofline import Workload
-from minitri.settings import StepPlan
+from minitri.apps.cli.hardware import SITES
+from minitri.apps.plan import config_of
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.roofline import Workload
+from minitri.core.settings import StepPlan
 from tools.paper.item import PUBLISHED
 
 _, _, TRIFORCE, _, NAIVE = PUBLISHED["table2"]["rows"][0]

@@ -19,8 +19,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 from unittest import mock
 
-from minitri.errors import InputError, shorten
-from minitri.loading.tokenizer import Tokenizer
+from minitri.core.errors import InputError, shorten
+from minitri.text.tokenizer import Tokenizer
 
 HEAD = (
     "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nA special magic "

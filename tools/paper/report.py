@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, select_autoescape
 from matplotlib.figure import Figure
 
-from minitri.errors import shorten
+from minitri.core.errors import shorten
 from tools.paper.item import Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.study import Study, write

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import torch
 
-from minitri.log import log
+from minitri.core.log import log
 from tools.paper.item import Done, Item, Json
 from tools.paper.lab import Lab
 

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minitri.cli.inputs import demo_text
-from minitri.errors import InputError, explain, shorten
+from minitri.apps.cli.inputs import demo_text
+from minitri.core.errors import InputError, explain, shorten
 
 COLUMNS = ("text", "input", "context", "document")
 KINDS = ("*.txt", "*.parquet", "*.jsonl")

@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from minitri.bench import Run
-from minitri.requests import Request
+from minitri.apps.bench import Run
+from minitri.core.requests import Request
 
 StartPeer = Callable[[list[int], int], Iterator[int]]
 """Another program: continues a prompt by some number of tokens, one at a time; the first follows

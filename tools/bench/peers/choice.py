@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from minitri.core.errors import InputError, shorten
 from minitri.engine import Engine
-from minitri.errors import InputError, shorten
 from tools.bench.peers import StartPeer
 from tools.bench.peers.float16 import as_float16
 from tools.bench.peers.in_transformers import transformers_model, transformers_peer

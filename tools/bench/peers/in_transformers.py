@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from minitri.config import ModelConfig
+from minitri.core.config import ModelConfig
 from minitri.engine import Engine
-from minitri.loading.checkpoint import open_checkpoint
+from minitri.files.checkpoint import open_checkpoint
 from tools.bench.peers import StartPeer
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from minitri.errors import InputError, shorten
+from minitri.core.errors import InputError, shorten
 from tools.bench.peers import StartPeer
 
 WORKER = Path(__file__).with_name("worker.py")

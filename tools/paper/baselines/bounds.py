@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from minitri.caches.full import FullCache
-from minitri.model.attention import block_rule, fold, unfold
-from minitri.model.llama import Layers, Llama, Pass
-from minitri.model.replace import copy_with
+from minitri.core.caches.full import FullCache
+from minitri.core.model.attention import block_rule, fold, unfold
+from minitri.core.model.llama import Layers, Llama, Pass
+from minitri.core.model.replace import copy_with
 
 
 class UnlikeLayers(Layers):

@@ -3,7 +3,7 @@
 The importance of a chunk is that of all its tokens; with `chunk_size=1`, as `speculation_with`
 sets it, each token stands for itself.
 
-Legend: see `minitri/caches/policies.py`; P tokens that are kept of a text, by KV head.
+Legend: see `minitri/core/caches/policies.py`; P tokens that are kept of a text, by KV head.
 """
 
 import dataclasses
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 import minitri
-from minitri.caches.full import FullCache
-from minitri.caches.policies import attention_received
-from minitri.model.attention import block_rule, fold
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.policies import attention_received
+from minitri.core.model.attention import block_rule, fold
 
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""

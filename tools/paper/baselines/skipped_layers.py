@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
-from minitri.caches.full import FullCache
-from minitri.cpu.kernel_layers import KernelLayers
-from minitri.errors import InputError
-from minitri.model.block import read_block
-from minitri.model.llama import Layers, Llama
+from minitri.core.caches.full import FullCache
+from minitri.core.errors import InputError
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Layers, Llama
+from minitri.devices.cpu.kernel_layers import KernelLayers
 
 NUM_WINDOWS, WINDOW, NUM_SCORED = 4, 128, 64
 """What is read of a text to choose layers, and how many of the last tokens of each are scored."""

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from minitri import GenerationConfig
-from minitri.plan import config_of
-from minitri.roofline import CARDS, Workload, bytes_per_pass
+from minitri.apps.plan import config_of
+from minitri.core.roofline import CARDS, Workload, bytes_per_pass
 from tools.bench.floor import plain_decoding
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab

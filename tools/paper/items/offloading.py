@@ -4,8 +4,8 @@ At the scale of a GPU one more cell is measured there, with the KV of as many la
 of 24 GB would hold.
 """
 
-from minitri.gpu.placement import GIB
-from minitri.plan import ACCEPTANCE, build_parser, demand_of, most_on_chip, placement, site_of
+from minitri.apps.plan import ACCEPTANCE, build_parser, demand_of, most_on_chip, placement, site_of
+from minitri.core.offload.placement import GIB
 from tools.paper.costs import bound
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown, Table
 from tools.paper.items.speeds import FIRST
@@ -24,7 +24,7 @@ SITES = {
     "one": f"--gpu rtx4090 --context {TOKENS} --gamma2 12 --budget 8192",
     "l40": "--gpu l40s --host-memory 512",
 }
-"""Flags of `minitri.plan`, as the README of the published code has them. An L40S has the memory and
+"""Flags of `minitri plan`, as the README of the published code has them. An L40S has the memory and
 link of an L40; what TriForce's settings were there is not said."""
 PAPER = {
     row: (f"{model} {SITES[site]}", *numbers)
@@ -84,7 +84,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
         row += [f"{found['alone_ms']:.0f} ({alone_ms or '-'})", f"{found['on_cpu_ms']:.0f}"]
         rows.append([*row, f"{gains[name]:.2f} ({speedup or '-'})"])
     columns = ["", "layers with KV there", "TriForce, ms", "alone, ms", "alone, attention on CPU"]
-    note = "In brackets the paper. Predicted by minitri.plan: 80 % of the data sheets' bandwidths, "
+    note = "In brackets the paper. Predicted by minitri plan: 80 % of the data sheets' bandwidths, "
     note += "gammas and budgets of the published code's README. * over the published time of "
     note += "DeepSpeed-ZeRO-Inference, where the CPU computes attention: its memory gives at most "
     note += f"{CPU_BYTES_PER_SECOND / 1e9:.0f} GB/s, and in {DEEPSPEED_MS:,} ms it gave {slow:.0f}."

@@ -3,7 +3,7 @@
 import itertools
 
 from minitri import GenerationConfig, Request
-from minitri.generation import Generation
+from minitri.core.generation import Generation
 from tools.paper.item import PUBLISHED, Done, Item, Json, Shown
 from tools.paper.items.speeds import FIRST, speed_texts
 from tools.paper.lab import Lab

@@ -4,8 +4,8 @@ gammas and by drafter."""
 from typing import Any
 
 from minitri import Engine, SpeculationConfig
-from minitri.requests import ALONE
-from minitri.settings import StepPlan
+from minitri.core.requests import ALONE
+from minitri.core.settings import StepPlan
 from tools.paper.baselines.datastore import Datastore
 from tools.paper.baselines.policies import speculation_with
 from tools.paper.baselines.skipped_layers import least_missed, with_layers

@@ -3,7 +3,7 @@
 import functools
 import itertools
 
-from minitri.settings import StepPlan
+from minitri.core.settings import StepPlan
 from minitri.trees.shape import sequences, shape_of
 from tools.paper.costs import A100, on_chip
 from tools.paper.item import Done, Item, Json, Shown, Table

@@ -1,0 +1,1 @@
+"""Programs: command line, chat, server, measurements."""

@@ -1,0 +1,51 @@
+"""Is the sampling of an OpenAI-compatible server lossless? `minitri audit http://127.0.0.1:8000`
+
+Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
+"""
+
+from minitri.apps.cli.exits import clean_imports, program
+
+with clean_imports():
+    import argparse
+    import json
+    import os
+
+    from minitri.apps.audit.checks import FALSE_ALARM, audit
+    from minitri.apps.audit.client import connect
+    from minitri.apps.cli import arguments
+    from minitri.apps.cli.report import as_table
+
+COLUMNS = "check verdict statistic p_value num_tokens notices"
+
+
+def build_parser() -> arguments.OneLineParser:
+    """The flags of the audit."""
+    about = "Do texts follow the log-probabilities that a server tells, whatever its speculation?"
+    parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
+    parser.usage = "minitri audit URL [flags]"
+    add = parser.add_argument
+    add("url", metavar="URL", help="of an OpenAI-compatible server")
+    add("-m", "--model", help="which of its models (default: its first)")
+    add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
+    add("--num-tokens", type=arguments.positive, metavar="N", default=12288, help="to sample")
+    add("--json", action="store_true", help="print one JSON object instead of the table")
+    return parser
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Does what the flags say; returns the exit code."""
+    key = args.api_key or os.environ.get("MINITRI_API_KEY")
+    client = connect(args.url, key, args.model)
+    rows = [*audit(client, args.num_tokens)]
+    says = [f"{it['verdict']} {it['check']}: {it['says']}" for it in rows if it["says"]]
+    is_lossless = all(it["verdict"] != "FAULT" for it in rows)
+    report = {"url": client.url, "endpoint": client.kind[0], "model": client.fields["model"]}
+    report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
+    print(json.dumps(report) if args.json else "\n".join([as_table(COLUMNS, rows), "", *says]))
+    return int(not is_lossless)
+
+
+main = program(build_parser, run_command)
+
+if __name__ == "__main__":
+    main()

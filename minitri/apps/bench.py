@@ -1,0 +1,273 @@
+"""The benchmark: prefill and decoding speed of a method, or of all methods in turns.
+
+Every prompt is read once, cold, and every run starts after it; what a method reads again is added
+to its figure. The methods take turns, and another one begins each time, so that a machine whose
+speed drifts is as slow for one as for the other. At temperature 0, or coupled, all should write the
+same text. Prints a table of medians with the range over prompts and seeds, or JSON with --json.
+"""
+
+from minitri.apps.cli.exits import clean_imports, program
+
+with clean_imports():
+    import argparse
+    import dataclasses
+    import json
+    import statistics
+    from collections import Counter
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import TYPE_CHECKING, Any
+
+    from minitri import (
+        GenerationConfig,
+        InputError,
+        PrefillProgress,
+        Request,
+        SamplingParams,
+        SpeculationConfig,
+        Stats,
+    )
+    from minitri.apps.cli import arguments
+    from minitri.apps.cli.boot import load_engine
+    from minitri.apps.cli.inputs import read_prompt
+    from minitri.apps.cli.report import where
+    from minitri.core.fields import between
+    from minitri.core.log import log
+    from minitri.core.settings import METHODS
+    from minitri.core.stats import num_common
+    from minitri.text.prompt_ids import as_seeds
+
+    if TYPE_CHECKING:
+        from minitri import Engine
+
+Result = dict[str, dict[str, Any]]
+"""Figures of every method and program, by its name."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a method or another program did after one prompt with one seed."""
+
+    tokens: list[int]
+    prefill_seconds: float
+    ms_per_token: float
+    should_repeat: bool
+    """Whether every other run after this prompt with this seed should write the same text."""
+    stats: Stats = dataclasses.field(default_factory=Stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchFlags:
+    """What this program alone is asked for."""
+
+    compare: bool = False
+    """All methods, or those of --method, in turns."""
+    prompt_file: Sequence[str] = ()
+    """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
+    seeds: int = between(2, 1, 1000)
+    """Runs per prompt."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def build_parser() -> arguments.OneLineParser:
+    """The flags of the benchmark."""
+    parser = arguments.OneLineParser(
+        "bench",
+        "--prompt-tokens 8000 --new-tokens 64 --method triforce",
+        "--compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
+        description="Prefill and decoding speed of a method or, with --compare, of all in turns.",
+    )
+    add_flags(parser)
+    return parser
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """What is measured, and on which prompts."""
+    arguments.add_flags(parser, *arguments.MODEL, "coupled")
+    arguments.add_fields(parser, BenchFlags)
+    add = parser.add_argument
+    text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
+    add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
+    for name, dest, least, default, text in (
+        ("prompt", "max_prompt_tokens", 1, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
+        ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
+    ):
+        kind = arguments.whole(least)
+        add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    arguments.add_flags(parser, *arguments.MEMORY)
+    parser.set_defaults(method="auto", ignore_eos=True)
+
+
+def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
+    """The settings of every METHOD or METHOD:TREE that takes part, by its name."""
+    settings = arguments.taken(SpeculationConfig, args, timed=True)
+    names = args.methods or (METHODS if args.compare else ["auto"])
+    methods = {}
+    for name in ["autoregressive", *names] if args.compare else names:
+        method, _, tree = name.partition(":")
+        methods[name] = dataclasses.replace(settings, method=method, tree=tree or settings.tree)
+    return methods
+
+
+def measure(
+    args: argparse.Namespace,
+    find_others: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
+) -> None:
+    """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
+    texts = [read_prompt(file) for file in args.prompt_file or [None]]
+    speculations = speculations_of(args)
+    generation = arguments.taken(GenerationConfig, args)
+    sampling = arguments.taken(SamplingParams, args)
+    seeds = as_seeds(args.seed or 0, args.seeds)
+    if args.offload and args.on_chip is None:
+        raise InputError("--offload needs --on-chip N here, the same for all methods")
+    engine, prompts = load_engine(args, texts)
+    requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
+    result = summarise(compare(engine, requests, seeds, speculations, find_others(engine)))
+    facts = where(engine.model)
+    lengths = [len(prompt) for prompt in prompts]
+    if args.json:
+        report = {name: getattr(args, name) for name in ("model", "coupled", "seeds")}
+        report |= {**vars(sampling), **facts, "max_new_tokens": args.max_new_tokens}
+        report |= {"draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
+        print(json.dumps({**report, "contestants": result}), flush=True)
+        return
+    print(
+        f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; temperature "
+        f"{args.temperature:g}; {args.seeds} seeds; prompts of {', '.join(map(str, lengths))} "
+        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; accepted: "
+        f"shares of tested guesses, the target's last\n\n{table(result)}\n\n{conclusion(result)}"
+    )
+
+
+def compare(
+    engine: "Engine",
+    requests: Sequence[Request],
+    seeds: Sequence[int],
+    speculations: dict[str, SpeculationConfig],
+    others: Mapping[str, Callable[[Request], Run]],
+) -> dict[str, list[Run]]:
+    """Lets every method, and other programs, go on after every prompt with every seed."""
+    order = [*speculations, *others]
+    done: dict[str, list[Run]] = {name: [] for name in order}
+    longest = max(speculations.values(), key=lambda it: it.max_block)  # its cache serves all
+    for prompt in requests:
+        seconds = read_cold(engine, prompt, longest)
+        log.info("%d tokens read in %.1f s", len(prompt.prompt), seconds)
+        for seed in seeds:
+            request = dataclasses.replace(prompt, seed=seed)
+            for name in order:
+                if name in others:
+                    run = others[name](request)
+                else:
+                    run = run_method(engine, request, speculations[name], seconds)
+                done[name].append(run)
+                log.info("  seed %d, %s: %.1f ms/token", seed, name, run.ms_per_token)
+            order.append(order.pop(0))
+    return done
+
+
+def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig) -> float:
+    """Has the engine read a prompt from its start and keep its K and V; returns the seconds."""
+    engine.release()
+    with engine.stream([request], speculation=speculation, generation=request.generation) as run:
+        while isinstance(next(run), PrefillProgress):
+            seconds = run.stats.prefill_seconds
+    return seconds
+
+
+def run_method(
+    engine: "Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
+) -> Run:
+    """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
+    run = engine.stream([request], speculation=speculation, generation=request.generation)
+    [end] = run.results()
+    stats = run.stats
+    num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
+    share_held = end.row_stats.num_cached_tokens / len(request.prompt)
+    return Run(
+        list(end.token_ids),
+        prefill_seconds=share_held * read_seconds + stats.prefill_seconds,
+        ms_per_token=1e3 * stats.decode_seconds / num_made,
+        should_repeat=request.sampling.temperature == 0 or speculation.coupled,
+        stats=stats,
+    )
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median and range."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def summarise(done: dict[str, list[Run]]) -> Result:
+    """Medians and ranges, with speedups over the first method, if there are others."""
+    result = {}
+    first = next(iter(done.values()))
+    for name, own in done.items():
+        pairs = list(zip(first, own, strict=True))
+        plans: Counter[str] = Counter()
+        accepted: Counter[str] = Counter()
+        tested: Counter[str] = Counter()
+        for run in own:
+            plans += run.stats.steps_per_plan
+            for level in run.stats.levels:
+                accepted[level.name] += level.num_accepted_tokens
+                tested[level.name] += level.num_tested_tokens
+        speedups = [one.ms_per_token / run.ms_per_token for one, run in pairs]
+        result[name] = {
+            "ms_per_token": spread([run.ms_per_token for run in own]),
+            "speedup": spread(speedups) if len(done) > 1 else None,
+            "prefill_seconds": spread([run.prefill_seconds for run in own]),
+            "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
+            "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
+            "same_tokens": [
+                num_common(run.tokens, one.tokens)
+                for one, run in pairs
+                if run.should_repeat and run is not one
+            ],
+            "steps_per_plan": dict(plans.most_common()),
+        }
+    return result
+
+
+def table(result: Result) -> str:
+    """The result for people."""
+    line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}{:>13}".format
+    heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s", "same tokens")
+    lines = [line("", *heads)]
+    for name, row in result.items():
+        per_step = row["tokens_per_step"]
+        cells = (
+            f"{per_step:.2f}" if per_step else "",
+            " ".join(f"{rate:.2f}" for rate in row["acceptance"].values()),
+            f"{row['prefill_seconds']['median']:.2f}",
+            min(row["same_tokens"], default=""),
+        )
+        lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
+    return "\n".join(lines)
+
+
+def _range(found: dict[str, float] | None, digits: int) -> str:
+    if found is None:
+        return ""
+    return f"{{median:.{digits}f}} ({{min:.{digits}f}} to {{max:.{digits}f}})".format(**found)
+
+
+def conclusion(result: Result) -> str:
+    """What the result says, in a line."""
+    reference, *others = result
+    if not others:
+        speed = 1e3 / result[reference]["ms_per_token"]["median"]
+        return f"{reference} decodes {speed:.1f} tokens/s; --compare says what it gains"
+    best = max(others, key=lambda name: result[name]["speedup"]["median"])
+    gain = result[best]["speedup"]
+    doubt = "" if gain["min"] > 1 else f"nothing is always faster than {reference}; "
+    return f"{doubt}{best} is {_range(gain, 2)} times as fast as {reference}"
+
+
+main = program(build_parser, measure)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Documents to ask about: text in any encoding, PDF and HTML, as plain text.
+
+UTF-8 is tried first; a library finds other encodings. PDF and HTML need the packages of the extra
+`documents`.
+"""
+
+import io
+import logging
+import re
+from importlib import import_module
+
+from minitri.apps.cli.inputs import read_file
+from minitri.core.errors import shorten
+from minitri.core.log import log
+
+
+def read_document(file: str, flag: str) -> str:
+    """The text of the file of a flag, or of standard input (`-`). Raises `InputError`."""
+
+    def read(content: bytes) -> str:
+        text, kind = _text_of(content)
+        if not text.strip():
+            raise ValueError("it has no text")
+        if kind:
+            log.info("%s: read as %s", shorten(file), kind)
+        return text
+
+    wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
+    return read_file(file, flag, wanted, read)
+
+
+def _text_of(content: bytes) -> tuple[str, str]:
+    """A text, and what it was found in unless that is UTF-8. Raises `ValueError` if it is none."""
+    if content.startswith(b"%PDF"):
+        pypdf = import_module("pypdf")
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it remarks on every small damage
+        pages = pypdf.PdfReader(io.BytesIO(content)).pages
+        return "\n".join(page.extract_text() for page in pages), "PDF"
+    if re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
+        page = import_module("bs4").BeautifulSoup(content, "html.parser")
+        for block in page(re.compile("^(p|div|li|tr|br|title|blockquote|pre|h[1-6])$")):
+            block.insert_before("\n")  # before, too: many paragraphs are not closed
+            block.insert_after("\n")
+        return re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip(), "HTML"
+    text = content.decode("utf-8-sig", errors="replace")
+    num_damaged = text.count("\ufffd")
+    kind = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
+    if "\0" in text or num_damaged > len(text) // 1000:
+        found = import_module("charset_normalizer").from_bytes(content)
+        if not found:
+            raise ValueError("it is in no known encoding, or no text")
+        # The library prefers the Central European code page where both will do.
+        is_western = any("cp1252" in it.could_be_from_charset for it in found)
+        kind = "cp1252" if is_western else found.best().encoding
+        text = content.decode(kind)
+    if re.search("[\0-\x08\x0e-\x1a]", text):
+        raise ValueError("it has control characters, as no text has")
+    return text, kind

@@ -1,0 +1,71 @@
+"""Machines for `minitri plan`: GPUs and Apple chips by name, a row each of hardware.txt, and this
+one's processor.
+
+GiB of a GPU are those that its driver reports, with ECC as shipped, of an Apple chip the most it is
+sold with. GB/s and TFLOP/s are the data sheet's: the link in one direction, dense matrices.
+"""
+
+import os
+import statistics
+import timeit
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from minitri.core.offload.placement import GIB
+from minitri.core.roofline import CARDS, CPU, Machine, card
+
+REACHED = 0.8
+"""Of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; and half of its FLOP/s. Assumed."""
+REACHED_BY_CORES = 0.5
+"""Of an Apple chip's GB/s, all of which only its GPU can use, for which minitri has no kernels."""
+
+
+class Site(NamedTuple):
+    """Where a model is to run, with the GiB of the memory that computes."""
+
+    name: str
+    gib: float
+    machine: Machine
+    source: str
+    is_cpu: bool = False
+
+
+def site_of_size(gib: float) -> Site:
+    """A GPU of which only the memory is known."""
+    machine = next(card for most, card in CARDS.items() if gib <= most)
+    return Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
+
+
+def processor(speed: float) -> Machine:
+    """A CPU whose memory is read at so many bytes per second."""
+    return replace(CPU, weight_bytes_per_second=speed, kv_bytes_per_second=speed)
+
+
+def site_of_row(row: str) -> Site:
+    """A row of the table, as far as its peaks are reached."""
+    name, gib, memory, link, tflops, source = row.split(None, 5)
+    speed = 1e9 * float(memory)
+    if link == "-":
+        source += "; an estimate for its CPU cores, not measured: minitri has no Metal kernels"
+        return Site(name, float(gib), processor(REACHED_BY_CORES * speed), source, is_cpu=True)
+    machine = card(REACHED * speed, REACHED * 1e9 * float(link), 0.5e12 * float(tflops))
+    return Site(name, float(gib), machine, f"{REACHED:.0%} of {source}")
+
+
+TABLE = Path(__file__).with_name("hardware.txt").read_text("utf-8").rstrip()
+SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
+
+
+def this_machine() -> Site:
+    """The processor here: its free memory, and how fast PyTorch's threads read it."""
+    import torch
+
+    from minitri.core.offload.allocation import free_host_bytes
+
+    data = torch.ones(1 << 26)  # 256 MB, beyond most caches
+    seconds = statistics.median(timeit.repeat(data.sum, number=1, repeat=8))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    gib = min(free_host_bytes(), memory) / GIB
+    source = f"measured with {torch.get_num_threads()} threads; memory that is free now"
+    return Site("this CPU", gib, processor(data.nbytes / seconds), source, is_cpu=True)

@@ -1,0 +1,255 @@
+"""What of a model fits where, and how fast it can be: `python -m minitri plan`, loading nothing.
+
+For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
+them at boot, and milliseconds per token, as the autotuner expects them.
+"""
+
+from minitri.apps.cli.exits import clean_imports, program
+
+with clean_imports():
+    import argparse
+    import dataclasses
+    import functools
+    import json
+    from typing import TYPE_CHECKING, Any
+
+    from minitri import InputError, ModelConfig
+    from minitri.apps.cli import arguments
+    from minitri.apps.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
+    from minitri.core.decoding.autotuner import Autotuner
+    from minitri.core.fields import between, one_of
+    from minitri.core.log import log
+    from minitri.core.offload.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
+    from minitri.core.roofline import Machine, Workload, copy_bytes
+    from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+    from minitri.files.fetch import LOOKUPS, default_draft, locate_config
+    from minitri.files.named_models import MODELS
+
+    if TYPE_CHECKING:
+        pass
+
+
+ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
+"""Of the guesses of a stage: about the paper's."""
+HEAD = "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
+ROW = "{:20d} {:10.2f} {:12.2f} {:>5s} {:15.1f} {:12.1f} {:8.2f}  {}"
+PASS_HEAD = f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"
+PASS_ROW = "{:16s}" + 5 * "{:12.3f}"
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanFlags:
+    """What this program alone is asked for."""
+
+    model: str = "llama2-7b-128k"
+    """A named model, or a folder, file or hub repository ORG/NAME whose config is read."""
+    dtype: str = one_of("bfloat16", *DTYPES)
+    """Of weights and KV cache."""
+    context: int | None = between(None, 1)
+    """Tokens, prompt and output. Default: all it holds."""
+    gpu: str | None = one_of(None, "list", *SITES)
+    """A card or an Apple chip by name; `list` shows their figures."""
+    cpu: bool = False
+    """This machine's processor, whose memory is measured."""
+    gpu_memory: int | None = between(None, 1)
+    """Memory of a GPU in GiB, or of a CPU. Default: that of --gpu or --cpu, else 24."""
+    gpus: int = between(1, 1, 64)
+    """How many GPUs share the model (torchrun)."""
+    host_memory: int = between(256, 1)
+    """Memory that may be page-locked, in GiB."""
+    link_gb_s: int | None = between(None, 1)
+    """How fast a GPU reads host memory, in GB/s. Default: by --gpu, else 25, for PCIe 4.0 x16."""
+    explain: bool = False
+    """Print bytes and FLOPs of each phase."""
+    json: bool = False
+    """Print an object for programs."""
+    draft_weights: str = one_of("same", "same", "int8", "int4")
+    """Of the retrieval level: the model's own, or a copy in 8 or 4 bits."""
+
+
+def build_parser() -> arguments.OneLineParser:
+    """The flags of the plan."""
+    parser = arguments.OneLineParser(
+        "plan",
+        "--model llama2-7b-128k --context 124928 --gpu-memory 24",
+        "--model lwm-text-512k --context 524288 --gpu h100 --gpus 2",
+        "--model Qwen/Qwen3-8B --gpu l40s",
+        "--model smollm2-1.7b --cpu",
+        description="Says what of a model and its KV cache fits on a GPU and what goes to host "
+        "memory, or on a CPU, and how fast that can be.",
+    )
+    arguments.add_fields(parser, PlanFlags)
+    arguments.add_flags(parser, "prefill_chunk")
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    parser.set_defaults(method="triforce", seed=0)
+    return parser
+
+
+def config_of(name: str) -> ModelConfig:
+    """The shape of a model, without its weights. Raises `InputError`."""
+    if row := MODELS.get(name):
+        return row.shape
+    found = locate_config(name)
+    with clean_imports():  # PyTorch, for files only
+        from minitri.files.checkpoint import open_checkpoint
+    return open_checkpoint(found.path).config(found.name)
+
+
+def demand_of(args: argparse.Namespace, num_rows: int = 1) -> Demand:
+    """What a run needs on each GPU. Raises `InputError`."""
+    config = config_of(args.model)
+    longest = config.context_length
+    context = args.context or longest
+    if context > longest:
+        advice = "it needs --rope-scaling, or take a lower --context"
+        log.warning("%s holds %d tokens, not %d; %s", config.name, longest, context, advice)
+    draft = default_draft(args.model) if args.draft == "auto" else args.draft
+    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
+    return Demand(
+        config.share(args.gpus),
+        None if draft in LOOKUPS else config_of(draft),
+        MemoryShape(
+            (context,) * num_rows, SamplingParams(), generation, arguments.speculation_of(args)
+        ),
+        itemsize=4 if args.dtype == "float32" else 2,
+        copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
+    )
+
+
+def site_of(args: argparse.Namespace) -> Site:
+    """Where it is to run, with what other flags say instead. Raises `InputError`."""
+    if args.cpu and args.gpu:
+        raise InputError("--cpu and --gpu are two machines; give one of them")
+    site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
+    if args.cpu:
+        site = this_machine()
+    if site.is_cpu and args.gpus > 1:
+        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
+    machine = site.machine
+    if args.link_gb_s:
+        machine = dataclasses.replace(machine, link_bytes_per_second=1e9 * args.link_gb_s)
+    return site._replace(gib=args.gpu_memory or site.gib, machine=machine)
+
+
+def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
+    """Layers whose KV lies where the model computes: on a CPU all. Raises `InputError` with what
+    is missing if nothing fits."""
+    L = needs.config.num_layers
+    room = site.gib * GIB - CONTEXT
+    if not site.is_cpu:
+        return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
+    if not needs.fits(room, 0, L):
+        raise InputError(
+            f"{needs.config.name} needs {needs.on_device(L) / GIB:.2f} GiB with its KV cache, "
+            f"{site.name} has {room / GIB:.2f}",
+            "lower context=",
+            "lower prefill_chunk=",
+            "take a smaller model",
+        )
+    return L
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Prints the plan. Raises `InputError` if no placement fits."""
+    if args.gpu == "list":
+        print(TABLE)
+        return
+    needs = demand_of(args)
+    site = site_of(args)
+    host_bytes = args.host_memory * GIB / args.gpus
+    best = most_on_chip(needs, site, host_bytes)
+    choices = {needs.config.num_layers, best, best if site.is_cpu else 0}
+    placements = {n: placement(needs, site, host_bytes, n) for n in sorted(choices)[::-1]}
+    if args.json:
+        facts = {
+            "model": needs.config.name,
+            "context": needs.num_tokens,
+            "on_chip": best,
+            "model_context": needs.config.context_length,
+            "hardware": site._asdict(),
+            "placements": [*placements.values()],
+        }
+        print(json.dumps(facts, default=vars))
+        return
+    machine = site.machine
+    speed = f"{machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
+    if not site.is_cpu:
+        speed += f"; host: {args.host_memory} GiB at {machine.link_bytes_per_second / 1e9:.3g} GB/s"
+    count = f"{args.gpus} x " * (args.gpus > 1)
+    print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
+    print(f"{count}{site.name}: {site.gib:.1f} GiB at {speed}\n\n{HEAD}")
+    for on_chip, row in placements.items():
+        sizes = [row["device_bytes"] / GIB, row["host_bytes"] / GIB]
+        plan, *ms = row["predicted_ms"].values()
+        print(ROW.format(on_chip, *sizes, "yes" if row["fits"] else "no", *ms, plan))
+    print(f"\nGiB there with the KV of {best} layers:")
+    for name, size in placements[best]["parts"].items():
+        print(f"  {name:25s} {size / GIB:8.2f}")
+    if args.explain:
+        plan = placements[best]["predicted_ms"]["plan"]
+        print(f"\n{pass_table(workload(needs, best), plan, args.prefill_chunk, machine)}")
+        print(f"Constants: {machine}")
+
+
+def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
+    """The bytes with KV of so many layers on the device, and how fast that can be."""
+    return {
+        "on_chip": on_chip,
+        "device_bytes": needs.on_device(on_chip),
+        "host_bytes": needs.on_host(on_chip),
+        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
+        "parts": needs.parts(on_chip),
+        "predicted_ms": predict(workload(needs, on_chip), site.machine, needs.speculation.plans),
+    }
+
+
+def workload(needs: Demand, on_chip: int) -> Workload:
+    """What each GPU decodes at the end of the context."""
+    return Workload(
+        needs.config,
+        needs.draft,
+        needs.num_tokens,
+        needs.speculation.budget_for(needs.num_tokens),
+        itemsize=needs.itemsize,
+        hosted_share=1 - on_chip / needs.config.num_layers,
+        pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
+    )
+
+
+def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
+    """The fastest plan; milliseconds per token with it and without speculation."""
+    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
+    for stage, rate in ACCEPTANCE.items():
+        tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
+    best = max(plans, key=tuner.tokens_per_second)
+    alone = 1e3 * work.seconds(machine, "target", 0)
+    cascade = 1e3 / tuner.tokens_per_second(best)
+    return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+
+
+def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Machine) -> str:
+    """The passes of a step by this plan, of autoregressive decoding, and of an average chunk of the
+    prompt, whose K and V of hosted layers are written to host memory once."""
+    passes = {
+        "target": work.read("target", plan.gamma2 or plan.gamma1),
+        "autoregressive": work.read("target", 0),
+    }
+    if plan.uses_retrieval:
+        passes["retrieval"] = work.read("retrieval", plan.gamma1)
+    if plan.uses_drafter and work.draft is not None:
+        passes["draft"] = work.read("draft", 0)
+    half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
+    chunk = half.read("target", prefill_chunk - 1)
+    written = work.hosted_share * prefill_chunk * work.slot_bytes
+    passes["prefill chunk"] = dataclasses.replace(chunk, link_bytes=written)
+    lines = [PASS_HEAD]
+    for name, it in passes.items():
+        sizes = (it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9)
+        lines.append(PASS_ROW.format(name, *sizes, 1e3 * it.seconds(machine)))
+    return "\n".join(lines)
+
+
+main = program(build_parser, run_command)
+
+if __name__ == "__main__":
+    main()

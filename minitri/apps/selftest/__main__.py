@@ -1,0 +1,109 @@
+"""Does speculation change anything on *your* weights? `minitri selftest --model NAME`
+
+Decodes one prompt autoregressively and with each speculative method, greedily and with seed-coupled
+sampling, and compares token by token. A difference is called a tie if rounding explains it
+(`comparisons.py`), and a BUG otherwise. Then the default mode, independent random numbers: of many
+short texts statistical tests tell whether they follow the model's distribution
+(`distribution_test.py`); where passes of other lengths round differently an alarm is unclear.
+
+Exit codes: 0 all is well, 1 a bug. Prints a table, or with --json one JSON object.
+"""
+
+from minitri.apps.cli.exits import clean_imports, program
+
+with clean_imports():
+    import argparse
+    import dataclasses
+    import itertools
+    import json
+    from collections import Counter
+    from typing import Any
+
+    from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+    from minitri.apps.cli import arguments
+    from minitri.apps.cli.boot import load_engine
+    from minitri.apps.cli.inputs import read_prompt
+    from minitri.apps.cli.report import as_table, where
+    from minitri.core.fields import between
+    from minitri.core.log import log
+    from minitri.core.settings import METHODS
+
+VERDICTS = {
+    "equal": "speculation changes nothing",
+    "consistent": "speculation changes nothing",
+    "tie": "speculation changes nothing beyond rounding",
+    "unclear": "rounding, or a bug; repeat with --dtype float32",
+    "BUG": "speculation changes texts, which is a bug",
+}
+"""And what the worst of them means."""
+COLUMNS = "mode method verdict num_tokens num_equal_tokens position score_gap bound least_p_value"
+"""What the table shows where a comparison has it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTestFlags:
+    """What this program alone is asked for."""
+
+    num_samples: int = between(2048, 0, 10**6)
+    """Tokens per method in the statistical test; 0 leaves it out."""
+    json: bool = False
+    """Print one JSON object instead of the table."""
+
+
+def build_parser() -> arguments.OneLineParser:
+    """The flags of the self-test."""
+    parser = arguments.OneLineParser(
+        "selftest",
+        "--temperature 0.6 --top-p 0.9 --num-samples 20000",
+        description="Does speculation change the text, or its distribution, on your weights?",
+    )
+    arguments.add_flags(parser, *arguments.MODEL)
+    arguments.add_prompt_flags(parser)
+    choices = ("auto", *METHODS[2:])
+    text = "may be given several times (default: naive, retrieval, triforce)"
+    parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
+    arguments.add_fields(parser, SelfTestFlags)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    parser.set_defaults(
+        max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
+    )
+    return parser
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The comparisons for people, and what they say, in a last line."""
+    counts = Counter(row["verdict"] for row in results)
+    found = [verdict for verdict in VERDICTS if verdict in counts]
+    says = ", ".join(f"{counts[verdict]} {verdict}" for verdict in found)
+    return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[found[-1]]}: {says}"
+
+
+def run_command(args: argparse.Namespace) -> int:
+    """Does what the flags say; returns the exit code."""
+    methods = list(dict.fromkeys(args.methods or METHODS[2:]))
+    args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
+    for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
+        arguments.taken(settings, args)  # bad values fail before anything is loaded
+    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
+
+    results = []
+    what = (engine, prompt, args, methods)
+    for row in itertools.chain(compare_texts(*what), compare_samples(*what)):
+        log.info("%s, %s: %s", row["mode"], row["method"], row["verdict"])
+        results.append(row)
+    counts = Counter(row["verdict"] for row in results)
+    report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
+    report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}
+    print(
+        json.dumps({**report, "comparisons": results}) if args.json else table(results), flush=True
+    )
+    return int(counts["BUG"] + counts["unclear"] > 0)
+
+
+main = program(build_parser, run_command, parallel=True)
+
+if __name__ == "__main__":
+    main()

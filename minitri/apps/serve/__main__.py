@@ -1,0 +1,148 @@
+"""The server: `minitri serve --model smollm2-135m`, then any client of OpenAI's API.
+
+Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
+"""
+
+from minitri.apps.cli.exits import clean_imports, program
+
+with clean_imports(huge_pages=False):
+    import argparse
+    import contextlib
+    import dataclasses
+    import functools
+    import socket
+    from pathlib import Path
+    from typing import TYPE_CHECKING
+
+    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+    from minitri.apps.cli import arguments
+    from minitri.apps.cli.boot import boot
+    from minitri.apps.serve.access import Access
+    from minitri.core.errors import explain, shorten
+    from minitri.core.fields import between
+    from minitri.core.log import log
+    from minitri.core.offload.placement import MemoryShape
+    from minitri.core.settings import MAX_ROWS
+
+    if TYPE_CHECKING:
+        from minitri import Generation
+
+DEFAULT_CONTEXT = 8192
+"""Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
+WARM_UP_TOKENS = 32
+"""Of a prompt, and of its answer, before clients are answered."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeFlags:
+    """What this program alone is asked for."""
+
+    context: int | None = between(None, 1)
+    """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
+    batch_size: int | None = between(None, 1, 1024)
+    """Requests that run at a time. Default: 8, or as many as there is memory for."""
+    memory: float | None = between(None, 0.01)
+    """GiB to take at most, weights included. Default: 60 %% of what is free."""
+    max_queue: int = between(64, 1)
+    """Requests that wait for a row; more are answered with 503."""
+    port: int = between(8000, 0, 65535)
+    """Where to listen; 0: any port that is free."""
+    stall_seconds: float = between(120.0, 1.0)
+    """Without any progress, after which requests get an error, and /health answers 503."""
+    grace: float = between(30.0, 0.0)
+    """Seconds for running requests to end after Ctrl-C or SIGTERM; then they get an error."""
+    coupled: bool = True
+    """Tie random numbers to seed and position: a seed gives one text, alone and with other
+    requests; without it fewer guesses are rejected at a temperature above 0."""
+    ignore_unknown_fields: bool = False
+    """Ignore fields of requests that this server does not know, with a warning for each name."""
+
+
+def build_parser() -> arguments.OneLineParser:
+    """All flags of the program."""
+    parser = arguments.OneLineParser(
+        "serve",
+        "--context 32768 --batch-size 2 --port 8080 --api-key secret",
+        description="Serves a model at OpenAI's /v1/completions and /v1/chat/completions.",
+    )
+    arguments.add_flags(parser, *arguments.MODEL)
+    arguments.add_fields(parser, ServeFlags)
+    arguments.add_fields(parser.add_argument_group("clients"), Access)
+    arguments.add_flags(parser, *arguments.MEMORY)
+    title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
+    arguments.add_flags(parser, *arguments.SAMPLING, title=title)
+    parser.set_defaults(temperature=1.0)
+    names = (name for name in arguments.SPECULATION if name != "coupled")
+    arguments.add_flags(parser, *names, title="speculation")
+    return parser
+
+
+def run_command(args: argparse.Namespace) -> None:
+    """Answers requests until Ctrl-C."""
+    sampling = arguments.taken(SamplingParams, args)
+    speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
+    access = arguments.taken(Access, args)
+    is_open = not (access.keys or access.is_for_one)
+    with clean_imports():  # what the server needs: no flag is wrong any more
+        from minitri.apps.serve.app import Server, Service  # by an extra; --help works without it
+        from minitri.apps.serve.protocol import Protocol
+        from minitri.apps.serve.room import choose_size
+        from minitri.worker import Worker
+    problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
+    with explain(problem, "choose another --host or --port"):
+        listener = socket.create_server((args.host, args.port))
+    if is_open:
+        log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
+    with listener:  # clients may connect while the model is loaded
+        engine = boot(args)
+        most = engine.config.context_length
+        context = args.context or min(DEFAULT_CONTEXT, most)
+        if not 1 < context <= most:
+            raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
+        names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
+        generation = arguments.taken(GenerationConfig, args, reserve=context)
+        if args.memory is not None and args.offload and args.on_chip is None:
+            raise InputError(
+                "--memory with --offload needs --on-chip N, layers that stay on the GPU"
+            )
+        shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
+        least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
+        num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
+        open_run = functools.partial(
+            engine.open,
+            batch_size=num_rows,
+            sampling=sampling,
+            generation=dataclasses.replace(generation, reserve=context),
+            speculation=speculation,
+        )
+        run = open_run()
+        warm_up(run)
+        worker = Worker(lambda _: open_run(), run)
+        with engine, contextlib.closing(worker):
+            ignored: set[str] | None = set() if args.ignore_unknown_fields else None
+            max_open = num_rows + args.max_queue
+            protocol = Protocol(engine, names, sampling, context, ignored)
+            service = Service(protocol, worker, max_open, access)
+            server = Server(service, args.grace, args.stall_seconds)
+            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
+            address = listener.getsockname()
+            log.info(f"{text}; Ctrl-C ends", engine.config.name, *address, num_rows, context, gib)
+            server.run(sockets=[listener])
+    log.info("stopped")
+
+
+def warm_up(run: "Generation") -> None:
+    """Extends a short text, so that the first request does not wait for what is made once."""
+    from minitri import End, Request  # with PyTorch
+
+    num = min(WARM_UP_TOKENS, run.shape.generation.reserve // 2)
+    generation = GenerationConfig(num, ignore_eos=True)
+    run.submit(Request([1] * num, seed=0, generation=generation))
+    while not isinstance(next(run), End):
+        pass
+
+
+main = program(build_parser, run_command)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,95 @@
+"""Answers as the token ids that were generated, kept under the conversations that they belong to.
+
+A client sends an answer back as text, which may be cut into tokens in another way, and a call with
+other spaces. With the very tokens the next prompt begins like the last one and its answer, whose K
+and V are at hand. A conversation is found by what its messages say, not by how they are spelled.
+"""
+
+import hashlib
+import json
+import threading
+from array import array
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from minitri.apps.serve.chats.answer_parser import THINK, Piece
+from minitri.apps.serve.chats.messages import Message
+
+MAX_KEPT_TOKENS = 1 << 22
+"""Of all conversations together, of 4 bytes each."""
+
+
+class Kept(NamedTuple):
+    """A prompt and its answer."""
+
+    token_ids: Sequence[int]
+    length: int
+    """Characters of the prompt, up to a thought that it opens."""
+    digest: bytes
+    """Of these."""
+
+
+class Replay:
+    """What is kept: that which was used last, as much as there is room for."""
+
+    def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def keep(self, key: bytes, prompt: str, token_ids: Sequence[int]) -> None:
+        """Keeps a prompt and its answer, under the key of the conversation with it."""
+        plain = prompt.rstrip()
+        text = plain.removesuffix(THINK) if plain.endswith(THINK) else prompt
+        new = Kept(array("i", token_ids), len(text), digest_of(text))
+        with self._lock:
+            old = self._kept.pop(key, None)
+            self._num_tokens += len(new.token_ids) - (len(old.token_ids) if old else 0)
+            self._kept[key] = new
+            while self._num_tokens > self._max_tokens:
+                self._num_tokens -= len(self._kept.popitem(last=False)[1].token_ids)
+
+    def find(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
+        """The last of these that is kept, with its index."""
+        with self._lock:
+            for index in reversed(range(len(keys))):
+                if found := self._kept.get(keys[index]):
+                    self._kept.move_to_end(keys[index])
+                    return index, found
+        return None
+
+
+def digest_of(text: str) -> bytes:
+    """By which a text is known again."""
+    return hashlib.sha256(text.encode("utf-8", "replace")).digest()
+
+
+def keys_of(messages: Sequence[Message], *context: Any) -> list[bytes]:
+    """Keys of a conversation up to each of its messages, in a context: whose it is, with which
+    tools."""
+    digest = hashlib.sha256(json.dumps(context, sort_keys=True).encode())
+    keys = []
+    for it in messages:
+        calls = [call["function"] for call in it.get("tool_calls", ())]
+        said = [it["role"], it["content"].strip(), calls]
+        digest.update(json.dumps(said, sort_keys=True).encode())
+        keys.append(digest.digest())
+    return keys
+
+
+def as_message(pieces: Sequence[Piece]) -> Message:
+    """An answer as `read_messages` gives it when it comes back. Raises `ValueError` if its calls
+    are not whole."""
+    content = "".join(text for kind, text in pieces if kind == "content")
+    functions: list[dict[str, Any]] = []
+    for kind, text in pieces:
+        if kind == "call":
+            functions.append({"name": text, "arguments": ""})
+        elif kind == "arguments":
+            functions[-1]["arguments"] += text
+    for function in functions:
+        function["arguments"] = json.loads(function["arguments"])
+    calls = [{"function": function} for function in functions]
+    return {"role": "assistant", "content": content, "tool_calls": calls}

@@ -1,0 +1,54 @@
+"""How many requests a server runs at a time, and of how many tokens, in the memory it may take."""
+
+from dataclasses import replace
+
+from minitri.core.errors import InputError
+from minitri.core.memory import Models, demand_of
+from minitri.core.offload.allocation import room_for
+from minitri.core.offload.placement import GIB, Demand, MemoryShape
+from minitri.core.settings import round_up_to_stride
+
+SHARE = 0.6
+"""Of the memory that is free before weights are read, which a server takes by default."""
+
+
+def choose_size(
+    models: Models, shape: MemoryShape, gib: float | None, *, fewest: int, shortest: int
+) -> tuple[int, int, float]:
+    """Rows, tokens of each, and the GiB that all takes, weights included: those of a shape, or what
+    fits `gib` (None: `SHARE` of what is free), with fewer rows before shorter ones. Raises
+    `InputError` with what would fit, if that has not the `fewest` rows, or not the `shortest`."""
+    needs = demand_of(models, shape)
+    on_device, on_host = room_for(models.target, needs)
+    loaded = {models.target, models.retrieval, models.draft} - {None}
+    # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
+    uncounted = sum(it.num_bytes for it in loaded if it) - needs.num_weight_bytes
+    free = on_device + uncounted
+    most = SHARE * free if gib is None else min(gib * GIB, free)
+
+    def sized(rows: int, context: int) -> Demand:
+        run = shape.generation.for_run(context)
+        return replace(needs, shape=replace(shape, prompt_lengths=(1,) * rows, generation=run))
+
+    def best(fewest: int, shortest: int) -> tuple[int, int, bool]:
+        context = shape.generation.reserve
+        step = round_up_to_stride(max(1, context // 128))
+        choices = [(n, context) for n in range(shape.num_rows, fewest - 1, -1)]
+        choices += [(fewest, n) for n in range(context - step, shortest - 1, -step)]
+        fitting = (it for it in choices if sized(*it).has_room(most - uncounted, on_host))
+        found = next(fitting, None)
+        return *(found or choices[-1]), found is not None
+
+    rows, context, fits = best(fewest, shortest)
+    on_chip = shape.generation.on_chip
+    num_layers = needs.config.num_layers if on_chip is None else on_chip
+    taken = (sized(rows, context).on_device(num_layers) + uncounted) / GIB
+    if not fits:
+        *other, fits = best(1, round_up_to_stride(1))
+        raise InputError(
+            f"{rows} x {context} tokens of {needs.config.name} take {taken:.3f} GiB with the "
+            f"weights, and there are {most / GIB:.3f} to take",
+            "batch_size={} with context={} fits".format(*other) * fits,
+            "give more memory=",
+        )
+    return rows, context, taken

@@ -1,0 +1,1 @@
+"""The engine: token ids in, token ids out. Imports torch and nothing else."""

@@ -1,0 +1,94 @@
+"""The full cache: K and V of every token, keys rotated at their absolute positions.
+
+The first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would write.
+
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitri.core.config import ModelConfig
+from minitri.core.model.cache import Cache
+from minitri.core.settings import round_up_to_stride
+from minitri.core.stats import num_common
+from minitri.devices.cpu.tiles import empty_slots
+
+
+class FullCache(Cache):
+    """All tokens of each row, in their order."""
+
+    @classmethod
+    def allocate(
+        cls,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        pair: int = 0,
+    ) -> "FullCache":
+        """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
+        slots = round_up_to_stride(capacity)
+        shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
+        return cls(*empty_slots(shape, dtype, device, pair=pair))
+
+    @property
+    def on_chip(self) -> int:
+        """Layers whose keys and values stay on the device."""
+        return self.keys.shape[0]
+
+    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
+        yield from zip(self.keys[:, b], self.values[:, b], strict=True)
+
+    held_layers = layers
+    """The same of all slots of row b, whatever its length."""
+
+    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
+        pair = (self.keys[:, b], self.values[:, b])
+        if self.device.type == "cpu":
+            keys, values = (slots_LKSD[:, :, start:end] for slots_LKSD in pair)
+        else:  # copied by one kernel, where a view of over 2 GB would take many
+            places_T = torch.arange(start, end, device=self.device)
+            keys, values = (slots_LKSD.index_select(2, places_T) for slots_LKSD in pair)
+        return keys, values
+
+    def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
+        """Writes K and V of the first tokens of row b, which is empty; see `restore`."""
+        for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
+            slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
+
+    def restore(self, b: int, num_tokens: int) -> None:
+        """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
+        self.hold(b, num_tokens, num_tokens)
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
+
+    full: FullCache
+    b: int
+    tokens: list[int]
+    owner: str | None = None
+    """Whose text it is; None: everybody's."""
+    first_LPKTD: Tensor | tuple[()] = ()
+    """K and V of the first tokens, where they may have been written over."""
+
+    def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
+        the next is asked for. Puts back what was written over."""
+        for layer, first_PKTD in enumerate(self.first_LPKTD):
+            self.full.write(layer, self.b, *first_PKTD)
+        for keys_KSD, values_KSD in self.full.held_layers(self.b):
+            yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
+
+    def num_shared(self, tokens: list[int], owner: str) -> int:
+        """Tokens at the beginning of an owner's text that need not be read."""
+        return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

@@ -1,0 +1,98 @@
+"""Policies: which of the target's tokens the retrieval cache holds.
+
+At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
+of the latest tokens; the best fill the budget, next to sinks and latest tokens. `ChunkRetrieval` is
+the paper's and the default. The whole of another one, which keeps the chunks with the largest key:
+
+    class Largest(minitri.Policy):
+        def scores(self, layer, b, q_KRD, chunks_KNMD):
+            return chunks_KNMD.float().norm(dim=3).amax(2)
+
+    engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
+
+It changes the speed, and no text. One that raises, or whose scores have another shape or are NaN,
+ends the run with an `InputError`.
+
+Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
+D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
+"""
+
+import copy
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.errors import explain
+
+NEIGHBOR = 0.99
+"""Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
+
+
+class Policy:
+    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`. Only
+    `scores` must be written. Every run works with a deep copy, so it has a state of its own."""
+
+    wants_prompt: bool = False
+    """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        """Importance (K, N) of chunks of a layer of row b to the latest queries, all rotated."""
+        raise NotImplementedError
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        """Learns that row b's sequence now reaches to `end`; queries of its last T tokens.
+        `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
+
+    def reset(self, b: int) -> None:
+        """Drops all that was observed of row b: another text begins there."""
+
+
+def make_policy(policy: Any) -> Policy:
+    """What `SpeculationConfig.policy` stands for."""
+    return ChunkRetrieval() if policy == "retrieval" else CheckedPolicy(policy)
+
+
+class ChunkRetrieval(Policy):
+    """Attention to the mean key of each chunk. A chunk counts nearly as much as the one before it,
+    at least: what a query looks for may end in the next one. In the needle test a number that lay
+    across a border was lost without this."""
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
+        scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))
+        scores_KN[:, 1:] = torch.maximum(scores_KN[:, 1:], NEIGHBOR * scores_KN[:, :-1])
+        return scores_KN
+
+
+class CheckedPolicy(Policy):
+    """A copy of a policy from outside, whose mistakes end the run with an `InputError`."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = copy.deepcopy(policy)
+        problem = f"the policy {type(policy).__name__} failed"
+        self._named = functools.partial(explain, problem, "correct it")
+        self.wants_prompt = getattr(policy, "wants_prompt", False)
+
+    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
+        with self._named():
+            scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
+            if scores_KN.shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
+                raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
+        return scores_KN.to(q_KRD.device, torch.float32)
+
+    def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
+        with self._named():
+            self._policy.observe(full, b, queries_LTHD, end)
+
+    def reset(self, b: int) -> None:
+        with self._named():
+            self._policy.reset(b)
+
+
+def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:
+    """Softmax attention of R queries over N keys, added up: (K, N) float32."""
+    scores_KRN = (q_KRD / math.sqrt(q_KRD.shape[-1])) @ keys_KND.transpose(1, 2)
+    return scores_KRN.float().softmax(-1).sum(1)

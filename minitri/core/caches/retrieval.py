@@ -1,0 +1,164 @@
+"""The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
+
+Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
+the block that is being guessed. Slots are ordered from the least important to the most; exact K and
+V of committed tokens overwrite the least important ones, so output can be of any length.
+
+It is rebuilt when half of it has been overwritten, and at a stride, by the queries of the latest
+tokens before a pass of the target (an observation window, as in SnapKV) and of its first one. So it
+costs no pass of its own. Where the full cache is in host memory, `select` does it layer by layer.
+
+Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
+chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.policies import make_policy
+from minitri.core.model.cache import Cache
+from minitri.core.settings import SpeculationConfig, round_up_to_stride
+from minitri.devices.cpu.tiles import empty_slots
+
+
+@dataclass
+class Row:
+    """The state of one sequence; all counts are tokens, which here are slots."""
+
+    budget: int
+    num_overwritten: int
+    """Slots overwritten since the last build; the sinks at first, which so stay until then."""
+    num_committed: int = 0
+    """Tokens of the text, without the block after them, that this cache stands for."""
+    built_at: float = -math.inf
+    """Tokens of the text at the last build."""
+    is_planned: bool = False
+    """Whether it is rebuilt with the latest pass of the target."""
+
+
+class RetrievalCache(Cache):
+    """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
+
+    def __init__(
+        self,
+        full: FullCache,
+        speculation: SpeculationConfig,
+        *,
+        budgets: list[int],
+        num_heads: int,
+    ) -> None:
+        """Empty; `commit` fills it."""
+        L, B, K, _, D = full.shape
+        self._full = full
+        self._policy = make_policy(speculation.policy)
+        self._settings = speculation
+        self.max_budget = max(budgets)
+        slots = round_up_to_stride(self.max_budget + speculation.room)
+        where: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
+        pair = getattr(full.keys, "pair", 0)
+        super().__init__(*empty_slots((L, B, K, slots, D), **where, pair=pair))
+        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
+        self._queries = [torch.empty(L, 0, num_heads, D, **where) for _ in budgets]
+        self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
+
+    @property
+    def max_prompt_queries(self) -> int | None:
+        """Last tokens of a chunk of the prompt whose queries `observe` needs; None: all."""
+        return None if self._policy.wants_prompt else self._settings.observation_window
+
+    def reset(self, b: int, budget: int | None = None) -> None:
+        """Empties row b, for another text, with another budget if one is given."""
+        budget = self.rows[b].budget if budget is None else budget
+        super().reset(b)
+        self.rows[b] = Row(budget, self._settings.num_sink_tokens)
+        self._queries[b] = self._queries[b][:, :0]
+        self._policy.reset(b)
+
+    def observe(self, b: int, queries_LTHD: Tensor) -> None:
+        """Learns that the full cache of row b has grown; the queries are of its last T tokens."""
+        W = self._settings.observation_window
+        self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
+        self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
+
+    def select(
+        self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
+    ) -> None:
+        """Decides, by layer 0, which rows are rebuilt with the pass of the target under way, and
+        selects for them from this layer, by the queries of the first token of the pass."""
+        for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
+            if layer == 0:
+                row.is_planned = self._is_due(row, end)
+            if row.is_planned:
+                self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
+
+    def commit(self, b: int, queries_LTHD: Tensor) -> bool:
+        """Takes over what the full cache now holds of row b, and drops the block; returns whether
+        the row was rebuilt. The queries are those of its T latest tokens, which a pass of the
+        target has just read."""
+        row = self.rows[b]
+        self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
+        known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
+        if not row.is_planned and self._is_due(row, known):
+            row.is_planned = True
+            for layer, pair in enumerate(self._full.layers(b)):
+                self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
+        if row.is_planned:
+            M = self._settings.chunk_size
+            held = known // M * M  # what is left of the last chunk is copied below
+            self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
+            self.hold(b, row.budget, held)
+        self._copy_committed(b)
+        self.observe(b, queries_LTHD)
+        return row.is_planned
+
+    def _is_due(self, row: Row, num_tokens: int) -> bool:
+        """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
+        return num_tokens > row.budget and (
+            row.num_overwritten >= row.budget / 2
+            or num_tokens - row.built_at >= self._settings.rebuild_stride
+        )
+
+    def _select(
+        self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
+    ) -> None:
+        """Fills the slots of a layer with the best chunks of the first `end` tokens of the full
+        cache, best last; sinks and recent tokens are always kept. `query_HD` joins the observed
+        queries as the latest."""
+        M = self._settings.chunk_size
+        K = self.keys.shape[2]
+        N, C = end // M, self.rows[b].budget // M
+        recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
+        sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
+        W = self._settings.observation_window
+        queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
+        q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
+        keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
+        scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()
+        scores_KN[:, :sinks] = scores_KN[:, N - recent :] = math.inf
+        chosen_KC = scores_KN.topk(C).indices.flip(1)
+        heads_K1 = torch.arange(K, device=keys_KSD.device).unsqueeze(1)
+        tokens_M = torch.arange(M, device=keys_KSD.device)
+        places_KT = (chosen_KC.unsqueeze(2) * M + tokens_M).flatten(1)
+        for small, slots_KSD in ((self.keys, keys_KSD), (self.values, values_KSD)):
+            small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
+
+    def _copy_committed(self, b: int) -> None:
+        """Copies exact K and V of new tokens: to free slots, then over the least important."""
+        row = self.rows[b]
+        end = self._full.lengths[b]
+        while (start := row.num_committed) < end:
+            held = self.lengths[b]
+            is_free = held < row.budget
+            slot = held if is_free else row.num_overwritten % row.budget
+            count = min(end - start, row.budget - slot)
+            exact = self._full.tokens(b, start, start + count)
+            for small, exact_LKTD in zip((self.keys, self.values), exact, strict=True):
+                small[:, b, :, slot : slot + count] = exact_LKTD
+            row.num_overwritten += 0 if is_free else count
+            row.num_committed += count
+            self.hold(b, min(held + count, row.budget), row.num_committed)

@@ -1,0 +1,85 @@
+"""The drafter's cache: attention sinks and recent tokens (StreamingLLM), for texts of any length.
+
+Keys are stored before rotation, and rotated by the *slot* they stand in, so a drafter with a
+context of 2K serves a text of a million tokens. The window slides between steps only.
+
+Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
+"""
+
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.model.cache import BlockKV, Cache, write_after
+from minitri.core.model.rope import Rope
+from minitri.core.settings import SLIDE, SpeculationConfig
+
+
+class StreamingCache(Cache):
+    """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        rope: Rope,
+        batch_size: int,
+        speculation: SpeculationConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Raises `InputError` if the drafter cannot serve a window of this size."""
+        kept = speculation.num_sink_tokens + speculation.num_recent_tokens
+        slots = kept + SLIDE + speculation.room
+        if slots > config.context_length:
+            raise InputError(
+                f"the drafter {config.name} holds {config.context_length} tokens but its window "
+                f"needs {slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
+                "guesses); lower num_recent_tokens=, num_sink_tokens= or the gammas"
+            )
+        slots += speculation.max_block  # that a captured pass may pad its block to
+        shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
+        self.raw_keys, keys, values = (
+            torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
+        )
+        super().__init__(keys, values)
+        self.settings = speculation
+        self._rope = rope
+
+    @property
+    def next_positions(self) -> list[int]:
+        return self.lengths
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes reserved for keys, twice, and values."""
+        return super().num_bytes + self.raw_keys.nbytes
+
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        write_after(self.raw_keys[layer], block.raw_keys_BTKD, self.lengths, block.slots_BT)
+        return super().update(layer, block)
+
+    def of_rows(self, rows: slice) -> Self:
+        part = super().of_rows(rows)
+        part.raw_keys = self.raw_keys[:, rows]
+        return part
+
+    def slide(self) -> None:
+        """In rows without room for another block, drops what is neither sink nor recent."""
+        sinks = self.settings.num_sink_tokens
+        kept = sinks + self.settings.num_recent_tokens
+        room = self.settings.room + self.settings.max_block
+        for b, length in enumerate(self.lengths):
+            if length + room <= self.capacity:
+                continue
+            for slots in (self.raw_keys, self.values):
+                recent = slots[:, b, :, length - kept + sinks : length]
+                slots[:, b, :, sinks:kept] = recent.clone()
+            positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
+            moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
+            rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
+            self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
+            self.hold(b, kept, self.num_tokens[b])

@@ -1,0 +1,119 @@
+"""The shape of a model, whatever file describes it: frozen dataclasses that hold no tensors.
+
+All models are far inside the bounds of the fields, and angles stay finite.
+"""
+
+import dataclasses
+from dataclasses import MISSING, dataclass, field
+from typing import Self
+
+from minitri.core.errors import InputError
+from minitri.core.fields import between, check_fields, one_of, refuse
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
+"""Sizes of which each of several GPUs has its share."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding, and how its frequencies are stretched to longer contexts."""
+
+    label = "RoPE "  # of messages
+    theta: float = between(10000.0, 1.001, 1e15)
+    """Base of the geometric series of wavelengths."""
+    kind: str = one_of("default", *ROPE_KINDS)
+    factor: float = between(1.0, 1.0, 1e6)
+    """How many times longer than `original_context` the context is meant to be."""
+    original_context: int | None = between(None, 1)
+    """Context length in tokens of the pre-training, which llama3 and yarn refer to."""
+    low_freq_factor: float = between(1.0, 1e-6, 1e6)
+    """llama3: wavelengths above original_context / low_freq_factor are interpolated fully."""
+    high_freq_factor: float = between(4.0, 1e-6, 1e6)
+    """llama3: wavelengths below original_context / high_freq_factor are left alone."""
+    beta_fast: float = between(32.0, 1e-6, 1e6)
+    """yarn: dimensions that turn more often than this in original_context are left alone."""
+    beta_slow: float = between(1.0, 1e-6, 1e6)
+    """yarn: dimensions that turn less often than this in it are interpolated fully."""
+    attention_factor: float | None = between(None, 1e-3, 1e3)
+    """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
+    truncate: bool = True
+    """yarn: round the two borders of the ramp outwards to whole dimensions."""
+    frequency_divisors: tuple[float, ...] | None = None
+    """Divisors of the D/2 frequencies, which a GGUF file may store in place of a formula."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.high_freq_factor < 1.001 * self.low_freq_factor:
+            least = f"more than the low one, {self.low_freq_factor}"
+            refuse(self, "high_freq_factor", f"it must be {least}")
+        if self.beta_fast < self.beta_slow:
+            refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
+        if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
+            refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6")
+
+    def describe(self) -> str:
+        """A few words for the log, such as `yarn x4 (theta 100000)`."""
+        stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
+        return f"{stretch} (theta {self.theta:g})"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Which tensors a Llama or one of its relatives has, and what is computed with them."""
+
+    label = "model config: "
+    num_layers: int = between(MISSING, 1, 1000)
+    hidden_size: int = between(MISSING, 1)
+    intermediate_size: int = between(MISSING, 1)
+    num_heads: int = between(MISSING, 1)
+    num_kv_heads: int = between(MISSING, 1)
+    head_dim: int = between(MISSING, 1)
+    vocab_size: int = between(MISSING, 1)
+    context_length: int = between(MISSING, 1)
+    """Longest sequence in tokens, prompt and output together."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    rms_norm_eps: float = between(1e-6, 1e-12, 0.1)
+    tie_word_embeddings: bool = False
+    """The LM head is the embedding table."""
+    attention_bias: bool = False
+    """The q, k, v projections have biases; see `output_bias` for the o projection."""
+    bos_token_id: int | None = between(None, 0)
+    eos_token_ids: tuple[int, ...] = ()
+    name: str = "llama"
+    draft_of: str | None = None
+    """Name of the target whose embedding table this drafter borrows; None: it has its own."""
+    head_size: int | None = between(None, 1)
+    """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
+    vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""
+    output_bias: bool | None = None
+    """The o projection has a bias; None: if q, k and v have."""
+    head_norm: bool = False
+    """An RMSNorm of every head of q and k before they are rotated, as in Qwen3."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.draft_of is not None and not 1 <= (self.head_size or 0) <= self.vocab_size:
+            refuse(self, "head_size", f"it must be from 1 to {self.vocab_size}")
+        if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
+            refuse(self, "eos_token_ids", "they must be whole numbers from 0")
+        if self.num_heads % self.num_kv_heads:
+            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
+            refuse(self, "num_heads", wanted)
+        if self.head_dim % 2:
+            refuse(self, "head_dim", "rotary embeddings need an even one")
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Numbers, not bytes, that one token adds to a full KV cache: 2 L K D."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    def share(self, count: int) -> Self:
+        """The shape of one of `count` equal shares. Raises `InputError` if it has no such."""
+        if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
+            raise InputError(
+                f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "
+                "that; use another number of GPUs, or another model"
+            )
+        shares = {name: getattr(self, name) // count for name in SPLIT}
+        return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)

@@ -1,0 +1,232 @@
+"""A level of the cascade (`cascade.py`): verifies the stage below it, proposes to the one above.
+
+Legend: B rows, N proposed tokens, V vocab.
+"""
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Protocol, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import RandomSource
+from minitri.core.decoding.text_filters import TextFilters, forced_of
+from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.settings import SamplingParams
+from minitri.core.stats import LevelStats
+
+
+@dataclass(frozen=True)
+class Output:
+    """What a pass of a model gives: distributions, and the logits they were made of."""
+
+    probs_BNV: Tensor
+    logits_BNV: Tensor
+    filtered_BNV: Tensor | None = None
+    """The logits as filters that look at the text leave them; None: not told."""
+
+    def emitted(
+        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
+    ) -> "Emitted":
+        """What row b adds to its text, by the distributions at these places of its block."""
+        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """The tokens that a round added to a row, and where each of them came from."""
+
+    tokens: list[int]
+    origins: list[str]
+    """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+    probs_NV: Tensor
+    """The verifier's distributions, which the tokens follow."""
+    logits_NV: Tensor
+    error: Exception | None = None
+    """Why the row cannot go on: it has no tokens then."""
+
+
+class Stage:
+    """Something that proposes tokens: a `Level`, or a drafter without a model."""
+
+    def __init__(self, stats: LevelStats, meter: Meter) -> None:
+        self.stats = stats
+        self.gamma = 1
+        """Tokens to collect for a proposal, which a last round may overshoot."""
+        self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
+        self._meter = meter
+
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
+        """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
+        raise NotImplementedError
+
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        """Called before a step that uses it, when all `sequences` are certain."""
+
+    def crop(self, lengths: list[int]) -> None:
+        """Drops what it knows of row b after the first `lengths[b]` tokens: it was rejected."""
+
+    def reset(self, b: int) -> None:
+        """Drops all that it knows of row b."""
+
+    def of_rows(self, rows: slice) -> Self:
+        """The same stage for these rows alone, counted from 0; they are the same ones there."""
+        raise NotImplementedError
+
+
+class Runner(Protocol):
+    """A model with a cache, as a level sees it; see `runner.py`."""
+
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        """See `Stage`, as for the other two."""
+
+    def crop(self, lengths: list[int]) -> None: ...
+    def reset(self, b: int) -> None: ...
+
+    def of_rows(self, rows: slice) -> "Runner": ...
+
+    sampling: list[SamplingParams]
+    """The filters of each row."""
+    text_filters: list[TextFilters | None]
+    """Those that look at its text."""
+
+    def next_probs(
+        self, sequences: Rows, active: Active, guesses: Proposal | None = None
+    ) -> Output:
+        """Distributions (B, N + 1, V), or more, after each row's last token and its guesses. Reads
+        what the cache has not seen of the active rows; others get what means nothing."""
+
+    def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
+        """Reads one more token of each active row, the last of those drafted (B,) after the
+        sequences, which the host need not know: (B, V)."""
+
+
+class Level(Stage):
+    """One level of the cascade: verifies the stage below it, proposes to the level above."""
+
+    def __init__(
+        self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
+    ) -> None:
+        super().__init__(stats, meter)
+        self.runner = runner
+        self.source = source
+
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
+        """Runs rounds until every active row has a block of at least `gamma` tokens."""
+        if self.below is None:
+            return self._draft(sequences, active)
+        blocks: Rows = [[] for _ in sequences]
+        probs: list[list[Tensor]] = [[] for _ in sequences]
+        origins: list[list[str]] = [[] for _ in sequences]
+        unfinished = active
+        while any(unfinished):
+            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                if unfinished[b] and not row.tokens:  # not finite, as the level above has to see
+                    nan_1V = F.pad(row.probs_NV, (0, 0, 0, 1), value=torch.nan)
+                    row = replace(row, tokens=[0], origins=[""], probs_NV=nan_1V)
+                    sequences[b] += row.tokens
+                blocks[b] += row.tokens
+                probs[b].append(row.probs_NV)
+                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+            unfinished = [
+                on and len(block) < self.gamma for on, block in zip(active, blocks, strict=True)
+            ]
+        for sequence, block in zip(sequences, blocks, strict=True):
+            del sequence[len(sequence) - len(block) :]
+        probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
+        return Proposal.of(blocks, probs_BNV, origins)
+
+    def _draft(self, sequences: Rows, active: Active) -> Proposal:
+        """Guesses `gamma` tokens of every active row, one after the other, on the device."""
+        tokens, probs = list[Tensor](), list[Tensor]()
+        for i in range(self.gamma):
+            self.stats.num_rounds += sum(active)
+            with self._meter.round(self.stats):
+                if i == 0:
+                    probs.append(self.runner.next_probs(sequences, active).probs_BNV[:, 0])
+                else:
+                    probs.append(self.runner.next_probs_after(sequences, tokens, active))
+                positions = [len(sequence) + i for sequence in sequences]
+                tokens.append(self.source.sample(probs[-1], positions, active))
+        return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
+
+    def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
+        """The proposal of a stage that guesses `gamma` tokens of every active row."""
+        counts = [self.gamma if on else 0 for on in active]
+        origins = [[self.stats.name] * count for count in counts]
+        return Proposal(counts, tokens_BN, probs_BNV, origins)
+
+    def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
+        """Lets the stage below guess for the rows that are `guessing`; verifies its guesses."""
+        proposer = None
+        proposal = Proposal.nothing(len(sequences))
+        if self.below is not None and any(guessing):
+            proposer = self.below.stats.name
+            forced = self.forced(sequences, guessing)
+            guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
+            if any(guessing):
+                proposal = self.below.propose(sequences, guessing)
+            if any(forced):
+                proposal = proposal.with_certain(forced, proposer)
+        with self._meter.round(self.stats, max(proposal.counts)):
+            emitted = self.verify(sequences, active, proposal)
+            self._meter.settle()
+        for b, row in enumerate(emitted):
+            if row.tokens:
+                who = proposer if guessing[b] else None
+                num_accepted = len(row.tokens) - 1
+                self._meter.note_acceptance(self.stats, who, proposal.depth(b), num_accepted)
+        return emitted
+
+    def forced(self, sequences: Rows, guessing: Active) -> Rows:
+        """What stands in the place of guesses from below where a grammar leaves one text."""
+        assert self.below is not None
+        rows = forced_of(self.runner.text_filters, sequences, guessing)
+        return [row[: self.below.gamma] for row in rows]
+
+    def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
+        """Verifies a proposal in one pass, and appends the outcome to the active rows: no token if
+        something is not finite."""
+        output = self.runner.next_probs(sequences, active, proposal)
+        starts = [len(sequence) for sequence in sequences]
+        outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
+        emitted = list[Emitted]()
+        for b, tokens in enumerate(outcome):
+            own = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][: len(tokens) - 1], own]
+            new = slice(len(tokens) if active[b] else 0)
+            emitted.append(output.emitted(b, tokens[new], origins[new], new))
+        self._append(sequences, emitted)
+        return emitted
+
+    def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
+        """Adds the outcome of a round to the texts; drops what was rejected."""
+        lengths = list[int]()
+        for sequence, new in zip(sequences, emitted, strict=True):
+            sequence += new.tokens
+            lengths.append(len(sequence) - bool(new.tokens))
+        self.crop(lengths)
+
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        with self._meter.catching_up(self.stats):
+            self.runner.prepare(sequences, active)
+
+    def crop(self, lengths: list[int]) -> None:
+        """Drops what was rejected, here and in the stages below."""
+        self.runner.crop(lengths)
+        if self.below is not None:
+            self.below.crop(lengths)
+
+    def reset(self, b: int) -> None:
+        self.runner.reset(b)
+
+    def of_rows(self, rows: slice) -> Self:
+        part = copy.copy(self)
+        part.runner = self.runner.of_rows(rows)
+        part.source = self.source.of_rows(rows)
+        part.below = None
+        return part

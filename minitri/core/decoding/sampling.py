@@ -1,0 +1,139 @@
+"""From logits to next-token distributions, and samples from them.
+
+This is the one place where temperature and filters act, the same for every level of a cascade
+(`devices/cpu/sampling.h` has a kernel that does the same).
+Filters compare with a cut-off value: tokens of equal probability are kept or dropped together,
+whatever order a sort leaves them in. Pure functions: all randomness is an argument.
+
+Legend: N rows, V vocab.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.core.settings import SamplingParams
+from minitri.core.stats import LogProbs
+
+TOP_P_PREFIXES = (512, 4096)
+"""Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""
+
+
+def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
+    """The next-token distribution of each row, (N, V): temperature (0: exactly one-hot), top-k,
+    top-p, min-p, each filter on what the ones before it left, renormalised."""
+    if params.temperature == 0:
+        return greedy_probs(logits_NV)
+    return filtered_probs(logits_NV, params, params.numbers, sort_all=logits_NV.is_cuda)
+
+
+def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
+    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`), with the form of
+    `filters`. Nothing is asked of the host, so a captured pass follows other numbers."""
+    probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
+    return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
+
+
+def probs_of_rows(
+    logits_BNV: Tensor,
+    params: Sequence[SamplingParams],
+    probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
+) -> Tensor:
+    """`probs_from_logits`, or another function that does the same, of B rows, each with its own
+    filters; (B, N, V)."""
+    probs = probs or probs_from_logits
+    N = logits_BNV.shape[1]
+    if all(own == params[0] for own in params):
+        return probs(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
+    pairs = zip(logits_BNV, params, strict=True)
+    return torch.stack([probs(logits_NV, own) for logits_NV, own in pairs])
+
+
+def greedy_probs(logits_NV: Tensor) -> Tensor:
+    """One-hot distributions of the likeliest tokens; of equal ones the lowest id."""
+    V = logits_NV.shape[-1]
+    best_N1 = logits_NV.amax(-1, keepdim=True)
+    ids = torch.arange(V, device=logits_NV.device)
+    tokens_N1 = torch.where(logits_NV == best_N1, ids, V - 1).amin(-1, keepdim=True)
+    ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
+    return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
+
+
+def filtered_probs(
+    logits_NV: Tensor,
+    filters: SamplingParams,
+    numbers: Iterable[float | Tensor],
+    *,
+    sort_all: bool,
+) -> Tensor:
+    """The same above 0; with a tensor, and `sort_all`, the host waits for nothing."""
+    top_k, has_top_p, has_min_p = filters.form
+    temperature, top_p, log_min_p = numbers
+    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
+    if 0 < top_k < scores.shape[-1]:
+        cutoff_N1 = scores.topk(top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
+    if has_top_p:
+        sizes = [size for size in TOP_P_PREFIXES if size < scores.shape[-1] and not sort_all]
+        cutoff_N1 = _top_p_cutoff(scores, scores.logsumexp(-1, keepdim=True), top_p, sizes)
+        scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
+    if has_min_p:
+        scores = scores.masked_fill(scores < log_min_p, -math.inf)
+    return scores.softmax(-1)
+
+
+def _top_p_cutoff(
+    scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
+) -> Tensor:
+    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`:
+    among the `sizes[0]` likeliest tokens; rows that need more go on with the next size, or all."""
+    best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
+    probs = (best - log_totals_N1).exp()
+    before = running_sums(probs) - probs  # mass of the tokens ahead of each
+    num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
+    cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
+    if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
+        rest = scores_NV[more_N], log_totals_N1[more_N]
+        cutoff_N1[more_N] = _top_p_cutoff(*rest, top_p, sizes[1:])
+    return cutoff_N1
+
+
+def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
+    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1); rows need not sum to 1.
+    On a CPU a token of probability 0 is never sampled; on CUDA at odds of 1e-11."""
+    cdf_NV = running_sums(probs_NV)
+    targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
+    tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
+    return tokens_N1.squeeze(-1).clamp_max(probs_NV.shape[-1] - 1)
+
+
+def running_sums(numbers: Tensor) -> Tensor:
+    """Sums up to every place of a row, float64; on a GPU by parts, to use all multiprocessors."""
+    return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
+
+
+def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
+    """`running_sums` within all parts of a row at once, and of the parts."""
+    V = numbers.shape[-1]
+    parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
+    sums = parts.cumsum(-1, dtype=torch.float64)
+    before = F.pad(sums[..., :-1, -1].cumsum(-1), (1, 0))
+    return (sums + before.unsqueeze(-1)).flatten(-2)[..., :V]
+
+
+def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
+    """Gives tokens that a drafter does not have the probability 0."""
+    missing = vocab_size - probs_BNV.shape[-1]
+    return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
+
+
+def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
+    """Log-probabilities of N tokens and of the likeliest at each place, before all filters."""
+    scores_NV = logits_NV.log_softmax(-1)
+    own = scores_NV[range(len(tokens)), tokens].tolist()
+    best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
+    pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
+    return list(zip(own, pairs, strict=True))

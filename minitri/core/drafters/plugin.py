@@ -1,0 +1,111 @@
+"""Drafters from outside: the `Drafter` protocol, and the stage of the cascade that asks one.
+
+    class Echo:  # guesses the last token but one; give minitri.load(..., drafter=Echo())
+        def guess(self, tokens, row):
+            return tokens[-2] if len(tokens) > 1 else None
+
+It cannot change a text. One that raises, or whose answer is no token and no distribution, ends the
+run with an `InputError`.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Protocol, Self
+
+import torch
+from torch import Tensor
+
+from minitri.core.decoding.level import Runner, Stage
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import RandomSource
+from minitri.core.decoding.sampling import probs_of_rows
+from minitri.core.decoding.text_filters import filtered_logits, paths_of
+from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.errors import explain
+from minitri.core.stats import LevelStats
+
+TOLERANCE = 1e-3
+"""By which the probabilities of a distribution may miss 1, as in bfloat16 they do."""
+
+
+class Drafter(Protocol):
+    """Guesses the next token: give such an object to `minitri.load(..., drafter=...)`."""
+
+    def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
+        """What follows `tokens`: a token (int), a distribution over the vocabulary (V,), or None.
+
+        `tokens` are prompt, output and the guesses of this round so far; None ends the round. `row`
+        is the number of the text in its batch; a later call for the row may go on from the guesses,
+        without them where they were rejected, or begin another text.
+        """
+
+
+class PluggedDrafter(Stage):
+    """A `Drafter` for B rows. The filters of each request are applied to its distributions, and
+    tokens sampled here: so a guess really follows the distribution that it is verified by."""
+
+    def __init__(
+        self,
+        drafter: Drafter,
+        stats: LevelStats,
+        meter: Meter,
+        source: RandomSource,
+        target: Runner,
+        *,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        super().__init__(stats, meter)
+        self._drafter = drafter
+        self._source = source
+        self._target = target
+        self._no_guess_V = torch.zeros(vocab_size, device=device)
+        self._first = 0  # row of the batch
+
+    def propose(self, sequences: Rows, active: Active) -> Proposal:
+        probs = list[Tensor]()
+        guesses: Rows = [[] for _ in sequences]
+        with self._meter.round(self.stats, num_tokens=self.gamma):
+            for _ in range(self.gamma):
+                texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
+                rows = [self._ask(text, b) if active[b] else None for b, text in enumerate(texts)]
+                active = [row is not None for row in rows]
+                if not any(active):
+                    break
+                logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
+                logits_B1V = logits_BV.unsqueeze(1)
+                if any(filters := self._target.text_filters):
+                    paths = paths_of(filters, texts, active, [[]] * len(texts))
+                    logits_B1V = filtered_logits(logits_B1V, filters, paths)
+                probs_B1V = probs_of_rows(logits_B1V, self._target.sampling)
+                probs.append(probs_B1V.squeeze(1))
+                drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
+                for own, token, on in zip(guesses, drawn_B.tolist(), active, strict=True):
+                    own += [token] * on
+        if not probs:
+            return Proposal.nothing(len(sequences))
+        origins = [[self.stats.name] * len(own) for own in guesses]
+        return Proposal.of(guesses, torch.stack(probs, 1), origins)
+
+    def _ask(self, tokens: list[int], b: int) -> Tensor | None:
+        """The logarithms (V,) of the drafter's probabilities. Raises `InputError`."""
+        name = type(self._drafter).__name__
+        with explain(f"the drafter {name} gave no valid guess", "correct it"):
+            answer = self._drafter.guess(tokens, self._first + b)
+            if answer is None:
+                return None
+            vocab_size = len(self._no_guess_V)
+            if isinstance(answer, int):
+                answer = torch.nn.functional.one_hot(torch.tensor(answer), vocab_size)
+            probs_V = torch.as_tensor(answer).to(self._no_guess_V)
+            is_sound = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
+            if not (is_sound and abs(float(probs_V.sum()) - 1) < TOLERANCE):
+                raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
+        return probs_V.log()
+
+    def of_rows(self, rows: slice) -> Self:
+        part = copy.copy(self)
+        part._source = self._source.of_rows(rows)
+        part._target = self._target.of_rows(rows)
+        part._first = rows.start
+        return part

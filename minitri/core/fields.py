@@ -1,0 +1,103 @@
+"""Fields of settings that say what they may be, and the one check that reads it."""
+
+import dataclasses
+import difflib
+import json
+import reprlib
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, NoReturn, TypeVar
+
+from minitri.core.errors import MAX_COUNT, InputError, shorten
+
+T = TypeVar("T")
+KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
+KINDS |= dict.fromkeys((str, str | None), "a text")
+
+
+def one_of(default: str | None, *choices: Any) -> Any:
+    """A field that is one of these words or values; false or empty, too, if the default is None."""
+    return dataclasses.field(default=default, metadata={"choices": choices})
+
+
+def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
+    """A field that is a number within bounds, None if that is the default; whole if `least` is."""
+    return dataclasses.field(default=default, metadata={"range": (least, most)})
+
+
+def changed(settings: T, values: Mapping[str, Any]) -> T:
+    """A copy of settings with those of the values that have a field's name."""
+    own = {name: value for name, value in values.items() if name in vars(settings)}
+    return dataclasses.replace(settings, **own)  # type: ignore[type-var]
+
+
+def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
+    """Copies of settings with the values in the places of their fields. Raises `InputError` for a
+    name that none of them has."""
+    check_names(values, [name for it in settings for name in vars(it)])
+    return [changed(it, values) for it in settings]
+
+
+def check_names(names: Iterable[str], known: Collection[str]) -> None:
+    """Raises `InputError` for a name that is not known, with the nearest one."""
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+            raise InputError(f"{shorten(name, 60)} is not a setting; {shorten(advice)}")
+
+
+def expect(given: object, kind: type) -> None:
+    """Raises `InputError` unless it is of this kind."""
+    if not isinstance(given, kind):
+        raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
+
+
+def brief(settings: Any) -> str:
+    """A `__repr__` with the fields that are not as by default; long texts and lists are cut."""
+    cut = reprlib.Repr()
+    cut.maxstring, cut.maxother = 80, 240
+    shown = []
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        has_default = field.default is not dataclasses.MISSING and value == field.default
+        is_empty = field.default_factory is not dataclasses.MISSING and not value
+        if field.repr and not (has_default or is_empty):
+            text = f"{value:.4g}" if isinstance(value, float) else cut.repr(value)
+            shown.append(f"{field.name}={text}")
+    return f"{type(settings).__name__}({', '.join(shown)})"
+
+
+def check_fields(settings: Any) -> None:
+    """Raises `InputError` unless each field is what `one_of`, `between` or its type says."""
+    for field in dataclasses.fields(settings):
+        if not is_allowed(field, getattr(settings, field.name)):
+            refuse(settings, field.name, f"it must be {wanted(field)}")
+
+
+def wanted(field: Any) -> str:
+    """What a field may be, in words; empty where that is checked elsewhere."""
+    if choices := field.metadata.get("choices"):
+        words = (it if isinstance(it, str) else json.dumps(it) for it in choices)
+        return f"one of {', '.join(words)}"
+    if "range" not in field.metadata:
+        return KINDS.get(field.type, "")
+    least, most = field.metadata["range"]
+    return f"a{' whole' * isinstance(least, int)} number from {least:.6g} to {most:.15g}"
+
+
+def is_allowed(field: Any, value: Any) -> bool:
+    """Whether it may be this value."""
+    if choices := field.metadata.get("choices"):
+        is_choice = isinstance(value, type(choices[0])) and value in choices
+        return is_choice or (field.default is None and not value)
+    if "range" not in field.metadata or (value is None and field.default is None):
+        return field.type not in KINDS or isinstance(value, field.type)
+    least, most = field.metadata["range"]
+    is_number = isinstance(value, int if isinstance(least, int) else int | float)
+    return is_number and not isinstance(value, bool) and least <= value <= most
+
+
+def refuse(settings: Any, name: str, advice: str) -> NoReturn:
+    """Raises `InputError` about a field, which begins with the `label` of its class, if any."""
+    got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
+    raise InputError(f"{got}; {advice}")

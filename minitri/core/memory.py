@@ -1,0 +1,320 @@
+"""What a run computes with, allocated once: caches, runners over them, captured graphs.
+
+A `Memory` is frozen and holds no text: `stack.py` puts the stages of a step over it. `MemoryPool`
+keeps that of the last run for one that fits.
+
+Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
+"""
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache, HeldRow
+from minitri.core.caches.prefixes import PrefixCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.drafters.plugin import Drafter
+from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
+from minitri.core.graphs import GraphPool, graph_pool
+from minitri.core.model.llama import Llama
+from minitri.core.offload.allocation import allocate_full_cache, room_for
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.offload.placement import Demand, MemoryShape
+from minitri.core.prefill import empty_queries
+from minitri.core.runner import DraftRunner, ModelRunner
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.files.snapshots import Origin, read_snapshot, write_snapshot
+
+E = TypeVar("E", bound=BaseException)
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
+"""Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
+WORTH_COPYING = 64
+"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
+
+
+@dataclass(frozen=True, eq=False)
+class Models:
+    """The models of an engine."""
+
+    target: Llama
+    retrieval: Llama
+    """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
+    draft: Llama | None = None
+    """The first level of the cascade."""
+    drafter: Drafter | None = None
+    """Guesses in its place; without both the last words are looked up in the text."""
+    lock: Any = field(default_factory=threading.RLock)
+    """Held by the thread that computes."""
+    process: int = field(default_factory=os.getpid)
+    """The one that loaded them."""
+
+    @property
+    def drafter_name(self) -> str:
+        """Of the object that guesses first, of the draft model, or `suffix`."""
+        if self.drafter is not None:
+            return type(self.drafter).__name__
+        return self.draft.config.name if self.draft is not None else "suffix"
+
+
+def demand_of(models: Models, shape: MemoryShape) -> Demand:
+    """What a run of this shape needs."""
+    draft = models.draft.config if models.draft is not None else None
+    return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
+
+
+def check_process(models: Models) -> None:
+    """Raises `InputError` in a process that was forked from the models' own."""
+    if os.getpid() != models.process:
+        raise FaultError(
+            f"the engine was loaded by process {models.process}, from which this one was forked, "
+            "without its threads; load it here, or start processes by spawn"
+        )
+
+
+@contextlib.contextmanager
+def running(models: Models) -> Iterator[None]:
+    """For one thread at a time, the models' device as the current one; see `as_fault`."""
+    check_process(models)
+    try:
+        with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
+            yield
+    except (RuntimeError, MemoryError, NotFiniteError) as error:
+        raise as_fault(error, models) from error.__cause__
+
+
+def as_fault(error: E, models: Models) -> E | FaultError:
+    """What a user is told of it: if memory was short, or numbers not finite, a `FaultError`."""
+    model = models.target
+    if isinstance(error, NotFiniteError) and str(error):
+        return FaultError(f"the grammar is too complex here ({error}); simplify it")
+    if isinstance(error, NotFiniteError):
+        names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
+        return FaultError(
+            f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
+            "weights are damaged, or overflow: get them again",
+            "try dtype=float32",
+        )
+    signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
+    if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
+        return FaultError(
+            f"{model.device} has run out of memory ({shorten(error, 90)})",
+            "shorten the prompt",
+            "lower max_new_tokens=",
+            "lower prefill_chunk=",
+        )
+    return error
+
+
+@dataclass(frozen=True, eq=False)
+class Memory:
+    """Caches, runners and captured graphs of a run."""
+
+    models: Models
+    shape: MemoryShape
+    """What it was made for."""
+    full: FullCache
+    prefix: PrefixCache
+    """What the rows of the full cache still hold of texts that have ended."""
+    target: ModelRunner
+    queries_LBTHD: Tensor
+    """Those of the target's latest block, with which the retrieval cache is rebuilt."""
+    graphs: GraphPool | None
+    retrieval: ModelRunner | None = None
+    retrieval_cache: RetrievalCache | None = None
+    draft: DraftRunner | None = None
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
+
+    @property
+    def num_cache_bytes(self) -> int:
+        return sum(runner.cache.num_bytes for runner in self.runners)
+
+
+def allocate(
+    models: Models,
+    shape: MemoryShape,
+    *,
+    full: FullCache | None = None,
+    held: PrefixCache | None = None,
+    graphs: GraphPool | None = None,
+    host: HostMemory | None = None,
+) -> Memory:
+    """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
+
+    `full` is a full cache to take over, by default a new one where it fits; `held` are texts that
+    another run left; `host` lends memory for K and V. Passes are captured on a GPU, but for those
+    that stream K and V from host memory.
+    """
+    target = models.target
+    speculation = shape.speculation
+    plans = speculation.plans
+    draft = models.draft if any(plan.uses_drafter for plan in plans) else None
+    if full is None:
+        full = allocate_full_cache(target, draft.config if draft else None, shape, host)
+    reads_alike = not target.execution.is_row_invariant
+    prefix = PrefixCache(full, speculation.max_block, reads_alike=reads_alike)
+    if held is not None:  # before captures write to the slots of rows without a text
+        prefix.adopt(held)
+    graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
+    queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
+    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
+    small: dict[str, Any] = {}
+    cache: RetrievalCache | None = None
+    try:
+        if draft is not None:
+            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+            # Of chains whole rounds are captured.
+            options["block_sizes"] = {speculation.max_block} if speculation.tree else ()
+            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
+        if any(plan.uses_retrieval for plan in plans):
+            num_heads = queries_LBTHD.shape[3]
+            cache = RetrievalCache(full, speculation, num_heads=num_heads, budgets=shape.budgets)
+            longest = 1 + max(plan.gamma1 for plan in plans)
+            options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
+            small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
+        if isinstance(full, OffloadedFullCache):
+            full.rebuilding = None if cache is None else (weakref.proxy(cache), queries_LBTHD)
+            options["graphs"] = None
+        options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
+        options["queries_LBTHD"] = queries_LBTHD
+        verifying = ModelRunner(target, full, shape.sampling, **options)
+    except RuntimeError as error:  # out of memory, on CUDA too
+        raise InputError(
+            f"the small KV caches do not fit on {target.device} next to the full one "
+            f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
+        ) from error
+    small["retrieval_cache"] = cache
+    return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
+
+
+class MemoryPool:
+    """Keeps the memory of the run that was opened last."""
+
+    def __init__(self, models: Models) -> None:
+        self.models = models
+        self.host = HostMemory(models.target.device)
+        self.snapshot: HeldRow | None = None
+        """What the texts of later runs may begin with, too."""
+        self.store: Any = None  # a `KVStore`
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """All that have used it and are still somewhere."""
+        self._kept: Memory | None = None
+        self._latest: int | None = None  # by its id, so that the run alone keeps it alive
+
+    def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
+        """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
+        kept = self._kept
+        self._kept = None
+        if kept is None or not self._can_run(kept, shape):
+            full = kept.full if kept is not None and fits(kept, shape) else None
+            held = None
+            if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
+                held = kept.prefix
+            kept = None  # gives up its memory for the new one
+            kept = allocate(self.models, shape, full=full, held=held, host=self.host)
+        kept.prefix.snapshot = self.snapshot
+        kept.prefix.store = self.store
+        self._latest = id(kept)
+        return kept
+
+    def fitting(self, shape: MemoryShape) -> MemoryShape:
+        """The first rows of a shape, in falling order of length, for which there is room."""
+        needs = demand_of(self.models, shape)
+        on_device, on_host = room_for(self.models.target, needs)
+        room = (on_device, on_host + self.host.num_free_bytes)
+        while shape.num_rows > 1 and not replace(needs, shape=shape).has_room(*room):
+            shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
+        return shape
+
+    def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
+        """Keeps the memory of the latest run, which is over; K and V in host memory neither after
+        an interruption, which may leave buffers half written, nor where a shorter text may have
+        room for more layers on the device."""
+        generation = memory.shape.generation
+        is_fitted = generation.on_chip is None and not generation.reserve
+        is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
+        if id(memory) == self._latest and not is_spent:
+            self._kept = memory
+
+    @property
+    def held(self) -> HeldRow | None:
+        """The longest text whose K and V are kept."""
+        return (self._kept and self._kept.prefix.longest) or self.snapshot
+
+    def save(self, name: str, note: str) -> int:
+        """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
+        if (held := self.held) is None:
+            raise InputError("there is no KV cache to save; let the engine read a prompt first")
+        return write_snapshot(name, held, self._origin(), note)
+
+    def load(self, name: str) -> tuple[HeldRow, str]:
+        """Opens a file of `save` as the `snapshot`; returns that and its note."""
+        self.snapshot, note = read_snapshot(name, self._origin())
+        return self.snapshot, note
+
+    def open_store(self, url: str, num_bytes: int) -> None:
+        from minitri.files.kv_store import KVStore
+
+        self.store = KVStore(url, num_bytes, self._origin())
+
+    def _origin(self) -> Origin:
+        """What K and V here depend on."""
+        model = self.models.target
+        if model.execution.ranks.count > 1 or not model.execution.fingerprint:
+            raise InputError(
+                f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
+                "from a file, or is divided among processes"
+            )
+        execution = model.execution
+        return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
+
+    def clear(self) -> None:
+        """Frees what is kept; a run that is under way will not be kept either."""
+        if self.store is not None:
+            self.store.writer.shutdown()
+        self._kept = self.snapshot = self._latest = self.store = None
+        self.host.clear()
+
+    def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
+        """Whether the memory, and what was captured in it, serve a run of another shape."""
+        settings = kept.shape.speculation
+        # Every run may choose these two for itself.
+        wanted = replace(new.speculation, coupled=settings.coupled, timed=settings.timed)
+        cache = kept.retrieval_cache
+        return (
+            fits(kept, new)
+            and wanted == settings
+            and isinstance(settings.policy, str)  # another keeps its own state
+            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
+            and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
+            and (cache is None or max(new.budgets) <= cache.max_budget)
+        )
+
+
+def fits(kept: Memory, new: MemoryShape) -> bool:
+    """Whether the full cache serves a run of another shape."""
+    old = kept.shape
+    placed = ("offload", "on_chip", "cuda_graphs")
+    return (
+        new.num_rows == old.num_rows
+        and new.capacity <= kept.full.capacity
+        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
+    )
+
+
+def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
+    """Whether to copy what a run left into a larger cache, which must fit next to it."""
+    is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
+    return is_cheap and any(kept.prefix.num_shared(it) >= WORTH_COPYING for it in prompts)

@@ -1,0 +1,65 @@
+"""From token lists to the block of a forward pass: where the new tokens of each row belong.
+
+Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
+"""
+
+import torch
+from torch import Tensor
+
+from minitri.core.model.cache import Cache
+from minitri.core.model.llama import Block, Llama
+from minitri.core.settings import LONGEST_BLOCK
+
+
+def read_block(
+    model: Llama,
+    blocks: list[list[int]],
+    cache: Cache,
+    queries_LBTHD: Tensor | None = None,
+    *,
+    is_prompt: bool = False,
+) -> Tensor:
+    """Final hidden states (B, T, E) of one block per row after what the cache holds, whose lengths
+    stay as they are; T is the length of the longest block."""
+    block = make_block(model, blocks, cache)
+    return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
+
+
+def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
+    """The blocks, padded, after what the cache holds; sent in one transfer."""
+    packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
+    return unpack_block(packed_4BT.to(model.device, non_blocking=True))
+
+
+def unpack_block(packed_4BT: Tensor) -> Block:
+    """What `pack_block` packed, which is now on the device of the model."""
+    tokens_BT, positions_BT, slots_BT, _ = packed_4BT
+    on_device = reads_slots(packed_4BT.device, packed_4BT.shape[2])
+    return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
+
+
+def pack_block(
+    model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
+) -> Tensor:
+    """Tokens, positions, slots, and the places of a row's last token and those after it, (4, B, T),
+    on the host. In a tree tokens stand `depths_T` after the next position, in a chain in turn."""
+    tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
+    # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
+    # changes only how well it guesses.
+    tokens_BT.clamp_(max=model.config.vocab_size - 1)
+    offsets_T = torch.arange(size)
+    depths_T = offsets_T if depths_T is None else depths_T
+    positions_BT = torch.tensor(cache.next_positions).unsqueeze(1) + depths_T
+    slots_BT = torch.tensor(cache.lengths).unsqueeze(1) + offsets_T
+    lasts_B1 = torch.tensor([[len(row) - 1] for row in blocks])
+    return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1 + offsets_T))
+
+
+def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
+    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
+    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
+
+
+def reads_slots(device: torch.device, size: int) -> bool:
+    """Whether a pass over blocks of this many tokens learns on the device where they belong."""
+    return device.type == "cuda" and size <= LONGEST_BLOCK

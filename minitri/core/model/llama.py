@@ -1,0 +1,239 @@
+"""Llama, top down: the network and nothing else.
+
+It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
+those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each. The LM head
+is a method of its own, so that it runs only on the rows whose logits somebody wants.
+
+Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
+"""
+
+import functools
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn import RMSNorm
+
+from minitri.core.config import ModelConfig
+from minitri.core.model.attention import Attend, attend_math
+from minitri.core.model.cache import BlockKV, Cache
+from minitri.core.model.execution import Execution
+from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.core.model.rope import Rope, Rotary
+
+EMBEDDING_SAMPLE = 64
+"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a forward pass reads: new tokens of every row, each (B, T) int64 on the device."""
+
+    tokens_BT: Tensor
+    positions_BT: Tensor
+    """Where the tokens stand, for the rotary embedding."""
+    slots_BT: Tensor | None = None
+    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+
+    @functools.cached_property
+    def lengths_B(self) -> Tensor | None:
+        """What the cache holds of every row, as far as `slots_BT` say so."""
+        return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
+
+    def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
+        """This block with other tokens at these places; those past its end are left out."""
+        padded_BT = F.pad(self.tokens_BT, (0, 1))
+        places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
+        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
+
+
+class Llama(nn.Module):
+    """A Llama, or one of its relatives, which differ in `ModelConfig` alone; not yet filled."""
+
+    embedding_sample: Tensor
+    """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        target: "Llama | None" = None,
+        attend: Attend = attend_math,
+    ) -> None:
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`);
+        `attend` computes attention, by plain formulas or as `loading.devices` chooses."""
+        super().__init__()
+        self.config = config
+        self.attend = attend
+        self.execution = Execution()
+        with torch.device(device):
+            self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+            self.lm_head = make_head(config, dtype)
+            if target is None and not config.tie_word_embeddings:
+                table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+                self.embed_tokens = nn.Parameter(table_VE)
+            if config.head_size is not None:
+                sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
+                self.register_buffer("embedding_sample", sample)
+        self.requires_grad_(False)
+        self.lent_embedding = target.embed if target is not None else None
+        self.rope = Rope(config.rope, config.head_dim, device)
+        self.num_bytes = sum(weight.nbytes for weight in self.parameters())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.norm.weight.device
+
+    def forward(
+        self,
+        block: Block,
+        cache: Cache,
+        rule_TT: Tensor | None = None,
+        queries_LBTHD: Tensor | None = None,
+        *,
+        is_prompt: bool = False,
+    ) -> Tensor:
+        """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache; call
+        `cache.advance` with the tokens to keep.
+
+        `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
+        `queries_LBTHD`, if given, is filled with every layer's rotated queries of the block, or of
+        its last tokens if there is room for fewer. With `is_prompt` blocks of any length are
+        computed like long ones: to the bit, K and V do not depend on where chunks begin.
+        """
+        rotary = self.rope.at(block.positions_BT)
+        shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
+        return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(...) integers to (..., E)."""
+        if self.lent_embedding is not None:
+            return self.lent_embedding(tokens).to(self.dtype)
+        if isinstance(self.lm_head, TiedHead):
+            return self.lm_head.rows(tokens)
+        return F.embedding(tokens, self.embed_tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """LM head: (..., E) to (..., V), float32."""
+        return self.lm_head(hidden).float()
+
+
+def sample_of_vocabulary(config: ModelConfig) -> Tensor:
+    """Tokens, spread over the vocabulary, by whose embeddings a drafter recognises its target."""
+    return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
+
+
+def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
+    """The LM head over the vocabulary, tied to the embeddings or not, or over its frequent part."""
+    if config.head_size is not None:
+        return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
+    head = TiedHead if config.tie_word_embeddings else Linear
+    return head.empty(config.hidden_size, config.vocab_size, dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What all layers of one forward pass share."""
+
+    block: Block
+    rotary: Rotary
+    cache: Cache
+    attend: Attend
+    rule_TT: Tensor | None
+    queries_LBTHD: Tensor | None
+    is_prompt: bool = False
+
+
+class Layers(nn.ModuleList):
+    """All transformer blocks, one after the other."""
+
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        # By `forward`: a module's own call takes some microseconds, for hooks that nobody sets.
+        for number, layer in enumerate(self):
+            x_BTE = layer.forward(x_BTE, number, shared)
+        return x_BTE
+
+
+class Layer(nn.Module):
+    """Pre-norm transformer block."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        E = config.hidden_size
+        eps = config.rms_norm_eps
+        self.input_layernorm = RMSNorm(E, eps, dtype=dtype)
+        self.self_attn = Attention(config, dtype)
+        self.post_attention_layernorm = RMSNorm(E, eps, dtype=dtype)
+        self.mlp = MLP(config, dtype)
+
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        x_BTE = x_BTE + self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
+        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with a fused q, k, v projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        E, D = config.hidden_size, config.head_dim
+        self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        self.head_dim = D
+        bias = config.attention_bias
+        self.qkv_proj = Linear.empty(E, sum(self.heads) * D, bias=bias, dtype=dtype)
+        has_bias = bias if config.output_bias is None else config.output_bias
+        self.o_proj = Linear.empty(self.heads[0] * D, E, bias=has_bias, dtype=dtype)
+        self.q_norm = self.k_norm = None
+        if config.head_norm:
+            self.q_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
+            self.k_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
+
+    def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
+
+    def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
+        """What stands between the projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
+        heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
+        if self.q_norm is not None and self.k_norm is not None:
+            raw_BTKD = self.k_norm(raw_BTKD)
+            heads = torch.cat((self.q_norm(raw_q_BTHD), raw_BTKD), 2)
+        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
+        q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
+        # Before `update`, in which a cache may already choose by these queries.
+        if shared.queries_LBTHD is not None:
+            latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
+            shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD
+        block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.block.slots_BT)
+        keys_BKSD, values_BKSD = shared.cache.update(layer, block)
+        lengths = (shared.cache.lengths, shared.rule_TT, shared.block.lengths_B)
+        return shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2)
+
+
+class MLP(nn.Module):
+    """SwiGLU with a fused gate and up projection."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        E, inner = config.hidden_size, config.intermediate_size
+        self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
+        self.down_proj = Linear.empty(inner, E, dtype=dtype)
+        self.gate = gate
+
+    def forward(self, x_BTE: Tensor) -> Tensor:
+        return self.down_proj(self.gate(self.gate_up_proj(x_BTE)))
+
+
+def gate(gate_up: Tensor) -> Tensor:
+    """SiLU of the first half of the last dimension times the second half."""
+    gates, ups = gate_up.chunk(2, dim=-1)
+    return F.silu(gates) * ups

@@ -1,0 +1,30 @@
+"""Replaces modules of a network by others that compute the same in another way."""
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from minitri.core.model.llama import Llama
+
+Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
+
+
+def replace_modules(module: nn.Module, factories: Factories) -> Any:
+    """A copy of a module that shares its weights, where every module of exactly one of these types
+    is what its factory makes of it, with children that have been replaced already."""
+    twin = copy.copy(module)
+    children = module.named_children()
+    twin._modules = {name: replace_modules(child, factories) for name, child in children}
+    make = factories.get(type(module))
+    return twin if make is None else make(twin)
+
+
+def copy_with(model: Llama, factories: Factories) -> Llama:
+    """A copy of a model with other modules; its `num_bytes` are those that they do not share."""
+    twin: Llama = replace_modules(model, factories)
+    twin.lent_embedding = model.embed
+    shared = {id(weight) for weight in model.parameters()}
+    twin.num_bytes = sum(w.nbytes for w in twin.parameters() if id(w) not in shared)
+    return twin

@@ -1,0 +1,93 @@
+"""Rotary position embeddings: plain, linear, llama3 and YaRN.
+
+`Rope` turns positions into the cosines and sines of one block (`Rotary`), once per forward pass;
+no table of the context is kept. Angles and rotation are float32 whatever the model's dtype.
+
+Legend: B batch, T new tokens, H heads, D head dim.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from minitri.core.config import RopeConfig
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and signed sines of one block of positions, each (B, T, 1, D) float32."""
+
+    cos: Tensor
+    signed_sin: Tensor
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        """Rotates every head; same shape and dtype as the input. Dimension i pairs with i + D/2, so
+        swapped halves and a sine that is negative in the first give x cos + (-x2, x1) sin."""
+        x = x_BTHD.float()
+        swapped = x.roll(x.shape[-1] // 2, -1)
+        return torch.addcmul(x * self.cos, swapped, self.signed_sin).to(x_BTHD.dtype)
+
+
+class Rope:
+    """The rotary embedding of a model: D/2 inverse frequencies, and the scale of cos and sin."""
+
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
+        frequencies, scale = rope_frequencies(config, head_dim)
+        self.frequencies = frequencies.to(device)  # (D/2,) float32
+        self.scale = scale
+
+    def at(self, positions_BT: Tensor) -> Rotary:
+        """The rotation of a block at these absolute positions, (B, T) integers."""
+        angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
+        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
+
+
+def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin.
+
+    Sources: RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1
+    release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn).
+    """
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    plain = 1.0 / (config.theta**exponents)
+    scale = 1.0
+    kept: Tensor | float = float(config.kind == "default")  # share that is not interpolated
+    if config.kind == "llama3":
+        kept = _llama3_kept_share(plain, config)
+    elif config.kind == "yarn":
+        kept = _yarn_kept_share(config, head_dim)
+        default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
+        scale = default if config.attention_factor is None else config.attention_factor
+    plain = plain / config.factor * (1 - kept) + plain * kept
+    if config.frequency_divisors is not None:
+        plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
+    return plain, scale
+
+
+def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
+    """Per frequency (D/2,), by its turns in the context: 0 for long waves, 1 for short ones."""
+    assert config.original_context is not None
+    turns = config.original_context * plain / (2 * math.pi)
+    kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
+    return kept.clamp(0, 1)
+
+
+def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
+    """Per frequency (D/2,): 1 where it is kept, 0 where interpolated, a linear ramp between."""
+    assert config.original_context is not None
+
+    def dimension_turning(times: float) -> float:
+        ratio = config.original_context / (times * 2 * math.pi)  # type: ignore[operator]
+        return head_dim * math.log(ratio) / (2 * math.log(config.theta))
+
+    low, high = dimension_turning(config.beta_fast), dimension_turning(config.beta_slow)
+    if config.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
+    return 1 - ramp.clamp(0, 1)

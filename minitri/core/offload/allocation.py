@@ -1,0 +1,84 @@
+"""Allocates the full cache where it fits; `placement.py` says what fits."""
+
+import contextlib
+import logging
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minitri.core.caches.full import FullCache
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError, explain
+from minitri.core.model.llama import Llama
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.offload.placement import GIB, Demand, MemoryShape, choose_on_chip
+
+log = logging.getLogger("minitri")
+
+
+def free_host_bytes() -> float:
+    """Host memory that can be taken, by the system and by a container's limit, caches of files
+    included; or as much as $MINITRI_HOST_GIB says. Raises `InputError` if that is no number."""
+    if wanted := os.environ.get("MINITRI_HOST_GIB"):
+        with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
+            return GIB * float(wanted)
+    free = [math.inf]
+    with contextlib.suppress(OSError, IndexError, ValueError):
+        _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")
+        free.append(1024.0 * int(available.split()[0]))
+    with contextlib.suppress(OSError, KeyError, ValueError):  # "max" where there is no limit
+        lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+        taken = dict(line.split() for line in lines)
+        limit = float(Path("/sys/fs/cgroup/memory.max").read_text())
+        free.append(limit - int(taken["anon"]) - int(taken["shmem"]))
+    return min(free)
+
+
+def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
+    """Bytes that each rank can take on its device, weights included, and of the host's memory."""
+    ranks = target.execution.ranks
+    on_host = ranks.least(free_host_bytes()) / ranks.count
+    on_device = on_host
+    if target.device.type == "cuda":
+        # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
+        torch.cuda.empty_cache()
+        on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
+    return on_device + needs.num_weight_bytes, on_host
+
+
+def allocate_full_cache(
+    target: Llama, draft: ModelConfig | None, shape: MemoryShape, host: HostMemory | None = None
+) -> FullCache:
+    """An empty full cache, on the device or partly in memory that `host` lends. Raises `InputError`
+    if there is no room for it and what else a run needs."""
+    config = target.config
+    device = target.device
+    generation = shape.generation
+    on_chip = config.num_layers
+    size = (config, shape.num_rows, shape.capacity)
+    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    host = host or HostMemory(device)
+    try:
+        if device.type == "cuda":
+            needs = Demand(config, draft, shape, target.dtype.itemsize)
+            on_device, on_host = room_for(target, needs)
+            on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
+        elif generation.offload:
+            raise InputError("offload=True is for GPUs, and this is none; leave it out")
+        if on_chip == config.num_layers:
+            return FullCache.allocate(*size, **where, pair=target.execution.kv_pair)
+        placed = "KV cache: %d of %d layers on %s, the others in host memory"
+        log.debug(placed, on_chip, config.num_layers, device)
+        return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)
+    except (RuntimeError, OSError):  # out of memory, on CUDA too
+        num_slots = shape.num_rows * shape.capacity
+        needed = num_slots * config.kv_values_per_token * target.dtype.itemsize
+        raise InputError(
+            f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
+            f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "
+            "max_new_tokens, or use a smaller dtype"
+        ) from None

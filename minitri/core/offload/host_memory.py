@@ -1,0 +1,79 @@
+"""Host memory for K and V, page-locked for a GPU: locking 60 GiB takes tens of seconds, so a cache
+that is gone leaves its memory to the next one.
+"""
+
+import contextlib
+import logging
+import math
+import mmap
+import weakref
+
+import torch
+from torch import Tensor
+
+from minitri.core.offload.streams import synchronize
+
+log = logging.getLogger("minitri")
+
+
+class HostMemory:
+    """A block of host memory that caches borrow, one after another."""
+
+    def __init__(self, device: torch.device) -> None:
+        """For copies to and from this device."""
+        self._device = device
+        self._free: list[Tensor] = []  # what is kept while nobody uses it; the latest alone
+
+    @property
+    def num_free_bytes(self) -> int:
+        """Bytes that are kept while nobody uses them."""
+        return sum(block.nbytes for block in self._free)
+
+    def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Uninitialised memory, which comes back when the borrower is gone: what is kept, if it is
+        large enough, else a new block in its place."""
+        num_bytes = math.prod(shape) * dtype.itemsize
+        if self.num_free_bytes < num_bytes:
+            self._free.clear()
+        block = self._free.pop() if self._free else host_memory(num_bytes, self._device)
+        synchronize(self._device)  # copies of the last borrower may be under way
+        weakref.finalize(borrower, self._take_back, block).atexit = False
+        return block[:num_bytes].view(dtype).view(shape)
+
+    def _take_back(self, block: Tensor) -> None:
+        self._free[:] = [block]
+
+    def clear(self) -> None:
+        """Frees what nobody uses."""
+        self._free.clear()
+
+
+@torch.inference_mode(False)  # it may outlive the run that asks for it
+def host_memory(num_bytes: int, device: torch.device) -> Tensor:
+    """Uninitialised bytes of the host; for a GPU page-locked, so that it computes while they are
+    copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers of two. A
+    child process gets none of these pages."""
+    if device.type != "cuda":
+        return torch.empty(num_bytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # the fewer, the sooner locked
+        with contextlib.suppress(OSError):
+            pages.madvise(advice)
+    block = torch.frombuffer(pages, dtype=torch.uint8)
+    error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
+    if error == 0:
+        weakref.finalize(block, unregister, block.data_ptr(), device)
+        return block
+    with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
+        torch.zeros(1, device=device)
+    with contextlib.suppress(RuntimeError):
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    problem = "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow"
+    log.warning(problem, num_bytes / 1e9, error)
+    return block
+
+
+def unregister(address: int, device: torch.device) -> None:
+    """Unlocks host memory that is about to be freed, once no copy from it can be under way."""
+    torch.cuda.synchronize(device)
+    torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,0 +1,74 @@
+"""Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
+
+Chunk by chunk, every layer would fetch what earlier chunks have left, 3.8 TB for 122,880 tokens of
+a 7B model. Here a layer reads all chunks before the next one does: its K and V, the same bits,
+travel once, to the host, and hidden states of the whole prompt wait. Until the last layer is done
+the row counts as empty, and no other pass may come between.
+
+Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
+"""
+
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.model.block import make_block
+from minitri.core.model.llama import Llama, Pass
+from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
+
+
+def layer_by_layer(
+    model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
+) -> Iterator[None]:
+    """Computes a chunk of a prompt, one layer whenever it is asked for the next."""
+    block = make_block(model, [tokens], cache)
+    x_BTE = model.embed(block.tokens_BT)
+    for number, layer in enumerate(model.layers):
+        rotary = model.rope.at(block.positions_BT)  # made afresh, as all chunks wait at once
+        shared = Pass(block, rotary, cache, model.attend, None, queries_LBTHD)
+        x_BTE = layer.forward(x_BTE, number, shared)
+        yield
+
+
+def read_by_layers(
+    model: Llama,
+    prompt: list[int],
+    full: OffloadedFullCache,
+    b: int,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None,
+    max_queries: int,
+) -> Iterator[int]:
+    """`minitri.core.prefill.prefill` for a cache in host memory.
+
+    Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
+    the end, for the chunks that hold the last `max_queries` tokens.
+    """
+    config = model.config
+    L = config.num_layers
+    before = list(full.lengths)
+    end = len(prompt) - 1
+    starts = range(before[b], end, chunk)
+    if not starts:
+        return
+    queries = list[Tensor]()
+    chunks = list[Iterator[None]]()
+    for start in starts:
+        piece = prompt[start : min(start + chunk, end)]
+        queries_LBTHD = None
+        if watch is not None and start + chunk > end - max_queries:
+            size = (L, 1, min(max_queries, len(piece)), config.num_heads, config.head_dim)
+            queries_LBTHD = full.keys.new_empty(size)
+            queries.append(queries_LBTHD)
+        chunks.append(layer_by_layer(model, HostedRow(full, b, start), piece, queries_LBTHD))
+    for done in range(L * len(chunks)):
+        next(chunks[done % len(chunks)])
+        if done % L == L - 1 and done // L < len(chunks) - 1:
+            yield starts[done // L + 1]
+    counts = [end - n if b == row else 0 for row, n in enumerate(before)]
+    FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
+    if watch is not None:
+        for queries_LBTHD in queries:
+            watch(queries_LBTHD[:, 0])
+    yield end

@@ -1,0 +1,217 @@
+"""The full cache in host memory, for texts whose KV does not fit on the device (TriForce, section
+5.2).
+
+K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
+host memory, and are copied to one of two staging buffers: while layer l computes, layer l + 1 is
+copied, and once a pass is over, the first two for the next one, while others propose. Only valid
+tokens are copied. What a pass adds is written back meanwhile, and stays on the device, too, until
+the next one: the retrieval cache takes it without a wait.
+
+All copies run on one stream, each after what was computed before it was queued. The computation
+waits until a buffer is `ready`: its layer is there, and what was written back before has arrived.
+
+Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
+"""
+
+import functools
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.config import ModelConfig
+from minitri.core.model.cache import BlockKV, gather_path, write_block
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.streams import CopyStream
+from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
+
+
+class StagingBuffer:
+    """A place on the device for K and V of one layer."""
+
+    def __init__(self, kv_BSPKD: Tensor, stream: CopyStream) -> None:
+        self.kv_BSPKD = kv_BSPKD
+        self.layer = -1  # whose K and V it holds; at first none
+        self.num_held = [0] * len(kv_BSPKD)  # tokens of each row that are here
+        self.ready = stream.event()
+        stream.share(kv_BSPKD)
+
+
+class OffloadedFullCache(FullCache):
+    """A `FullCache` of which all but the first layers are in host memory."""
+
+    rebuilding: tuple[RetrievalCache, Tensor] | None = None
+    """A retrieval cache that selects from each layer while that is here, and the queries of the
+    pass under way, as far as it has come. A proxy: the cache holds this one, and a cycle would keep
+    both after the run."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        batch_size: int,
+        capacity: int,
+        *,
+        on_chip: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        host: HostMemory,
+        stream: CopyStream | None = None,
+    ) -> None:
+        """Empty, with `on_chip` layers on the device; `host` lends memory for the others."""
+        assert 0 <= on_chip < config.num_layers
+        B, K, D = batch_size, config.num_kv_heads, config.head_dim
+        L = config.num_layers - on_chip
+        S = round_up_to_stride(capacity)
+        empty = functools.partial(torch.empty, dtype=dtype, device=device)
+        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
+        self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), dtype)
+        self.stream = stream or CopyStream(device)
+        buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
+        self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
+        self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
+        self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        _, B, K, S, D = self.keys.shape
+        return self.on_chip + len(self.host_LBSPKD), B, K, S, D
+
+    @property
+    def num_bytes(self) -> int:
+        """Those of the staging buffers do not count."""
+        return super().num_bytes + self.host_LBSPKD.nbytes
+
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        """See `model.cache.Cache`."""
+        if layer < self.on_chip:
+            on_device = super().update(layer, block)
+        else:
+            on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
+        if self.rebuilding is not None:
+            cache, queries_LBTHD = self.rebuilding
+            cache.select(layer, queries_LBTHD[layer, :, 0], *on_device)
+        return on_device
+
+    def update_hosted(
+        self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
+    ) -> tuple[Tensor, Tensor]:
+        """Writes a block into a buffer, from `starts` on; queues its way to host memory."""
+        T = block.keys_BTKD.shape[1]
+        buffer.ready.wait()
+        kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
+        keys_BKSD, values_BKSD = kv_BSPKD.transpose(1, 3).unbind(2)
+        write_block(keys_BKSD, values_BKSD, block, [*starts.values()])
+        hosted = buffer.layer - self.on_chip
+        for b, start in starts.items():
+            end = start + T
+            first = max(start, end - LONGEST_BLOCK)
+            self.latest_starts[b] = first
+            self.latest_LBTPKD[hosted, b, : end - first] = buffer.kv_BSPKD[b, first:end]
+            with self.stream.copying():
+                host_TPKD = self.host_LBSPKD[hosted, b, start:end]
+                host_TPKD.copy_(buffer.kv_BSPKD[b, start:end], non_blocking=True)
+        return keys_BKSD, values_BKSD
+
+    def _prefetch(self, layer: int) -> StagingBuffer:
+        """Queues the copies of a hosted layer and of the next one; the first's buffer."""
+        buffer = self.fetch(layer, self._by_row())
+        if layer + 1 < self.shape[0]:
+            self.fetch(layer + 1, self._by_row())
+        return buffer
+
+    def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
+        """Queues the copy of those tokens of some rows that a layer's buffer lacks, if any."""
+        hosted = layer - self.on_chip
+        buffer = self.buffers[hosted % len(self.buffers)]
+        if buffer.layer != layer:
+            buffer.layer = layer
+            buffer.num_held = [0] * len(buffer.num_held)
+        with self.stream.copying():
+            for b, end in ends.items():
+                missing = slice(buffer.num_held[b], end)
+                host_TPKD = self.host_LBSPKD[hosted, b, missing]
+                buffer.kv_BSPKD[b, missing].copy_(host_TPKD, non_blocking=True)
+                buffer.num_held[b] = max(buffer.num_held[b], end)
+            buffer.ready.record()
+        return buffer
+
+    def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        end = self.lengths[b]
+        for keys_KSD, values_KSD in self.held_layers(b):
+            yield keys_KSD[:, :end].to(self.device), values_KSD[:, :end].to(self.device)
+
+    def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
+        keys_LKTD, values_LKTD = super().tokens(b, start, end)
+        first = start - self.latest_starts[b]
+        if first >= 0:
+            hosted_LTPKD = self.latest_LBTPKD[:, b, first : first + end - start]
+        else:
+            self.stream.synchronize()
+            hosted_LTPKD = self.host_LBSPKD[:, b, start:end].to(self.device)
+        keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
+        return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
+
+    def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
+        yield from super().layers(b)
+        self.stream.synchronize()
+        yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
+
+    def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
+        if layer < self.on_chip:
+            super().write(layer, b, keys_KTD, values_KTD)
+            return
+        self.stream.synchronize()
+        new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
+        self.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
+        self.latest_starts[b] = self.capacity
+
+    def restore(self, b: int, num_tokens: int) -> None:
+        super().restore(b, num_tokens)
+        self.latest_starts[b] = num_tokens
+
+    def row(self, b: int) -> "HostedRow":  # type: ignore[override]  # no other kind is made
+        return HostedRow(self, b, self.lengths[b])
+
+    def advance(self, counts: list[int]) -> None:
+        super().advance(counts)
+        self._prefetch(self.on_chip)
+
+    def keep_path(self, b: int, path: list[int]) -> None:
+        super().keep_path(b, path)
+        for slots_LBKTD in self.latest_LBTPKD.transpose(2, 4).unbind(3):
+            gather_path(slots_LBKTD, b, 0, path)
+        start = self.lengths[b] + 1
+        with self.stream.copying():
+            for host_BSPKD, latest_BTPKD in zip(self.host_LBSPKD, self.latest_LBTPKD, strict=True):
+                kept_TPKD = latest_BTPKD[b, 1 : 1 + len(path)]
+                host_BSPKD[b, start : start + len(path)].copy_(kept_TPKD, non_blocking=True)
+
+    def _set_lengths(self, lengths: list[int]) -> None:
+        super()._set_lengths(lengths)
+        for buffer in self.buffers:
+            buffer.num_held = [min(pair) for pair in zip(buffer.num_held, lengths, strict=True)]
+
+    def _by_row(self) -> dict[int, int]:
+        return dict(enumerate(self.lengths))
+
+
+class HostedRow(FullCache):
+    """A row of an offloaded cache, as far as some first tokens reach, with a length of its own.
+    What is written stays in its layer's buffer: a layer may read block after block before the next
+    layer does."""
+
+    def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
+        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
+        self._full = full
+        self._b = b
+
+    def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
+        if layer < self.on_chip:
+            return super().update(layer, block)
+        here = {self._b: self.lengths[0]}
+        buffer = self._full.fetch(layer, here)
+        on_device = self._full.update_hosted(buffer, block, here)
+        buffer.num_held[self._b] = self.lengths[0] + block.keys_BTKD.shape[1]
+        return on_device

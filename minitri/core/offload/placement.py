@@ -1,0 +1,213 @@
+"""What a run needs memory for, how many bytes that is, and what of it fits where, before anything
+is allocated.
+
+An engine boots with these numbers and `python -m minitri plan` prints them. The KV cache of the
+first `on_chip` layers lives on the device, that of the others in host memory.
+
+Legend: L layers, B batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.roofline import copy_bytes, num_weights
+from minitri.core.settings import (
+    LONGEST_BLOCK,
+    SLIDE,
+    GenerationConfig,
+    SamplingParams,
+    SpeculationConfig,
+    round_up_to_stride,
+)
+
+GIB = 1 << 30
+CONTEXT = int(0.8 * GIB)
+"""What a card's nominal size loses to driver and CUDA context: 24 GB cards have 23.2 GiB free."""
+RESERVE = GIB // 2
+"""Free device memory left to workspaces of libraries, graphs and allocator waste."""
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What a run needs memory for."""
+
+    prompt_lengths: tuple[int, ...]
+    """Tokens of the longest prompt of each row."""
+    sampling: SamplingParams
+    """The filters that captured steps apply."""
+    generation: GenerationConfig
+    speculation: SpeculationConfig
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def reserved_lengths(self) -> list[int]:
+        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
+        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens that the retrieval cache of each row must have room for, now or later."""
+        return [self.budget_for(length) for length in self.reserved_lengths]
+
+    def budget_for(self, length: int) -> int:
+        """The budget for a prompt of this length: never more than a text here can fill."""
+        unit = self.speculation.chunk_size
+        slots = round_up_to_stride(self.capacity)
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
+
+
+@dataclass(frozen=True)
+class Demand:
+    """The bytes that a run needs on each of its GPUs."""
+
+    config: ModelConfig
+    """The model's, or each GPU's share of it."""
+    draft: ModelConfig | None
+    """None stands for lookup."""
+    shape: MemoryShape
+    itemsize: int = 2
+    copy_bits: int = 0
+    """Of a copy of the weights that proposes with the retrieval cache; 0: there is none."""
+
+    @property
+    def speculation(self) -> SpeculationConfig:
+        return self.shape.speculation
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the longest text, or prompt, that a row must have room for."""
+        return max(self.shape.reserved_lengths)
+
+    @property
+    def slots(self) -> int:
+        """Of each row of the full cache."""
+        return round_up_to_stride(self.shape.capacity)
+
+    @property
+    def kv_slot(self) -> int:
+        """Bytes of a token of every row in one layer of the full cache."""
+        config = self.config
+        return self.shape.num_rows * 2 * config.num_kv_heads * config.head_dim * self.itemsize
+
+    @property
+    def drafter(self) -> ModelConfig | None:
+        """The draft model, if any plan uses one."""
+        is_used = any(plan.uses_drafter for plan in self.speculation.plans)
+        return self.draft if is_used else None
+
+    @property
+    def num_weight_bytes(self) -> int:
+        """Of all models, in this dtype."""
+        parts = self.parts(0)
+        return parts["weights"] + parts["weights that only propose"]
+
+    def parts(self, on_chip: int) -> dict[str, int]:
+        """Bytes on the device by what they are for."""
+        config = self.config
+        hosted = config.num_layers - on_chip
+        kv_layer = self.slots * self.kv_slot
+        proposing = copy_bytes(config, self.copy_bits)
+        if (drafter := self.drafter) is not None:
+            proposing += num_weights(drafter) * self.itemsize
+        # Of a prompt that is read layer by layer.
+        hidden_states = self.num_tokens * config.hidden_size * self.itemsize
+        return {
+            "weights": num_weights(config) * self.itemsize,
+            "weights that only propose": proposing,
+            "full KV cache": on_chip * kv_layer,
+            "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
+            "small KV caches": self._small_caches(),
+            "activations": self._activations() + (hidden_states if hosted else 0),
+            "reserve, graphs": RESERVE,
+        }
+
+    def _small_caches(self) -> int:
+        """Of the retrieval cache, its queries, and of the drafter's window."""
+        config = self.config
+        speculation = self.speculation
+        B = self.shape.num_rows
+        num_bytes = 0
+        if any(plan.uses_retrieval for plan in speculation.plans):
+            slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
+            num_bytes += config.num_layers * slots * self.kv_slot
+            num_queries = speculation.observation_window + speculation.max_block
+            width = config.num_heads * config.head_dim
+            num_bytes += B * config.num_layers * num_queries * width * self.itemsize
+        if (drafter := self.drafter) is not None:
+            window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
+            window += speculation.room + speculation.max_block
+            width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
+            num_bytes += 3 * B * width * window * self.itemsize
+        return num_bytes
+
+    def _activations(self) -> int:
+        """While a chunk of the prompt is read, or a block verified; an estimate."""
+        config = self.config
+        num_tokens = self.shape.num_rows * self.speculation.max_block
+        heads = config.num_heads + 2 * config.num_kv_heads
+        row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
+        sampling = 40 * num_tokens * config.vocab_size  # logits, sorted, with running sums
+        num_read = max(self.shape.generation.prefill_chunk, num_tokens)
+        return num_read * row * self.itemsize + sampling
+
+    def on_device(self, on_chip: int) -> int:
+        """Bytes on the device if `on_chip` layers keep their KV there."""
+        return sum(self.parts(on_chip).values())
+
+    def on_host(self, on_chip: int) -> int:
+        """Bytes of page-locked host memory."""
+        return (self.config.num_layers - on_chip) * self.slots * self.kv_slot
+
+    def fits(self, device_bytes: float, host_bytes: float, on_chip: int) -> bool:
+        """Whether there is room with KV of `on_chip` layers on the device."""
+        if on_chip > self.config.num_layers:
+            return False
+        return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
+
+    def has_room(self, device_bytes: float, host_bytes: float) -> bool:
+        """Whether the KV of any number of layers that may be on the device fits."""
+        choices = placements(self.shape.generation, self.config.num_layers)
+        return any(self.fits(device_bytes, host_bytes, n) for n in choices)
+
+
+def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
+    """How many layers may keep their KV on the device, the best first: all without `offload`, else
+    `on_chip` or any."""
+    if not generation.offload:
+        return [num_layers]
+    return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
+
+
+def choose_on_chip(
+    needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
+) -> int:
+    """Layers whose KV stays on the device: the most that may and fit. `device_bytes` include what
+    weights have already taken. Raises `InputError` with what is needed, and what to do, where
+    nothing fits."""
+    L = needs.config.num_layers
+    choices = placements(generation, L)
+    room = device_bytes if generation.offload else device_bytes + RESERVE
+    here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
+    if needs.fits(room, host_bytes, here):
+        return here
+    raise InputError(
+        f"{needs.config.name} needs {needs.on_device(here) / GIB:.2f} GiB on the device and "
+        f"{needs.on_host(here) / GIB:.2f} in host memory with the KV cache of {here} of {L} layers "
+        f"on the device, got {device_bytes / GIB:.2f} and {host_bytes / GIB:.2f}",
+        "shorten the text",
+        "use offload=True",
+        "lower prefill_chunk=",
+        "take a smaller model",
+        "use more GPUs (torchrun)",
+    )

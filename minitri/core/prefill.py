@@ -1,0 +1,91 @@
+"""Reading a prompt into a row of a full cache, chunk by chunk.
+
+Legend: T tokens read at once, N of them, E hidden size, V vocab, L layers, B rows, H query heads,
+D head dim.
+"""
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.decoding.sampling import log_probs
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.offload.layer_major import read_by_layers
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+
+SCORED_AT_ONCE = 256
+"""Rows of logits in memory while a text is scored."""
+Score = Callable[[Tensor, list[int]], None]
+"""Takes logits (N, V), and the N tokens of a text that follow."""
+
+
+def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
+    """Room for rotated queries (L, B, T, H, D) of every layer, see `Llama.forward`."""
+    config = model.config
+    shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
+    return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
+def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
+    """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
+    those before it, float32 on the CPU. The cache is empty."""
+    found: list[float] = []
+
+    def take(logits_NV: Tensor, tokens: list[int]) -> None:
+        found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
+
+    while full.lengths[0] < len(ids) - 1:
+        read_chunk(model, ids, full, 0, chunk, score=take)
+    return torch.tensor(found)
+
+
+def prefill(
+    model: Llama,
+    prompt: list[int],
+    full: FullCache,
+    b: int,
+    *,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None = None,
+    max_queries: int | None = None,
+) -> Iterator[int]:
+    """Reads a prompt but for its last token into row b; yields how many tokens were read.
+
+    `watch` is given the rotated queries (L, T, H, D) of the last `max_queries` of a chunk. A cache
+    in host memory is filled layer by layer, unless all queries are wanted."""
+    if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
+        yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
+    while full.lengths[b] < len(prompt) - 1:
+        yield read_chunk(model, prompt, full, b, chunk, watch, max_queries)
+
+
+def read_chunk(
+    model: Llama,
+    prompt: list[int],
+    full: FullCache,
+    b: int,
+    chunk: int,
+    watch: Callable[[Tensor], None] | None = None,
+    max_queries: int | None = None,
+    score: Score | None = None,
+) -> int:
+    """One step of `prefill`; returns how many tokens row b holds then. `score` is given the logits
+    after each token that is read, some at a time."""
+    start = full.lengths[b]
+    piece = prompt[start : min(start + chunk, len(prompt) - 1)]
+    queries_LBTHD = None
+    if watch is not None:
+        queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
+    with model.execution.reading():
+        hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+    full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+    if score is not None:
+        for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+            start += len(hidden_NE)
+            score(model.logits(hidden_NE), prompt[start - len(hidden_NE) + 1 : start + 1])
+    if watch is not None and queries_LBTHD is not None:
+        watch(queries_LBTHD[:, 0])
+    return full.lengths[b]

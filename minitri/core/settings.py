@@ -1,0 +1,308 @@
+"""What a run wants: how to sample, when to stop, how to speculate. Frozen, checked when made.
+
+Every default is written once, in a field here; the text below it is its help in every program.
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minitri.core.errors import MAX_COUNT, check_unicode
+from minitri.core.fields import between, brief, check_fields, one_of, refuse
+from minitri.text.grammar import Grammar
+
+METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
+VERIFICATIONS = ("block", "token")
+DTYPES = ("float32", "bfloat16", "float16")
+BACKENDS = ("triton", "flash", "math")
+"""Of attention on a GPU; see `devices/gpu/attention_backends.py`."""
+MAX_ROWS = 8
+"""Requests of a stream that run at a time, if memory allows."""
+MAX_GAMMA = 64
+LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
+"""Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
+OPEN_GAMMA1 = (1, 2, 3, 4)
+OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
+OPEN_DEPTHS = (2, 4)
+"""What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
+MIN_TEMPERATURE = 1e-6
+MAX_BIAS = 100
+STRIDE = 64
+"""Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
+SLIDE = 32
+"""Tokens by which a drafter's window may outgrow `num_recent_tokens`."""
+MIN_BUDGET, MAX_BUDGET = 256, 4096
+"""Limits of the default budget, in tokens."""
+
+
+def round_up_to_stride(num_slots: int) -> int:
+    """The next multiple of STRIDE."""
+    return -(-num_slots // STRIDE) * STRIDE
+
+
+Bias = Mapping[int, float] | Sequence[tuple[int, float]]
+"""Of token ids; a mapping or pairs."""
+
+
+def _pairs(given: Any) -> tuple[tuple[int, float], ...] | None:
+    """A bias in order of the token ids, each once; None if it is no such thing."""
+    try:  # keys of JSON are texts
+        bias = {int(token): float(number) for token, number in dict(given).items()}
+    except (TypeError, ValueError, OverflowError):
+        return None
+    is_sound = all(0 <= it <= MAX_COUNT and abs(bias[it]) <= MAX_BIAS for it in bias)
+    return tuple(sorted(bias.items())) if is_sound else None
+
+
+def _texts(settings: Any, name: str) -> tuple[str, ...]:
+    """The texts in a field, which may be a single one. Raises `InputError`."""
+    given = getattr(settings, name)
+    texts = (given,) if isinstance(given, str) else given
+    if not (isinstance(texts, Sequence) and all(isinstance(it, str) and it for it in texts)):
+        refuse(settings, name, "it must be strings of at least one character")
+    for text in texts:
+        check_unicode(text, f"a text of {name}")
+    return tuple(texts)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """The filters that, with the logits, define the next-token distribution: first those that look
+    at the text so far, bias, penalties, forbidden tokens and grammar, then these in this order."""
+
+    __repr__ = brief
+
+    temperature: float = between(0.0, 0.0, 100)
+    """Divides the logits; 0 is greedy decoding, 1 is the model's own distribution."""
+    top_k: int = between(0, 0)
+    """Keep the K likeliest tokens; 0 is off."""
+    top_p: float = between(1.0, 1e-99, 1)
+    """Keep the likeliest tokens up to this probability mass; 1 is off."""
+    min_p: float = between(0.0, 0.0, 1)
+    """Keep tokens at least P times as likely as the likeliest; 0 is off."""
+    repetition_penalty: float = between(1.0, 0.01, 100)
+    """Divide the positive logits of tokens that stand in prompt or output by this, and multiply the
+    negative ones; 1 is off."""
+    presence_penalty: float = between(0.0, -2.0, 2)
+    """Subtract this from the logits of tokens that stand in the output; 0 is off."""
+    frequency_penalty: float = between(0.0, -2.0, 2)
+    """Subtract this from the logit of a token for each time it stands in the output; 0 is off."""
+    logit_bias: Bias = ()
+    """Add a number from -100 to 100 to the logit of a token id, as in 42:-1.5; may be given several
+    times."""
+    bad_words: Sequence[str] = ()
+    """Never write this, with or without a space before it, as the tokenizer spells it; may be given
+    several times."""
+    min_tokens: int = between(0, 0)
+    """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
+    grammar: Grammar | None = None
+    """What the whole output must be, if it is not cut by its length; needs minitri[grammar]."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        bias = _pairs(self.logit_bias)
+        if bias is None:
+            refuse(self, "logit_bias", "it must map token ids to numbers from -100 to 100")
+        object.__setattr__(self, "logit_bias", bias)
+        object.__setattr__(self, "bad_words", _texts(self, "bad_words"))
+        if not isinstance(self.grammar, Grammar | None):
+            refuse(self, "grammar", "it must be a minitri.Grammar")
+        if 0 < self.temperature < MIN_TEMPERATURE:
+            refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether there are filters that look at the text, or at tokens by their numbers."""
+        plain = (1, 0, 0, (), (), 0, None)
+        return plain != (
+            *(self.repetition_penalty, self.presence_penalty, self.frequency_penalty),
+            *(self.logit_bias, self.bad_words, self.min_tokens, self.grammar),
+        )
+
+    @property
+    def form(self) -> tuple[int, bool, bool]:
+        """What a captured step fixes: top-k, and whether there are top-p and min-p."""
+        return self.top_k, self.top_p < 1, self.min_p > 0
+
+    @property
+    def numbers(self) -> tuple[float, float, float]:
+        """What a captured step reads: temperature, top-p and the logarithm of min-p."""
+        log_min_p = math.log(self.min_p) if self.min_p else -math.inf
+        return self.temperature, self.top_p, log_min_p
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """What a run produces and when it stops."""
+
+    max_new_tokens: int = between(256, 1)
+    """Generate at most N tokens per prompt."""
+    stop: Sequence[str] = ()
+    """End before this text; may be given several times; $'\\n' is a line break in most shells."""
+    ignore_eos: bool = False
+    """Go on after an end-of-sequence token."""
+    logprobs: int | None = between(None, 0, 20)
+    """Give the log-probability of every token, and those of the K likeliest, 0 to 20 (in JSON)."""
+    reserve: int = between(0, 0)
+    """Make room in the KV cache for texts of N tokens, prompt and output, for longer runs later."""
+    prefill_chunk: int = between(1024, 1)
+    """Read the prompt N tokens at a time; bounds the memory of activations."""
+    shared_chunk: int = between(128, 1)
+    """Read at most N tokens of a prompt between two steps of texts that are further on."""
+    offload: bool = False
+    """On a GPU, keep in host memory the KV cache of layers that do not fit; see minitri plan."""
+    on_chip: int | None = between(None, 0)
+    """With --offload: layers whose KV cache stays on the GPU. Default: as many as fit."""
+    cuda_graphs: bool = True
+    """On a GPU, capture every phase of decoding once and replay it."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.on_chip is not None and not self.offload:
+            refuse(self, "on_chip", "it means nothing without offload=True; add that")
+        object.__setattr__(self, "stop", _texts(self, "stop"))
+
+    def for_run(self, reserve: int) -> "GenerationConfig":
+        """What of this belongs to a run, with room for texts of `reserve` tokens."""
+        own = {name: value for name, value in vars(self).items() if name not in TEXT_FIELDS}
+        return GenerationConfig(1, **own | {"reserve": reserve})
+
+
+TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", "logprobs")
+"""Settings of a text. All others are of a run, which many texts may share."""
+
+
+def parse_tree(tree: str) -> tuple[int, int]:
+    """Sequences and their length in "4x3"; of "16" the nodes of a Sequoia tree, and 0."""
+    width, _, depth = tree.partition("x")
+    return int(width or 0), int(depth or 0)
+
+
+def num_nodes(tree: str) -> int:
+    """Tokens in a tree of this shape: 12 in 4x3, 16 in 16, 0 in an empty one."""
+    width, depth = parse_tree(tree)
+    return width * (depth or 1)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """How one step of decoding is made: which stages take part, and how far they guess ahead."""
+
+    method: str
+    gamma1: int = 0
+    """Tokens the drafter guesses per round; 0 where there is no drafter."""
+    gamma2: int = 0
+    """Tokens the retrieval level collects; 0 where there is no such level."""
+    tree: str = ""
+    """Shape of what the lowest stage guesses, as in `SpeculationConfig`; a chain if empty."""
+
+    def __str__(self) -> str:
+        _, *gammas = vars(self).items()
+        return " ".join([self.method, *(f"{name} {gamma}" for name, gamma in gammas if gamma)])
+
+    @property
+    def uses_drafter(self) -> bool:
+        return self.gamma1 > 0
+
+    @property
+    def uses_retrieval(self) -> bool:
+        return self.gamma2 > 0
+
+
+@dataclass(frozen=True)
+class SpeculationConfig:
+    """How the cascade is stacked and how far each level guesses ahead. The text stays the same."""
+
+    method: str = one_of("auto", *METHODS)
+    """Who guesses. auto: whatever is fastest, chosen before every step; autoregressive: nobody;
+    naive: a drafter; retrieval: the target with a small part of its KV cache; triforce: the drafter
+    guesses for that one."""
+    policy: Any = "retrieval"
+    """What the retrieval cache holds: by the paper's rule, or by your `minitri.Policy`."""
+    gamma1: int | None = between(None, 1, MAX_GAMMA)
+    """Tokens the drafter guesses at a time. Default: chosen before every step."""
+    gamma2: int | None = between(None, 1, MAX_GAMMA)
+    """Tokens guessed with the retrieval cache before the full cache verifies them. Default: chosen
+    before every step."""
+    budget: int | None = between(None, 1, math.inf)
+    """Tokens in the retrieval cache, a multiple of the chunk size. Default: a quarter of the
+    prompt, from 256 to 4096."""
+    chunk_size: int = between(8, 1, 1024)
+    """Tokens that are retrieved together."""
+    num_sink_tokens: int = between(4, 0)
+    """First tokens of the text, which every small cache keeps."""
+    num_recent_tokens: int = between(252, 1)
+    """Latest tokens that the drafter's cache keeps; at most a quarter of a retrieval cache."""
+    observation_window: int = between(16, 1, 1024)
+    """Latest tokens whose queries select what the retrieval cache holds."""
+    rebuild_stride: int = between(256, 1)
+    """New tokens after which the retrieval cache is rebuilt."""
+    coupled: bool = False
+    """Tie random numbers to seed and position: one text per seed for all methods."""
+    timed: bool = False
+    """Let the autotuner follow the clock even where a seed then no longer repeats its text: at a
+    temperature above 0, unless coupled, and wherever a text may depend on the last bits (unless
+    compiled CPU kernels, or float32 on a CPU, make all plans equal). Else predicted costs count."""
+    verification: str = one_of("block", *VERIFICATIONS)
+    """Test a chain of guesses as a block, which accepts more of them, or token by token; no
+    difference at temperature 0 or with --coupled."""
+    tree: str = ""
+    """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
+    of D tokens. A near-tie may then fall the other way. Default: chains."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.policy != "retrieval" and not callable(getattr(self.policy, "scores", None)):
+            refuse(self, "policy", "it must be retrieval, or a minitri.Policy")
+        if self.budget is not None and self.budget % self.chunk_size:
+            refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
+        is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", self.tree)
+        if not is_tree or num_nodes(self.tree) > MAX_GAMMA:
+            wanted = "it must be tokens, as in 16, or sequences x tokens, as in 4x3"
+            refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
+        depth = parse_tree(self.tree)[1]
+        if depth and self.gamma1 not in (None, depth):
+            refuse(self, "gamma1", f"but tree={self.tree}; leave one of them out")
+
+    def budget_for(self, num_prompt_tokens: int) -> int:
+        """Tokens in the retrieval cache of a prompt of this length."""
+        if self.budget is not None:
+            return self.budget
+        budget = min(max(num_prompt_tokens // 4, MIN_BUDGET), MAX_BUDGET)
+        return -(-budget // self.chunk_size) * self.chunk_size
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        """All ways to make a step that these settings allow."""
+        depth = parse_tree(self.tree)[1] or None
+        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
+        gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
+        tree = self.tree * (self.method == "retrieval")  # which grows it, as no drafter guesses
+        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if tree else gammas2
+        pairs = itertools.product(gammas1, gammas2)
+        plans = {
+            "autoregressive": [StepPlan("autoregressive")],
+            "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
+            "retrieval": [StepPlan("retrieval", 0, gamma2, tree) for gamma2 in depths],
+            "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
+        }
+        return plans.get(self.method) or [*itertools.chain(*plans.values())]
+
+    @property
+    def max_block(self) -> int:
+        """Most tokens the target reads at once in a step: the last certain one, and the guesses,
+        gamma2 - 1 and a whole inner round."""
+        return 1 + max(max(it.gamma1, num_nodes(it.tree)) + it.gamma2 for it in self.plans)
+
+    @property
+    def room(self) -> int:
+        """Slots that a small cache needs after a slide: an unread block, a block of guesses."""
+        return 2 * self.max_block
+
+
+def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
+    """What the autotuner may choose from: what is given, if it is."""
+    return open_to if gamma is None else (gamma,)

@@ -1,0 +1,288 @@
+"""A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
+
+`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt;
+`start` and `step` make tokens; `retire` ends it.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from minitri.core.caches.full import FullCache
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.decoding.cascade import Cascade
+from minitri.core.decoding.level import Emitted, Level, Stage
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.decoding.verification import Proposal
+from minitri.core.drafters.lookup import LookupDrafter
+from minitri.core.drafters.plugin import PluggedDrafter
+from minitri.core.graphs import GraphPool
+from minitri.core.memory import Memory, Models
+from minitri.core.offload.placement import MemoryShape
+from minitri.core.offload.streams import clock_of
+from minitri.core.prefill import Score, prefill, read_chunk
+from minitri.core.requests import Request
+from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
+from minitri.core.runner import CapturedDraft, DraftRunner, ModelRunner
+from minitri.core.stats import LevelStats, Stats
+from minitri.trees.tree_level import TreeLevel
+from minitri.trees.walk import CoupledTrees, IndependentTrees
+
+
+class Stack:
+    """The texts of a run, and the cascade that extends them."""
+
+    def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
+        """The memory must fit the `shape` of the run; no row of it has a text. An open run takes
+        requests while it goes on."""
+        self._is_open = is_open
+        self.memory = memory
+        self.shape = shape
+        self.target = memory.models.target
+        self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
+        self._prompt_lengths = [*shape.prompt_lengths]
+        least = self.target.execution.ranks.least  # shares may be uneven
+        models = memory.models
+        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+        self._pass_bytes = {
+            stage: int(least(bytes_per_pass(it))) for stage, it in stages.items() if it is not None
+        }
+        kind = shape.speculation.verification  # of chains
+        self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
+        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+        if memory.graphs is not None:
+            self._capture(memory.graphs)
+        plans = shape.speculation.plans
+        use_clock = may_use_clock(memory.models, shape, is_open=is_open)
+        prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
+        self.tuner = Autotuner(plans, prior, use_clock=use_clock)
+        self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
+        drafter: Stage | None = None
+        if memory.draft is not None:
+            drafter = self._level("draft", memory.draft)
+        elif any(plan.uses_drafter for plan in plans):
+            drafter = self._without_model()
+        below = memory.retrieval
+        retrieval = self._level("retrieval", below) if below is not None else None
+        target = self._level("target", memory.target)
+        self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        # Passes in graphs, and those that stream K and V from host memory, are over all rows.
+        self._has_parts = memory.graphs is None and type(memory.full) is FullCache
+
+    def _capture(self, graphs: GraphPool) -> None:
+        """Captures verdicts and guesses of all shapes before the steps, which are timed."""
+        memory, B, V = self.memory, self.shape.num_rows, self.target.config.vocab_size
+        plans = self.shape.speculation.plans
+        nobody, starts = [False] * B, [0] * B
+        graphs.is_open = True
+        self.source.run = graphs.run
+        for size in {size for runner in memory.runners for size in runner.block_sizes}:
+            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
+            self.source.verify(Proposal.nothing(B), probs_BNV, starts, nobody)
+        for runner in memory.runners:
+            if self.shape.speculation.tree and runner.block_sizes:
+                tree = (torch.tensor([0]), torch.tensor([[True]]))
+                runner.read_tree([[]] * B, nobody, [[0]] * B, *tree, has_root=True)
+        if memory.draft is not None and not self.shape.speculation.tree:
+            for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
+                numbers_BN = self.source.numbers([gamma1 - 1] * B, starts, nobody)
+                memory.draft.guess([[0]] * B, nobody, numbers_BN)
+        if memory.retrieval is not None and any(plan.method == "retrieval" for plan in plans):
+            drafted = [torch.zeros(B, dtype=torch.int64)]
+            memory.retrieval.next_probs_after([[]] * B, drafted, nobody)
+        graphs.is_open = False
+        self.stats.num_graphs = graphs.num_graphs
+
+    def _level(self, name: str, runner: ModelRunner) -> Level:
+        """A stage with a model; stages are made from the lowest upwards."""
+        make = TreeLevel if self.shape.speculation.tree else Level
+        if make is Level and isinstance(runner, DraftRunner):
+            # In one call only uniform numbers decide.
+            by_call = runner.model.execution.round and not self.shape.speculation.coupled
+            make = CapturedDraft if self.memory.graphs is not None or by_call else Level
+        return make(runner, self.source, self._stats_of(name), self.meter)
+
+    def _without_model(self) -> Stage:
+        """The engine's drafter from outside, or lookup."""
+        drafter = self.memory.models.drafter
+        common = (self._stats_of("draft"), self.meter)
+        target = self.target
+        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
+        if drafter is None:
+            return LookupDrafter(self.shape.num_rows, *common, **where)
+        return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
+
+    def _stats_of(self, stage: str) -> LevelStats:
+        self.stats.stages.append(LevelStats(stage))
+        return self.stats.stages[-1]
+
+    def admit(
+        self,
+        b: int,
+        prompt: list[int],
+        request: Request,
+        text_filters: TextFilters | None = None,
+    ) -> None:
+        """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
+        memory = self.memory
+        self.sequences[b][:] = prompt
+        self._prompt_lengths[b] = len(prompt)
+        memory.prefix.owners[b] = request.owner
+        self.cascade.active[b] = False
+        self.cascade.guessing[b] = request.speculation
+        self.source.restart(b, request.seed or 0)
+        if memory.retrieval_cache is not None:
+            memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
+        for runner in memory.runners:
+            runner.sample_by(b, request.sampling, text_filters)
+
+    def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
+        """Reads the prompt of row b; yields how many of its tokens are there: first those that
+        other texts left (with `score`, see `read_chunk`, none), then after every chunk; at the end
+        all, though `start` reads the last. In between other rows may go on, unless K and V are in
+        host memory and the run takes no requests."""
+        memory = self.memory
+        cache = memory.retrieval_cache
+        prompt = self.sequences[b]
+        self.stats.num_prompt_tokens += len(prompt)
+        last = most = len(prompt) - 1
+        watch = max_queries = None
+        if cache is not None:
+            watch = functools.partial(cache.observe, b)
+            max_queries = cache.max_prompt_queries
+            # What is always read: tokens whose queries choose what the retrieval cache holds.
+            most = 0 if max_queries is None else last - max_queries
+        if score is not None:
+            most = 0
+        yield memory.prefix.take(b, self.sequences, most)
+        where = (self.target, prompt, memory.full, b)
+        if self._is_open or type(memory.full) is FullCache or score is not None:
+            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries, score), None)
+        else:
+            chunk = self.shape.generation.prefill_chunk
+            chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
+        while memory.full.lengths[b] < last:
+            num_read = next(chunks)
+            memory.prefix.note_certain()
+            if num_read < last:
+                yield num_read
+        memory.prefix.publish(b, prompt[:last])
+        yield len(prompt)
+
+    def start(self, rows: list[int]) -> dict[int, Emitted]:
+        """The first tokens of rows whose prompts have been read."""
+        for b in rows:
+            self.cascade.active[b] = True
+        self._expect_costs()
+        part, first = self._part(rows)
+        with self._decoding():
+            emitted = part.start([b - first for b in rows])
+            outcome = {b: emitted[b - first] for b in rows}
+            self._commit(outcome)
+            part, _ = self._part(self._busy)
+            part.catch_up()
+        return outcome
+
+    def step(self) -> dict[int, Emitted]:
+        """A step over the rows that have started; nothing is added where numbers are not finite."""
+        busy = self._busy
+        part, first = self._part(busy)
+        with self._decoding():
+            emitted = part.step()
+            outcome = {b: emitted[b - first] for b in busy}
+            with self.meter.commit():
+                self._commit(outcome)
+        return outcome
+
+    @property
+    def _chunk(self) -> int:
+        """Tokens of a prompt to read next: few where others wait for it."""
+        run = self.shape.generation
+        return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
+
+    @property
+    def _busy(self) -> list[int]:
+        """Rows whose texts go on."""
+        return [b for b, on in enumerate(self.cascade.active) if on]
+
+    def _expect_costs(self) -> None:
+        """Tells the autotuner what rounds over the rows that are busy may take."""
+        if lengths := [self._prompt_lengths[b] for b in self._busy]:
+            prior = prior_seconds(self.memory, self.shape, lengths, self._pass_bytes)
+            self.tuner.prior_seconds = prior
+
+    def _part(self, rows: list[int]) -> tuple[Cascade, int]:
+        """The cascade from the first to the last of these rows, or of all; its first row."""
+        span = slice(min(rows), max(rows) + 1)
+        if not self._has_parts or span == slice(0, len(self.sequences)):
+            return self.cascade, 0
+        return self.cascade.of_rows(span), span.start
+
+    @contextlib.contextmanager
+    def _decoding(self) -> Iterator[None]:
+        """A CPU gives its cores to the kernels meanwhile."""
+        with self.target.execution.decoding():
+            yield
+        self.memory.prefix.note_certain()
+
+    def _commit(self, emitted: dict[int, Emitted]) -> None:
+        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt; a row for
+        which memory is short cannot go on."""
+        if (cache := self.memory.retrieval_cache) is None:
+            return
+        for b, row in emitted.items():
+            if row.tokens:
+                # The pass read the token before and the guesses; len(row.tokens) of them stay.
+                queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
+                try:
+                    self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
+                except (RuntimeError, MemoryError) as error:
+                    emitted[b] = replace(row, tokens=[], error=error)
+
+    def retire(self, b: int, *, is_sound: bool = True) -> None:
+        """Ends the text of row b; if it is sound, the next ones may begin with what it leaves."""
+        self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
+        self.cascade.retire(b)
+        self._expect_costs()
+
+
+def prior_seconds(
+    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
+) -> Callable[[str, float], float]:
+    """What a round of each stage takes over texts with such prompts, by bytes over bandwidth; a
+    pass of a stage reads weights of `pass_bytes`."""
+    target = memory.models.target
+    work = Workload(
+        target.config,
+        memory.draft.model.config if memory.draft is not None else None,
+        itemsize=target.dtype.itemsize,
+        pass_bytes=pass_bytes,
+        num_tokens=sum(prompt_lengths),
+        num_retrieved=sum(map(shape.budget_for, prompt_lengths)),
+        hosted_share=1 - memory.full.on_chip / target.config.num_layers,
+        batch_size=len(prompt_lengths),
+    )
+    cpu = NARROW_CPU if target.execution.is_narrow else CPU
+    return functools.partial(work.seconds, GPU if target.device.type == "cuda" else cpu)
+
+
+def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
+    """Whether the autotuner may follow measured times: if all plans write the same text, or `timed`
+    accepts that they may not. Ranks must choose alike. Unless the model is row-invariant, the size
+    of a block may decide a near-tie in other dtypes than float32, and on a GPU."""
+    target = models.target
+    speculation = shape.speculation
+    if target.execution.ranks.count > 1:
+        return False
+    # Requests that come later bring filters of their own.
+    is_greedy = shape.sampling.temperature == 0 and not is_open
+    is_same_text = speculation.coupled or is_greedy
+    is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
+    # The slots of a path, and so the order in which attention adds, depend on the tree.
+    is_exact = (is_float32 or target.execution.is_row_invariant) and not speculation.tree
+    return speculation.timed or (is_same_text and is_exact)

@@ -1,0 +1,1 @@
+"""The same numbers, sooner: CPU kernels, Triton kernels, several GPUs."""

@@ -1,0 +1,111 @@
+"""What a model runs on: device, number type, and the attention that suits both."""
+
+import os
+from contextlib import suppress
+from dataclasses import replace
+
+import torch
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.model.attention import Attend
+from minitri.core.model.execution import Ranks
+from minitri.core.model.llama import Llama
+from minitri.devices.cpu.draft_round import DraftRound
+from minitri.devices.cpu.flash_attention import attend_cpu
+from minitri.devices.cpu.kernel_layers import quantized_copy
+from minitri.devices.cpu.kernels import MAX_HEAD_DIM, Kernels, load_kernels
+from minitri.devices.cpu.packed import can_pack
+from minitri.devices.gpu.attention_backends import GpuAttention, choose_attention
+from minitri.devices.gpu.quantized_copies import copy_in_few_bits
+
+
+def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
+    """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
+    # With a driver that is too old for this PyTorch, devices are counted that it cannot use.
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        name = "cuda" if num_gpus else "cpu"
+    if ranks.count > 1 and name.startswith("cuda"):
+        if name != "cuda":
+            raise InputError(f"device {name!r} is one GPU for {ranks.count} ranks; use cuda")
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    with suppress(RuntimeError):  # of a name that means nothing to PyTorch
+        device = torch.device(name)
+        if device.type == "cpu":
+            return torch.device("cpu")
+        if device.type == "cuda" and (device.index or 0) < num_gpus:
+            return device
+    others = f" or cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ""
+    raise InputError(
+        f"device={name!r} is not there (PyTorch {torch.__version__} sees {num_gpus} GPUs); use "
+        f"device=cpu{others}"
+    )
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
+    if name != "auto":
+        return getattr(torch, name)
+    if device.type == "cuda":
+        is_new = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if is_new else torch.float16
+    return torch.bfloat16 if can_pack(torch.bfloat16, device) else torch.float32
+
+
+def attention_for(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
+) -> Attend:
+    """The attention for models of this shape; `wanted` may name a GPU's kernel, or `InputError`."""
+    if device.type == "cuda":
+        return choose_attention(device, dtype, config, wanted=wanted)
+    if wanted != "auto":
+        raise InputError(f"attention={wanted} is for GPUs; leave it out on the {device.type}")
+    kernels = kernels_for(device, config)
+    return kernels.attend if kernels is not None else attend_cpu
+
+
+def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
+    """The compiled kernels, where they can run models of this shape."""
+    return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
+
+
+def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
+    """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
+    the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
+    has_kernels = model.execution.is_row_invariant
+    if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
+        return None
+    if model.device.type == "cuda":
+        return copy_in_few_bits(model, int(wanted.removeprefix("int")))
+    if wanted == "int8" or not has_kernels:
+        raise InputError(
+            f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}: "
+            "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
+        )
+    copy = quantized_copy(model)
+    return copy if copy.num_bytes else None  # None: the model has as few bits itself
+
+
+def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
+    """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`.
+    It keeps none of the plain matrices. There it guesses whole rounds."""
+    if not (model.execution.is_row_invariant and model.device.type == "cpu"):
+        return model
+    copy = model
+    if wanted != "same":
+        copy = quantized_copy(model)
+        copy.lent_embedding = model.lent_embedding
+        copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
+    lender = getattr(copy.lent_embedding, "__self__", copy)
+    if type(lender) is Llama and lender.dtype == copy.dtype:
+        copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
+    return copy
+
+
+def attention_name(attend: Attend) -> str:
+    """The name of a model's attention, for the log and the statistics."""
+    if isinstance(attend, GpuAttention):
+        return attend.name
+    kernels = getattr(attend, "__self__", None)
+    return f"compiled ({kernels.instructions})" if isinstance(kernels, Kernels) else "cpu"

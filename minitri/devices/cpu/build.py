@@ -1,0 +1,115 @@
+"""Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
+
+A library's name holds a digest of the sources, the flags, $CXX, and the processor with all its
+instructions, so that one of another machine or version is not found. To use one that is built takes
+no compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
+"""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from minitri.core.errors import InputError, shorten
+from minitri.core.log import log
+from minitri.devices.folders import weights_folder
+
+COMPILERS = ("c++", "g++", "clang++")
+FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
+VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+"""By MINITRI_KERNELS, what a compiler calls the instructions to use."""
+SOURCE = Path(__file__).with_name("kernels.cpp")
+CPUINFO = Path("/proc/cpuinfo")
+IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
+"""How its lines begin that tell one kind of processor from another, and do not change."""
+
+
+def load_library(source: Path) -> ctypes.CDLL:
+    """What a C++ file and the headers of its folder define, built if need be. Raises `OSError`."""
+    with suppress(OSError, InputError):
+        return ctypes.CDLL(str(built_library(source)))
+    compiler = _compiler()
+    log.info("building the CPU kernels (once, up to a minute)")
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        built = Path(folder, "kernels.so")
+        _compile(compiler, *FLAGS, str(source), "-o", str(built))
+        library = ctypes.CDLL(str(built))
+        try:
+            place = built_library(source)
+            unfinished = Path(shutil.copy(built, f"{place}.{os.getpid()}"))
+            unfinished.replace(place)
+        except (OSError, InputError) as error:
+            log.info("cannot store the CPU kernels: %s", shorten(error, 90))
+    return library
+
+
+def has_kernels() -> bool:
+    """Whether the kernels are built, or can be."""
+    with suppress(OSError, InputError):
+        return built_library(SOURCE).exists() or bool(_compiler())
+    return False
+
+
+def built_library(source: Path) -> Path:
+    """Where the library is once it is built. Raises `OSError` or `InputError`."""
+    return _cache_folder() / f"{source.stem}-{identity(source)}.so"
+
+
+def identity(source: Path = SOURCE) -> str:
+    """Of sources, flags and processor: what decides last bits. Raises as `built_library` does."""
+    sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
+    depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
+    return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
+
+
+def architecture() -> str:
+    """The instructions to compile for. Raises `InputError`."""
+    name = os.environ.get("MINITRI_KERNELS", "")
+    if name not in VARIANTS:
+        got = f"MINITRI_KERNELS is {shorten(name, 20)}"
+        raise InputError(f"{got}; give avx2, avx512 or off, or unset it: all of this processor")
+    return VARIANTS[name]
+
+
+def _instructions() -> list[str]:
+    """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
+    with suppress(OSError):
+        lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
+        if any(line.startswith(("flags", "Features")) for line in lines):
+            return sorted(line for line in lines if line.startswith(IDENTITY))
+    macros = _compile(_compiler(), "-E", "-dM", "-include", "cstdlib", os.devnull)
+    return sorted(macros.splitlines())
+
+
+def _compiler() -> list[str]:
+    """The command, which may have arguments, as in CXX='ccache g++'. Raises `OSError`."""
+    compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
+    if not compiler or os.name != "posix":
+        raise OSError("none of c++, g++, clang++ is here; Debian: apt install g++")
+    return compiler
+
+
+def _compile(compiler: list[str], *arguments: str) -> str:
+    """Standard output of the compiler, made to use all of this processor if it knows how."""
+    wanted = architecture()
+    for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
+        command = [*compiler, *target, "-x", "c++", *arguments]
+        done = subprocess.run(command, capture_output=True, check=False)
+        if done.returncode == 0:
+            return done.stdout.decode(errors="replace")
+    told = shorten(done.stderr.decode(errors="replace"))
+    raise OSError(f"{compiler[0]}: {told or done.returncode}")
+
+
+def _cache_folder() -> Path:
+    """A folder where nobody else can leave code; raises `OSError` or `InputError`."""
+    folder = weights_folder() / "kernels"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"others can write to {folder}; delete it, or set MINITRI_WEIGHTS")
+    return folder

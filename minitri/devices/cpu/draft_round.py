@@ -1,0 +1,92 @@
+"""Rounds of a draft model in one call of the compiled kernels: embedding, layers, LM head, filters
+and sampling of N tokens, one after the other. Tokens and distributions have the bits of those that
+single passes give.
+
+Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from minitri.core.model.cache import Cache
+from minitri.core.model.linear import TiedHead, TrimmedHead
+from minitri.core.model.llama import Llama
+from minitri.core.settings import SamplingParams
+from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead
+from minitri.devices.cpu.kernels import require, struct_of
+from minitri.devices.cpu.quantized import Form
+
+
+class DraftRound:
+    """A draft model on kernels, which guesses as `model.execution.Round` says."""
+
+    def __init__(self, model: Llama, lender: Llama) -> None:
+        """`lender` has the embeddings, which are those of all tokens, in the same number type."""
+        head = model.lm_head
+        layers = model.layers
+        ids: Tensor | None = None
+        if isinstance(head, TrimmedHead):
+            ids = head.token_ids
+            head = head.linear
+        assert isinstance(head, KernelHead)
+        assert isinstance(layers, KernelLayers)
+        self._head = head
+        self._layers = layers
+        self._ids_2N = None if ids is None else torch.stack((ids, ids.sort().values))
+        tied = lender.lm_head if isinstance(lender.lm_head, TiedHead) else None
+        self._table_VX: Tensor = lender.embed_tokens if tied is None else tied.weight
+        self._table_form = tied.form if isinstance(tied, KernelTiedHead) else Form.PLAIN
+        self._norm_E = model.norm.weight
+        self._rope = model.rope
+        self._turns = self._rope.at(torch.arange(0))  # of as many slots as were needed so far
+        self._num_tokens = model.config.vocab_size
+        known = torch.arange(self._num_tokens) if ids is None else ids
+        require(
+            len(self._table_VX) >= self._num_tokens and self._table_VX.is_contiguous(),
+            (lender.config.hidden_size, lender.dtype) == (head.in_features, model.dtype),
+            (known.dtype, len(known)) == (torch.int64, head.out_features),
+            0 <= int(known.min()) <= int(known.max()) < self._num_tokens,
+            tensors=(self._table_VX, ids),
+        )
+
+    def guess(
+        self,
+        cache: Cache,
+        blocks: list[list[int]],
+        uniforms_BN: Tensor,
+        sampling: Sequence[SamplingParams],
+        vocab_size: int,
+    ) -> tuple[Tensor, Tensor]:
+        """See `model.execution.Round`."""
+        B, N = uniforms_BN.shape
+        T = max(map(len, blocks))
+        S = cache.capacity
+        require(
+            uniforms_BN.dtype == torch.float64 and uniforms_BN.is_contiguous(),
+            B == len(blocks) == len(sampling) and N > 0 and min(map(len, blocks)) > 0,
+            max(cache.lengths) + T + N - 1 <= S,
+            tensors=(uniforms_BN,),
+        )
+        if len(self._turns.cos) < S:
+            self._turns = self._rope.at(torch.arange(S))
+        block_BT = torch.tensor([row + [0] * (T - len(row)) for row in blocks])
+        num_read_B = torch.tensor([len(row) for row in blocks])
+        x_BTE = torch.empty(B, T, self._head.in_features, dtype=self._norm_E.dtype)
+        tokens_BN = torch.empty(B, N, dtype=torch.int64)
+        probs_BNV = torch.empty(B, N, vocab_size)
+        V = min(vocab_size, self._num_tokens)
+        numbers = [(V, it.top_k, 1, *map(float, it.numbers)) for it in sampling]
+        filters = bytearray().join(struct_of(None, None, 1, *own) for own in numbers)
+        filters_B = torch.frombuffer(filters, dtype=torch.uint8)
+        fields = self._layers.fields(x_BTE, cache)  # its tensors must outlive the struct
+        head = self._head
+        arguments = struct_of(
+            *(*fields, block_BT, num_read_B, self._turns.cos, self._turns.signed_sin),
+            *(self._table_VX, self._num_tokens, self._table_form, self._norm_E),
+            *(head.weight, head.bias, head.out_features, head.in_features, head.form, self._ids_2N),
+            *(filters_B, uniforms_BN, tokens_BN, probs_BNV, N, vocab_size),
+        )
+        self._layers.kernels.call("round", x_BTE.dtype, arguments)
+        return tokens_BN, probs_BNV

@@ -1,0 +1,301 @@
+"""The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
+
+A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
+takes the plain layers, but for attention and RoPE. Weights may have 4 to 8 bits.
+
+Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+
+import torch
+from torch import Tensor, nn
+
+from minitri.core.caches.full import FullCache
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.log import log
+from minitri.core.model.cache import Cache
+from minitri.core.model.execution import Execution
+from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
+from minitri.core.model.replace import Factories, copy_with, replace_modules
+from minitri.core.model.rope import Rotary
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.devices.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
+from minitri.devices.cpu.products import multiply_rows
+from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
+from minitri.devices.cpu.tiles import Tiles
+
+WRITABLE = (FullCache, RetrievalCache, StreamingCache)
+"""Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
+
+
+class KernelLinear(Linear):
+    """y = x W^T + b for long blocks; a short pass reads weights and bias by itself."""
+
+    def __init__(
+        self,
+        like: Linear,
+        kernels: Kernels,
+        packed_NX: Tensor | None = None,
+        form: Form = Form.PLAIN,
+    ) -> None:
+        """Shares weights and bias of another layer, or has weights in another form instead."""
+        own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
+        super().__init__(own, like.bias)
+        self.in_features = like.in_features
+        self.out_features = like.out_features
+        self.dtype = like.weight.dtype
+        self.kernels = kernels
+        self.form = form
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.plain_weight(x.dtype)
+        rows_RE = x.flatten(0, -2)
+        product_RN = multiply_rows(self.kernels, rows_RE, weight, self.bias)
+        return product_RN.view(*x.shape[:-1], -1)
+
+    def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
+        """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
+        number type."""
+        if self.form == Form.PLAIN:
+            return self.weight if rows_R is None else self.weight[rows_R]
+        matrix = (self.weight, self.in_features, self.form, dtype)
+        last = self.out_features if rows_R is None else None
+        return self.kernels.dequantize(*matrix, rows_R)[:last]
+
+
+def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
+    """See `model.llama.gate`. In float32 PyTorch's SiLU has other last bits where the numbers of a
+    thread begin and end, which depends on how many rows there are."""
+    with kernels.decoding():
+        return gate(gate_up)
+
+
+class KernelParts(nn.ModuleDict):
+    """A fused projection whose parts have weights in several forms."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([part(x) for part in self.values()], -1)
+
+
+class KernelHead(KernelLinear):
+    """An LM head, by a kernel for short blocks."""
+
+    is_wide = True  # logits are float32
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
+            return super().forward(x)
+        matrix = (self.weight, self.form, self.out_features)
+        return self.kernels.linear(x, *matrix, bias=self.bias, is_wide=self.is_wide)
+
+
+class KernelTiedHead(KernelHead, TiedHead):
+    """An LM head that is the embedding table, too."""
+
+    def rows(self, numbers: Tensor) -> Tensor:
+        return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
+
+
+class KernelPartialHead(KernelHead):
+    """An LM head over a part of the vocabulary; its logits are rounded."""
+
+    is_wide = False
+
+
+@dataclass(frozen=True)
+class KernelRotary(Rotary):
+    """The rotation of a block's queries and keys by a kernel."""
+
+    kernels: Kernels
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        return self.kernels.rotate(x_BTHD, self.cos, self.signed_sin)
+
+
+class KernelLayers(Layers):
+    """All transformer blocks in one call, which writes to the cache and reads it by itself."""
+
+    def __init__(self, plain: Layers, kernels: Kernels) -> None:
+        """Shares the modules of plain layers, whose linear layers are `KernelLinear` already."""
+        super().__init__(plain)
+        self.kernels = kernels
+
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
+        if is_long or type(shared.cache) not in WRITABLE:
+            rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
+            return super().forward(x_BTE, replace(shared, rotary=rotary))
+        x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
+        rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
+        fields = self.fields(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
+        self.kernels.call("pass", x_BTE.dtype, struct_of(*fields))
+        return x_BTE
+
+    def fields(
+        self,
+        x_BTE: Tensor,
+        cache: Cache,
+        rotary: Rotary | None = None,
+        rule: Tensor | None = None,
+        queries: Tensor | None = None,
+    ) -> list[Tensor | float | None]:
+        """`PassArguments` of a pass that turns the block x into its result."""
+        B, T, E = x_BTE.shape
+        L, _, K, S, D = cache.keys.shape
+        if max(cache.lengths) + T > S:
+            raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
+        first = self[0]
+        assert isinstance(first, Layer)
+        attention = first.self_attn
+        raw_keys = getattr(cache, "raw_keys", None)
+        slots = [it for it in (cache.keys, cache.values, raw_keys) if it is not None]
+        turns = (rotary.cos, rotary.signed_sin) if rotary is not None else ()
+        like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
+        require(
+            *((it.shape, it.stride(), it.dtype) == like and it.stride()[4] == 1 for it in slots),
+            self.kernels.can_read(slots),
+            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in turns),
+            all(it.is_contiguous() for it in turns),
+            len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
+            (len(self), attention.heads[1], first.mlp.gate_up_proj.in_features) == (L, K, E),
+            x_BTE.is_contiguous() and (rule is None or rule.shape == (T, T)),
+            queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
+            queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
+            tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
+        )
+        lengths = torch.tensor(cache.lengths)
+        return [
+            *(self._weights, x_BTE, *(turns or (None, None))),
+            *(memory_of(cache.keys), memory_of(cache.values), raw_keys, queries, lengths, rule),
+            *(L, B, T, queries.shape[2] if queries is not None else 0),
+            *(E, attention.heads[0], K, D, *cache.keys.stride()[:4]),
+            queries.stride(0) if queries is not None else 0,
+            isinstance(cache.keys, Tiles),
+            *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
+        ]
+
+    @cached_property
+    def _weights(self) -> Tensor:
+        """An array of structs that say where the weights are; they stay there."""
+        fields = [field for layer in self for field in weights_of(layer)]
+        return torch.frombuffer(bytearray(struct_of(*fields)), dtype=torch.uint8)
+
+
+def weights_of(layer: nn.Module) -> list[Tensor | int | None]:
+    """A block's fields of `LayerWeights`."""
+    assert isinstance(layer, Layer)
+    attention, mlp = layer.self_attn, layer.mlp
+    head_norms = (attention.q_norm, attention.k_norm)
+    norms = (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
+    fields: list[Tensor | int | None] = [getattr(norm, "weight", None) for norm in norms]
+    qkv = attention.qkv_proj
+    parts = [*qkv.values()] if isinstance(qkv, KernelParts) else [qkv]
+    for linear in (*parts, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+        assert isinstance(linear, KernelLinear)
+        fields += [linear.weight, linear.bias, linear.out_features, linear.in_features, linear.form]
+        if linear is qkv:
+            fields += [None] * 10  # it is all three parts
+    return fields
+
+
+def use_kernels(model: Llama, kernels: Kernels) -> None:
+    """Puts kernels in the place of a model's linear layers, attention and blocks."""
+    layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
+    if model.dtype == torch.float32:
+        for layer in layers:
+            layer.mlp.gate = partial(gate_on_one_thread, kernels)
+    head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
+    heads: Factories = {
+        Linear: partial(head, kernels=kernels),
+        TiedHead: partial(KernelTiedHead, kernels=kernels),
+    }
+    model.layers = KernelLayers(layers, kernels)
+    model.norm = KernelNorm(model.norm, kernels)
+    model.lm_head = replace_modules(model.lm_head, heads)
+    model.attend = kernels.attend
+    model.execution = Execution(
+        is_row_invariant=True,
+        decoding=kernels.decoding,
+        reading=kernels.reading,
+        probs=kernels.probs,
+        is_narrow=not kernels.instructions.startswith("AVX-512"),
+        kv_pair=kernels.pairs[model.dtype],
+    )
+
+
+def split_projections(
+    model: Llama, stored: Mapping[tuple[str, tuple[int, ...]], Form], kernels: Kernels
+) -> None:
+    """Gives q, k and v layers of their own, empty ones, where a file has them in several forms."""
+    for path, attention in [*model.named_modules()]:
+        if not isinstance(attention, Attention):
+            continue
+        E, has_bias = attention.qkv_proj.in_features, attention.qkv_proj.bias is not None
+        names = {
+            f"{part}_proj": count * attention.head_dim
+            for part, count in zip("qkv", attention.heads, strict=True)
+        }
+        keys = ((f"model.{path}.{name}.weight", (N, E)) for name, N in names.items())
+        if len({stored.get(key) for key in keys}) > 1:
+            parts = {
+                name: KernelLinear(Linear.empty(E, N, dtype=model.dtype, bias=has_bias), kernels)
+                for name, N in names.items()
+            }
+            model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
+
+
+def keep_quantized(
+    model: Llama,
+    places: Mapping[str, Tensor],
+    stored: Mapping[tuple[str, tuple[int, ...]], Form],
+) -> list[str]:
+    """Makes the layers of a model on kernels quantized, and empty, where a file has them so.
+
+    The tensors of the file fill `places`, views of weights; several fill a fused projection, which
+    needs all of them in one form. `stored` are the forms of the file's matrices, by name and shape.
+    Returns the names of those that are to come quantized.
+    """
+    homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
+    layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
+    num_kept = 0
+    kept: list[str] = []
+    for path, layer in layers.items():
+        own = layer.weight.untyped_storage().data_ptr()
+        names = [name for name, home in homes.items() if home == own]
+        form, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
+        is_in_panels = len(names) == 1 or not any(len(places[name]) % PANEL for name in names)
+        if others or form is None or not is_in_panels:
+            continue
+        shape = packed_shape(layer.out_features, layer.in_features, form)
+        packed_NX = torch.empty(shape, dtype=torch.uint8)
+        model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, form))
+        num_kept += 1
+        kept += names
+    model.num_bytes = sum(weight.nbytes for weight in model.parameters())
+    log.debug("%d of %d matrices stay quantized", num_kept, len(layers))
+    return kept
+
+
+def quantized_copy(model: Llama) -> Llama:
+    """A copy of a model on kernels with linear layers of 4 bits, which proposes for the model.
+
+    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99."""
+
+    def quantized(layer: KernelLinear) -> KernelLinear:
+        form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gates and ups
+        if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
+            return layer
+        packed_NX = quantize(layer.plain_weight(torch.float32), form.bits)
+        return type(layer)(layer, layer.kernels, packed_NX, form)
+
+    factories: Factories = {
+        **dict.fromkeys((KernelLinear, KernelHead, KernelTiedHead, KernelPartialHead), quantized),
+        KernelLayers: lambda layers: KernelLayers(layers, layers.kernels),
+    }
+    return copy_with(model, factories)

@@ -1,0 +1,285 @@
+"""The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
+
+All kernels of a pass are row-invariant: the bits of a row depend neither on the other rows of the
+block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
+number of threads is one for the process.
+
+Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features,
+V vocab.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import RMSNorm
+
+from minitri.core.errors import shorten
+from minitri.core.log import log
+from minitri.core.settings import SamplingParams
+from minitri.devices.cpu.build import SOURCE, architecture, load_library
+from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
+from minitri.devices.cpu.tiles import Tiles
+
+MAX_HEAD_DIM = 1024
+LOADING = threading.Lock()
+"""All engines of a process have the same kernels, also if they are loaded at the same time."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
+BLOCK = 64
+"""Slots whose scores are computed at once: those of a cache in tiles are a multiple of it."""
+Slots = Tensor | Tiles
+
+
+class Kernels:
+    """The functions of a shared library."""
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        self.library = library
+        library.minitri_instructions.restype = ctypes.c_char_p
+        self.instructions = library.minitri_instructions().decode()
+        """The processor's, as far as the kernels use them."""
+        has_pairs = self.instructions.startswith("AVX-512 BF16")
+        self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
+        """By dtype, how many numbers a lane multiplies at once; see `empty_slots`."""
+        self.num_threads = num_threads
+        self.seconds: Tensor | None = None
+        """Two float64, for a profile: what linear layers and attention of passes take."""
+        self._one_at_a_time = threading.RLock()
+        os.register_at_fork(after_in_child=self._begin_in_child)
+
+    def _begin_in_child(self) -> None:
+        """Threads do not survive a fork: PyTorch would wait for them; a held lock stays held."""
+        self.num_threads = 1
+        self._one_at_a_time = threading.RLock()
+        torch.set_num_threads(1)
+
+    @contextlib.contextmanager
+    def decoding(self) -> Iterator[None]:
+        """One thread for PyTorch: its operations on a few rows gain nothing by more, and its
+        threads, which spin for a while when they are done, would be in the way of the kernels'."""
+        with self._one_at_a_time:
+            torch.set_num_threads(1)
+            try:
+                yield
+            finally:
+                torch.set_num_threads(self.num_threads)
+
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """All threads for PyTorch, in a thread that came up during a step, too."""
+        with self._one_at_a_time:
+            torch.set_num_threads(self.num_threads)
+            yield
+
+    def attend(
+        self,
+        q_BTHD: Tensor,
+        keys_BKSD: Slots,
+        values_BKSD: Slots,
+        prefix_lengths: list[int],
+        rule_TT: Tensor | None = None,
+        lengths_B: Tensor | None = None,  # noqa: ARG002 (the contract's)
+        *,
+        is_short: bool = False,
+    ) -> Tensor:
+        """See `Attend`; row-invariant, among blocks computed as short ones and among all others."""
+        B, T, H, D = q_BTHD.shape
+        K, S = keys_BKSD.shape[1:3]
+        slots = (keys_BKSD, values_BKSD)
+        require(
+            keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
+            q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
+            q_BTHD.stride(3) == keys_BKSD.stride()[3] == 1,
+            keys_BKSD.stride() == values_BKSD.stride() and len(prefix_lengths) == B,
+            min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
+            rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
+            self.can_read(slots),
+            tensors=(q_BTHD, *map(memory_of, slots), rule_TT),
+        )
+        out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
+        lengths = torch.tensor(prefix_lengths)
+        rule_TT = rule_TT.contiguous() if rule_TT is not None else None
+        arguments = struct_of(
+            *(q_BTHD, *map(memory_of, slots), out_BTHD, lengths, rule_TT),
+            *(B, T, H, K, D),
+            *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], isinstance(keys_BKSD, Tiles)),
+            self.num_threads,
+        )
+        self.call("attention", q_BTHD.dtype, is_short, arguments)
+        return out_BTHD
+
+    def can_read(self, slots: Sequence[Slots]) -> bool:
+        """Whether K and V lie alike, in tiles only of dtypes that allow it."""
+        in_tiles = [it for it in slots if isinstance(it, Tiles)]
+        return not in_tiles or (
+            len(in_tiles) == len(slots)
+            and in_tiles[0].pair == self.pairs[in_tiles[0].dtype]
+            and all(it.shape[-2] % BLOCK == 0 for it in in_tiles)
+        )
+
+    def linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        form: int = Form.PLAIN,
+        num_outputs: int | None = None,
+        *,
+        bias: Tensor | None = None,
+        is_wide: bool = False,
+    ) -> Tensor:
+        """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
+
+        `weight` is (N, E) in the dtype of x, or what `quantized.py` makes of it, with padded rows.
+        """
+        x = x.contiguous()
+        E = x.shape[-1]
+        N = num_outputs or len(weight)
+        is_plain = form == Form.PLAIN
+        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
+        require(
+            (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
+            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
+            is_plain or E % GROUP == 0,
+            tensors=(x, weight, bias),
+        )
+        out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
+        norm = residual = is_gated = eps = None
+        arguments = struct_of(
+            *(x, norm, weight, bias, residual, out),
+            *(x.numel() // E, E, N, N, is_gated, is_wide, self.num_threads, eps),
+        )
+        self.call("linear", x.dtype, form, arguments)
+        return out
+
+    def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
+        """x W^T + bias, (R, N), of many rows; each by float32 sums over E, in order."""
+        x_RE = x_RE.contiguous()
+        R, E = x_RE.shape
+        N = len(weight_NE)
+        require(
+            (weight_NE.dtype, *weight_NE.shape) == (x_RE.dtype, N, E),
+            weight_NE.is_contiguous() and R > 0,
+            bias_N is None or (bias_N.dtype, *bias_N.shape, *bias_N.stride()) == (x_RE.dtype, N, 1),
+            tensors=(x_RE, weight_NE, bias_N),
+        )
+        out_RN = x_RE.new_empty(R, N)
+        arguments = struct_of(x_RE, weight_NE, bias_N, out_RN, R, E, N, self.num_threads)
+        self.call("product", x_RE.dtype, arguments)
+        return out_RN
+
+    def dequantize(
+        self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """The matrix, (N, E), or some rows of it, computed in float32."""
+        N = len(packed_NX)
+        require(
+            (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, *packed_shape(N, E, form)),
+            packed_NX.is_contiguous() and E % GROUP == 0,
+            rows_R is None or (rows_R.dtype == torch.int64 and rows_R.is_contiguous()),
+            rows_R is None or all(0 <= row < N for row in rows_R.tolist()),
+            tensors=(packed_NX, rows_R),
+        )
+        out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
+        arguments = struct_of(packed_NX, rows_R, out_NE, len(out_NE), E, self.num_threads)
+        self.call("dequantize", dtype, form, arguments)
+        return out_NE
+
+    def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
+        B, T, H, D = x_BTHD.shape
+        require(
+            x_BTHD.stride()[2:] == (D, 1) and x_BTHD.stride(1) % D == D % 2 == 0,
+            B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1),
+            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in (cos, signed_sin)),
+            cos.is_contiguous() and signed_sin.is_contiguous(),
+            tensors=(x_BTHD, cos, signed_sin),
+        )
+        out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
+        sizes = (B * T, x_BTHD.stride(1) // D, H, D)
+        arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
+        self.call("rotate", x_BTHD.dtype, arguments)
+        return out_BTHD
+
+    def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
+        """`probs_from_logits` of float32 logits, but for the last bits."""
+        require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
+        logits_NV = logits_NV.contiguous()
+        probs_NV = torch.empty_like(logits_NV)
+        sizes = (*logits_NV.shape, params.top_k, self.num_threads)
+        arguments = struct_of(logits_NV, probs_NV, *sizes, *map(float, params.numbers))
+        self.call("filter", logits_NV.dtype, arguments)
+        return probs_NV
+
+    def call(self, kernel: str, dtype: torch.dtype, *arguments: bytes | int) -> None:
+        """Raises `MemoryError` or `RuntimeError` where the kernel has no result."""
+        code = getattr(self.library, f"minitri_{kernel}")(DTYPES[dtype], *arguments)
+        if code == 1:
+            raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
+        if code:
+            raise RuntimeError("the CPU kernels cannot start a thread; raise ulimit -u")
+
+
+class KernelNorm(RMSNorm):
+    """The norm before an LM head."""
+
+    def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
+        super().__init__(like.normalized_shape, like.eps)
+        self.weight = like.weight
+        self.kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        E = len(self.weight)
+        require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
+        self.kernels.call(
+            "norm", x.dtype, struct_of(x, self.weight, out, x.numel() // E, E, self.eps)
+        )
+        return out
+
+
+def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
+    """Raises `ValueError` unless all facts hold: a kernel would read or write somewhere else."""
+    given = [it for it in tensors if it is not None]
+    if not all(facts) or not all(it.is_cpu for it in given):
+        seen = "; ".join(f"{it.dtype} {tuple(it.shape)}, strides {it.stride()}" for it in given)
+        raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
+
+
+def memory_of(slots: Slots) -> Tensor:
+    """Where K or V lie."""
+    return slots.units if isinstance(slots, Tiles) else slots
+
+
+def struct_of(*fields: Tensor | float | None) -> bytes:
+    """A struct: addresses (the tensors must outlive it) and numbers, 8 bytes each."""
+    words = [it.data_ptr() if isinstance(it, Tensor) else it or 0 for it in fields]
+    return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
+
+
+def load_kernels() -> Kernels | None:
+    """The kernels, built for this machine if need be, with as many threads as PyTorch has now.
+
+    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off. Raises
+    `InputError` if it says what nobody knows."""
+    with LOADING:
+        return _load_once()
+
+
+@functools.cache
+def _load_once() -> Kernels | None:
+    if os.environ.get("MINITRI_KERNELS") == "off":
+        return None
+    architecture()
+    try:
+        return Kernels(load_library(SOURCE), torch.get_num_threads())
+    except OSError as error:
+        advice = "decoding takes twice as long; name a C++ compiler in CXX"
+        log.warning("no compiled CPU kernels (%s): %s", shorten(error), advice)
+        return None

@@ -1,0 +1,187 @@
+// Vectors of floats, as long as a register, and the number types that become such.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define HAS_AVX512 1
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define HAS_AVX2 1
+#endif
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+#include <immintrin.h>
+#endif
+#if defined(HAS_AVX512) && defined(__AVX512BF16__)
+#define HAS_BF16_PAIRS 1
+#endif
+
+namespace {
+
+#if defined(HAS_AVX512)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(HAS_AVX2)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__ARM_NEON)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+struct BFloat16 { uint16_t bits; };
+struct Float16 { uint16_t bits; };
+
+inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
+
+inline Vec load(const BFloat16* p) {
+#ifdef HAS_AVX2
+    return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
+#endif
+    return (Vec)(__builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits) << 16);
+}
+
+inline Vec load(const Float16* p) {
+#if defined(HAS_AVX512)
+    return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(HAS_AVX2)
+    return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
+#endif
+    Bits half = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits);
+    Vec scaled = (Vec)((half & 0x7fff) << 13) * 0x1p112f;  // the exponent of float32 has another bias
+    Bits infinite = (Bits)((half & 0x7c00) == 0x7c00) & 0x7f800000;
+    return (Vec)((Bits)scaled | infinite | ((half & 0x8000) << 16));
+}
+
+// The first n numbers, if there are so few, and zeros.
+template <class T>
+inline Vec some(const T* p, int64_t n) {
+    if (n >= LANES) return load(p);
+    T padded[LANES] = {};
+    std::copy(p, p + n, padded);
+    return load(padded);
+}
+// LANES bytes as integers, whose signs count or not: in two steps, which compilers know how to do.
+template <class Byte>
+inline Ints load_bytes(const uint8_t* p) {
+#ifdef HAS_AVX2
+    const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
+    return (Ints)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+#endif
+    typedef Byte Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
+    typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
+    return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Shorts), Ints);
+}
+inline Bits load_words(const uint8_t* p) { return *reinterpret_cast<const Bits*>(p); }
+inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline float widen(float x) { return x; }
+inline float widen(BFloat16 x) {
+    uint32_t bits = uint32_t(x.bits) << 16;
+    float wide;
+    std::memcpy(&wide, &bits, 4);
+    return wide;
+}
+inline float widen(Float16 x) {
+#if defined(HAS_AVX512) || defined(HAS_AVX2)
+    return _mm_cvtss_f32(_mm_cvtph_ps(_mm_cvtsi32_si128(x.bits)));
+#endif
+    Float16 all[LANES] = {x};
+    return load(all)[0];
+}
+
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, BFloat16* to) {  // to the nearest, ties to even
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    bool is_nan = x != x;
+    to->bits = is_nan ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+inline void narrow(float x, Float16* to) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    uint32_t sign = (bits >> 16) & 0x8000, rest = bits & 0x7fffffff;
+    if (rest >= 0x47800000) {  // at least 65536, infinite or NaN
+        to->bits = uint16_t(sign | (rest > 0x7f800000 ? 0x7e00 : 0x7c00));
+    } else if (rest < 0x38800000) {  // denormal: adding 0.5 shifts the fraction where it belongs
+        float shifted = std::fabs(x) + 0.5f;
+        std::memcpy(&bits, &shifted, 4);
+        to->bits = uint16_t(sign | (bits - 0x3f000000));
+    } else {
+        to->bits = uint16_t(sign | ((rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13));
+    }
+}
+
+inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
+
+// All lanes as one number, combined in the same order everywhere: halves, again and again.
+template <class Combine>
+inline float fold_lanes(Vec v, Combine&& combine) {
+    typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
+    float x[LANES];
+    store(x, v);
+    for (int width = LANES / 2; width >= 4; width /= 2) {
+        for (int i = 0; i < width; i += 4) {
+            Four* low = reinterpret_cast<Four*>(x + i);
+            *low = combine(*low, *reinterpret_cast<Four*>(x + i + width));
+        }
+    }
+    return combine(combine(x[0], x[2]), combine(x[1], x[3]));
+}
+
+inline float sum_lanes(Vec v) {
+#ifdef HAS_AVX512
+    return _mm512_reduce_add_ps((__m512)v);
+#endif
+    return fold_lanes(v, [](auto a, auto b) { return a + b; });
+}
+
+inline float max_lanes(Vec v) {
+#ifdef HAS_AVX512
+    return _mm512_reduce_max_ps((__m512)v);
+#endif
+    return fold_lanes(v, [](auto a, auto b) { return a > b ? a : b; });
+}
+
+inline bool any_above(Vec v, float limit) {
+#if defined(HAS_AVX512)
+    return _mm512_cmp_ps_mask((__m512)v, _mm512_set1_ps(limit), _CMP_GT_OQ) != 0;
+#elif defined(HAS_AVX2)
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)v, _mm256_set1_ps(limit), _CMP_GT_OQ)) != 0;
+#endif
+    return max_lanes(v) > limit;
+}
+
+// 2^x, with a relative error of 1e-7; exactly 0 below -126, so also for minus infinity.
+// NaN stays NaN: damaged weights must not pass for a text.
+inline Vec power_of_2(Vec x) {
+    Vec clamped = x < -126.0f ? splat(-126.0f) : x;
+    Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    Vec r = clamped - (shifted - 12582912.0f);  // from -0.5 to 0.5; polynomial of Cephes' exp2f
+    Vec e = splat(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
+    e = e * r + 9.618437357674640e-3f;
+    e = e * r + 5.550332471162809e-2f;
+    e = e * r + 2.402264791363012e-1f;
+    e = e * r + 6.931472028550421e-1f;
+    e = e * r + 1.0f;
+    Vec power = (Vec)(((Ints)shifted + 127) << 23);
+    return x < -126.0f ? Vec{} : e * power;
+}
+
+constexpr float LOG2_E = 1.44269504f;
+
+constexpr int BLOCK = 64;  // slots whose scores are computed at once
+constexpr int PANEL = 16;  // columns of a matrix that lie together in memory: see `devices/cpu/tiles.py`
+constexpr int GROUP = 32;  // quantized numbers that share an offset and, but for those of 6 bits, a scale
+
+}  // namespace

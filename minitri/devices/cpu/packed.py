@@ -1,0 +1,57 @@
+"""Linear layers repacked for a CPU without compiled kernels, for inference only.
+
+Decoding reads every weight once per token; oneDNN streams them up to twice as fast from its own
+blocked layout, for any number of rows.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from minitri.core.model.linear import Linear, TiedHead
+from minitri.core.model.replace import Factories
+
+
+class PackedLinear(Linear):
+    """y = x W^T + b with W in oneDNN's layout, from which nothing can be read back."""
+
+    def __init__(self, plain: Linear) -> None:
+        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
+        super().__init__(packed, plain.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        kernel = torch.ops.mkldnn._linear_pointwise.default
+        return kernel(x, self.weight, self.bias, "none", [], "")
+
+
+class PackedTiedHead(TiedHead):
+    """A tied head that multiplies with a packed copy of the embedding table."""
+
+    def __init__(self, plain: TiedHead) -> None:
+        super().__init__(plain.weight)
+        self.packed = PackedLinear(plain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.packed(x)
+
+
+PACKED: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
+
+
+def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of PyTorch on this CPU has the packed kernel for the dtype."""
+    kernels = torch.ops.mkldnn
+    if device.type != "cpu" or not hasattr(kernels, "_reorder_linear_weight"):
+        return False
+    if dtype == torch.bfloat16:
+        return kernels._is_mkldnn_bf16_supported()
+    if dtype == torch.float16:
+        return kernels._is_mkldnn_fp16_supported()
+    return dtype == torch.float32
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
+    for name, layer in list(model.named_modules()):
+        if pack := PACKED.get(type(layer)):
+            model.set_submodule(name, pack(layer))
+            del layer.weight

@@ -1,0 +1,103 @@
+"""Products of a matrix with many rows, as prompts have them: by PyTorch or by a kernel.
+
+Legend: R rows, E in_features, N out_features.
+"""
+
+import os
+import timeit
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, lru_cache, partial
+from pathlib import Path
+from statistics import median
+from tempfile import NamedTemporaryFile
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.core.errors import InputError
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.devices.cpu.build import SOURCE, built_library
+from minitri.devices.cpu.kernels import Kernels
+from minitri.devices.cpu.packed import can_pack
+
+TILE = 256
+"""Rows of a matrix product where their number decides the last bits."""
+FASTER = 1.25
+"""How many times as fast a kernel must be than PyTorch, which is better at shapes of any kind."""
+
+
+def multiply_rows(
+    kernels: Kernels, rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None
+) -> Tensor:
+    """x W^T + b, (R, N); the bits of a row depend on nothing but itself."""
+    if is_kernel_faster(kernels, weight_NE.dtype):
+        return kernels.product(rows_RE, weight_NE, bias_N)
+    R = len(rows_RE)
+    tile = product_tile(weight_NE.dtype, *weight_NE.shape, torch.get_num_threads())
+    tile = tile or max(R, LONGEST_BLOCK + 1)
+    if R % tile:
+        rows_RE = F.pad(rows_RE, (0, 0, 0, -R % tile))
+    multiply = torch.mm if bias_N is None else partial(torch.addmm, bias_N)
+    out_RN = rows_RE.new_empty(len(rows_RE), len(weight_NE))
+    for some, place in zip(rows_RE.split(tile), out_RN.split(tile), strict=True):
+        multiply(some, weight_NE.t(), out=place)
+    return out_RN[:R]
+
+
+@cache
+def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether `Kernels.product` is, on this machine.
+
+    It is measured when this is first asked, and kept in a file next to the compiled kernels: bits
+    depend neither on the day nor on the process. Where nothing can be kept the answer is no, but
+    for a dtype that oneDNN does not multiply on this processor: that is yes everywhere.
+    """
+    if dtype != torch.float32 and not can_pack(dtype, torch.device("cpu")):
+        return True
+    name = f"{str(dtype).removeprefix('torch.')}-{torch.__version__}-{kernels.num_threads}"
+    with suppress(OSError, InputError):
+        place = built_library(SOURCE).with_suffix(f".{name}")
+        if not place.exists():
+            publish(place, "kernel" if _measure(kernels, dtype) else "PyTorch")
+        return place.read_text("utf-8", "replace") == "kernel"
+    return False
+
+
+def publish(place: Path, text: str) -> None:
+    """Writes a file, whole, unless another process was first. Raises `OSError`."""
+    with NamedTemporaryFile("w", dir=place.parent) as unfinished:
+        unfinished.write(text)
+        unfinished.flush()
+        with suppress(FileExistsError):
+            os.link(unfinished.name, place)
+
+
+def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
+    """Whether the kernel takes a quarter less time than PyTorch, and more."""
+    seeded = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, 576, generator=seeded, dtype=dtype) for n in (TILE, 3 * TILE))
+    with kernels.reading():
+        own = _seconds(lambda: kernels.product(x, weight))
+        return _seconds(lambda: F.linear(x, weight)) > FASTER * own
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    """The median of some runs, after one that does not count."""
+    return median(timeit.repeat(work, number=1, repeat=8)[1:])
+
+
+@lru_cache
+def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
+    """Rows to multiply with a (N, E) matrix at a time, so that the bits of each depend on it alone.
+
+    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
+    another order than many; then K and V would depend on how a prompt was cut. It is tried out.
+    """
+    seeded = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
+    many = F.linear(x, weight)
+    few = (LONGEST_BLOCK + 1, TILE, 2 * TILE)
+    is_same = all(torch.equal(F.linear(x[:rows], weight), many[:rows]) for rows in few)
+    return None if is_same else TILE

@@ -1,0 +1,145 @@
+// From logits to the distributions that tokens are drawn from, as `core/decoding/sampling.py` says.
+
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <vector>
+#include "attention.h"
+
+namespace {
+
+typedef double Doubles __attribute__((vector_size(8 * LANES), aligned(8)));
+
+struct FilterArguments {
+    const float* logits;      // (N, V)
+    float* probs;             // (N, V)
+    int64_t N, V, top_k;      // top_k 0, or V: all
+    int64_t num_threads;
+    double temperature;       // 0: the likeliest token
+    double top_p, log_min_p;
+};
+
+struct Mass { double sum = 0; int64_t count = 0; };
+
+// Of n numbers, whole vectors, those that are at least `least`.
+inline Mass mass_from(const float* x, int64_t n, float least) {
+    Doubles sums{};
+    Ints counts{};
+    const float below = std::nextafter(least, 0.0f);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Vec v = load(x + i);
+        if (!any_above(v, below)) continue;
+        const Ints is_in = v >= least;
+        sums += __builtin_convertvector((Vec)((Ints)v & is_in), Doubles);
+        counts -= is_in;
+    }
+    Mass mass;
+    for (int i = 0; i < LANES; ++i) {
+        mass.sum += sums[i];
+        mass.count += counts[i];
+    }
+    return mass;
+}
+
+// The last of the largest numbers that are enough; n positive ones or zeros, none above 1. What is
+// far below it is not put in order.
+template <class Enough>
+float cutoff(const float* x, int64_t n, Enough&& is_enough) {
+    constexpr float SMALLEST = 0x1p-126f;
+    static thread_local std::vector<float> some;
+    float least = 1.0f, above = 2.0f;
+    Mass before, mass = mass_from(x, n, least);
+    while (!is_enough(mass) && least > SMALLEST) {
+        before = mass;
+        above = least;
+        least = std::max(least / 4, SMALLEST);
+        mass = mass_from(x, n, least);
+    }
+    some.clear();
+    const float below = std::nextafter(least, 0.0f);
+    for (int64_t i = 0; i < n; i += LANES) {
+        if (!any_above(load(x + i), below)) continue;
+        std::copy_if(x + i, x + i + LANES, std::back_inserter(some),
+                     [&](float number) { return number >= least && number < above; });
+    }
+    std::make_heap(some.begin(), some.end());
+    for (auto end = some.end(); end > some.begin(); --end) {
+        before.sum += some.front();
+        before.count += 1;
+        if (is_enough(before)) return some.front();
+        std::pop_heap(some.begin(), end);
+    }
+    return least;
+}
+
+// The likeliest of n tokens, of equal ones the first.
+inline void keep_first_highest(float* x, int64_t n, float top) {
+    float* first = std::find(x, x + n, top);
+    std::fill(x, x + n, 0.0f);
+    *first = 1.0f;
+}
+
+// Keeps, of what each filter leaves, what the next one keeps.
+inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float top) {
+    const float temperature = float(a.temperature);
+    for (int64_t i = 0; i < n; i += LANES) {  // the best is 1
+        store(x + i, power_of_2((load(x + i) - top) / temperature * LOG2_E));
+    }
+    float least = 0.0f;
+    if (0 < a.top_k && a.top_k < a.V) least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });
+    if (a.top_p < 1) {
+        const double wanted = a.top_p * mass_from(x, n, least).sum;
+        least = std::max(least, cutoff(x, n, [&](const Mass& mass) { return mass.sum >= wanted; }));
+    }
+    least = std::max(least, power_of_2(splat(float(a.log_min_p) * LOG2_E))[0]);
+    const float total = float(mass_from(x, n, least).sum);
+    for (int64_t i = 0; i < n; i += LANES) {
+        const Vec v = load(x + i);
+        store(x + i, (Vec)((Ints)v & (v >= least)) / total);
+    }
+}
+
+// A row of logits, padded with minus infinity to n numbers, becomes a distribution; or NaN where one
+// of them is NaN or the highest is infinite.
+inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
+    Vec highest = splat(MINUS_INFINITY);
+    Ints are_nan{};
+    for (int64_t i = 0; i < n; i += LANES) {
+        highest = maximum(highest, load(x + i));
+        are_nan |= load(x + i) != load(x + i);
+    }
+    const float top = max_lanes(highest);
+    if (!std::isfinite(top) || sum_lanes(as_floats(are_nan)) != 0) std::fill(x, x + n, NAN);
+    else if (a.temperature == 0) keep_first_highest(x, n, top);
+    else keep_by_filters(a, x, n, top);
+}
+
+// A token by inverse CDF, with the bits of `core/decoding/sampling.py:sample`; all n that are possible are
+// given, rising, or they are the first n. Where nothing is, as of NaN, it is `last`.
+inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform, int64_t last) {
+    double total = 0, sum = 0;
+    for (int64_t i = 0; i < n; ++i) total += x[ids ? ids[i] : i];
+    const double target = uniform * total;
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t id = ids ? ids[i] : i;
+        sum += x[id];
+        if (sum > target) return id;
+    }
+    return last;
+}
+
+inline void filter(const FilterArguments& a) {
+    const int64_t padded = (a.V + LANES - 1) / LANES * LANES;
+    Pool::get().run(a.N, a.N * a.V, a.num_threads, [&](int64_t row) {
+        static thread_local Scratch<float> memory;
+        float* x = memory.get(padded);
+        std::copy(a.logits + row * a.V, a.logits + (row + 1) * a.V, x);
+        std::fill(x + a.V, x + padded, MINUS_INFINITY);
+        filter_row(a, x, padded);
+        std::copy(x, x + a.V, a.probs + row * a.V);
+    });
+}
+
+}  // namespace

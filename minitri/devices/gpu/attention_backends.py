@@ -1,0 +1,175 @@
+"""Attention on a GPU: backends for short blocks, which read row lengths on the device, so that a
+graph can hold them, and which of them a model uses.
+
+- `triton`: our own kernel, see `kernels/flash_decoding.py`;
+- `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
+  go to our own kernel;
+- `math`: plain formulas over all slots with a mask, where our kernel does not work.
+
+Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
+
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.log import log
+from minitri.core.model.attention import block_rule, row_by_row
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.devices.gpu.kernels import problem_with
+
+Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
+
+TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
+"""The largest error of outputs around 1 that rounding explains."""
+
+
+def attend_masked(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+) -> Tensor:
+    """The `math` backend: all slots, masked, in float32 or better."""
+    T, _, D = q_BTHD.shape[1:]
+    K, S = keys_BKSD.shape[1:3]
+    exact = torch.promote_types(q_BTHD.dtype, torch.float32)
+    # Slot s is in the block if 0 <= s - length < T. After it may be anything, even NaN.
+    offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
+    is_after_BS = offsets_BS >= T
+    rule_TBS = block_rule(T, rule_TT, q_BTHD.device)[:, offsets_BS.clamp(0, T - 1)]
+    sees_BTS = ((offsets_BS < 0) | ~is_after_BS & rule_TBS).transpose(0, 1)
+    k_BK1SD, v_BK1SD = (
+        slots.to(exact).masked_fill(is_after_BS[:, None, :, None], 0).unsqueeze(2)
+        for slots in (keys_BKSD, values_BKSD)
+    )
+    q_BKGTD = q_BTHD.transpose(1, 2).unflatten(1, (K, -1)).to(exact)
+    scores_BKGTS = q_BKGTD @ k_BK1SD.transpose(3, 4) / math.sqrt(D)
+    probs_BKGTS = scores_BKGTS.masked_fill(~sees_BTS[:, None, None], -math.inf).softmax(-1)
+    return (probs_BKGTS @ v_BK1SD).flatten(1, 2).transpose(1, 2).to(q_BTHD.dtype)
+
+
+def attend_flash(
+    kernel: Callable[..., Tensor],
+    attend_tree: Backend,
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+) -> Tensor:
+    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
+    if rule_TT is not None:
+        return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+    k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
+    ends_B = (lengths_B + q_BTHD.shape[1]).int()
+    return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
+
+
+def attend_fused(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
+) -> Tensor:
+    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    assert rule_TT is None
+    if min(prefix_lengths) < max(prefix_lengths):
+        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
+    from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
+
+    T, H = q_BTHD.shape[1:3]
+    K = keys_BKSD.shape[1]
+    end = prefix_lengths[0] + T
+    k_BKSD, v_BKSD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
+    if q_BTHD.dtype == torch.float32:
+        # Its only fused kernel knows no groups; plain formulas would hold all scores.
+        k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
+    attend = F.scaled_dot_product_attention
+    mask = causal_lower_right(T, end) if T > 1 else None
+    is_grouped = k_BKSD.shape[1] < H
+    q_BHTD = q_BTHD.transpose(1, 2)
+    return attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped).transpose(1, 2)
+
+
+@dataclass(frozen=True)
+class GpuAttention:
+    """The `Attend` of a model on a GPU: a backend for short blocks, `attend_fused` for others."""
+
+    backend: Backend = attend_masked
+    name: str = "math"
+
+    def __call__(
+        self,
+        q_BTHD: Tensor,
+        keys_BKSD: Tensor,
+        values_BKSD: Tensor,
+        prefix_lengths: list[int],
+        rule_TT: Tensor | None = None,
+        lengths_B: Tensor | None = None,
+    ) -> Tensor:
+        if lengths_B is None:
+            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
+        return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+
+
+def make_backend(name: str) -> Backend:
+    """A backend by its name. Raises whatever importing it does."""
+    if name == "math":
+        return attend_masked
+    from minitri.devices.gpu.kernels.flash_decoding import attend_short_block
+
+    if name == "triton":
+        return attend_short_block
+    from flash_attn import flash_attn_with_kvcache
+
+    return partial(attend_flash, flash_attn_with_kvcache, attend_short_block)
+
+
+def choose_attention(
+    device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
+) -> GpuAttention:
+    """The backend that is `wanted`; auto is our kernel, or, after a warning, the plain formulas.
+    Raises `InputError` if what is asked for does not work here."""
+    name = "triton" if wanted == "auto" else wanted
+    problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
+    if not problem:
+        return GpuAttention(make_backend(name), name)
+    if wanted == "auto":
+        log.warning("attention triton is not used on %s (%s); it is slow", device, problem)
+        return GpuAttention()
+    raise InputError(
+        f"attention={wanted} fails on {device} in {dtype} ({problem}); use attention=auto"
+    )
+
+
+def check_backend(
+    attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
+) -> None:
+    """Raises an error if a backend differs from plain formulas in float64, on long, short and
+    empty prefixes, of chains and of trees."""
+    lengths_B = torch.tensor([1900, 0, 700], device=device)
+    generator = torch.Generator().manual_seed(0)
+    for T in (1, 3, 9, LONGEST_BLOCK):
+        q, k, v = (
+            torch.randn(3, *shape, config.head_dim, generator=generator).to(device, dtype)
+            for shape in ((T, config.num_heads), *[(config.num_kv_heads, 2048)] * 2)
+        )
+        tree_TT = (torch.rand(T, T, generator=generator) < 0.3).tril().fill_diagonal_(True)
+        for rule_TT in (None, tree_TT.to(device)):
+            got = attend(q, k, v, lengths_B, rule_TT)
+            exact = attend_masked(q.double(), k.double(), v.double(), lengths_B, rule_TT)
+            torch.testing.assert_close(got.double(), exact, rtol=0, atol=TOLERANCES[dtype])

@@ -1,0 +1,97 @@
+"""The network on a GPU with what stands between its matrices compiled.
+
+Launches cost a microsecond or two each. `torch.compile` makes one kernel each of a residual
+addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
+sizes of 1: a few kernels serve all blocks and models.
+
+Legend: B batch, T tokens, E hidden size, X heads, D head dim.
+"""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from minitri.core.log import log
+from minitri.core.model.llama import Layer, Layers, Llama, Pass, gate
+from minitri.core.model.replace import replace_modules
+from minitri.core.model.rope import Rotary
+from minitri.devices.gpu.attention_backends import TOLERANCES
+from minitri.devices.gpu.kernels import problem_with
+
+
+def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x + change, and the RMSNorm of that."""
+    total = x + change
+    return total, F.rms_norm(total, weight_E.shape, weight_E, eps)
+
+
+def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """RoPE."""
+    return Rotary(cos, signed_sin).rotate(x_BTXD)
+
+
+@cache
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of these functions as a kernel, which is compiled when it is called."""
+    return torch.compile(function, dynamic=True)
+
+
+class FusedRotary(Rotary):
+    """A rotation by one kernel."""
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        return compiled(rotate)(x_BTHD, self.cos, self.signed_sin)
+
+
+class FusedLayers(Layers):
+    """All transformer blocks; each adds what the one before it has left to add."""
+
+    def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
+        shared = replace(shared, rotary=FusedRotary(shared.rotary.cos, shared.rotary.signed_sin))
+        add = compiled(add_norm)
+        change_BTE = torch.zeros_like(x_BTE)
+        for number, layer in enumerate(self):
+            assert isinstance(layer, Layer)
+            norm = layer.input_layernorm
+            x_BTE, normed_BTE = add(x_BTE, change_BTE, norm.weight, norm.eps)
+            mixed_BTE = layer.self_attn.forward(normed_BTE, number, shared)
+            norm = layer.post_attention_layernorm
+            x_BTE, normed_BTE = add(x_BTE, mixed_BTE, norm.weight, norm.eps)
+            gated = compiled(gate)(layer.mlp.gate_up_proj(normed_BTE))
+            change_BTE = layer.mlp.down_proj(gated)
+        return x_BTE + change_BTE
+
+
+def fuse_if_possible(model: Llama) -> Llama:
+    """The model on compiled kernels, where they work, on a GPU; else as it is. The environment
+    variable MINITRI_KERNELS=off stands for no kernels."""
+    if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
+        return model
+    if problem := problem_with(lambda: check_kernels(model)):
+        log.warning("compiled kernels are not used (%s); decoding is slower", problem)
+        return model
+    return replace_modules(model, {Layers: FusedLayers})
+
+
+@torch.inference_mode()
+def check_kernels(model: Llama) -> None:
+    """Raises an error if a kernel cannot be compiled, or differs from its plain function."""
+    tolerance = TOLERANCES[model.dtype]
+    generator = torch.Generator().manual_seed(0)
+    for T in (1, 3):
+        x_BTXD = torch.randn(1, T, 6, 64, generator=generator).to(model.device, model.dtype)
+        x_BTE = x_BTXD.flatten(2)
+        angles = x_BTXD[:, :, :1].float()
+        for function, *inputs in (
+            (add_norm, x_BTE, x_BTE.flip(2), x_BTE[0, 0].abs(), model.norm.eps),
+            (gate, x_BTE),
+            (rotate, x_BTXD, angles.cos(), angles.sin()),
+        ):
+            got, exact = compiled(function)(*inputs), function(*inputs)
+            torch.testing.assert_close(got, exact, rtol=tolerance, atol=tolerance)

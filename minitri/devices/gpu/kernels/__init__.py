@@ -1,0 +1,32 @@
+"""Kernels in Triton, the kernel compiler that comes with PyTorch for GPUs."""
+
+import os
+import warnings
+from collections.abc import Callable
+from functools import cache
+
+import torch
+
+from minitri.core.errors import shorten
+
+# That products and sums may be fused: Triton 3.9 warns unless it is told.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
+
+
+def problem_with(check: Callable[[], None]) -> str:
+    """Why a kernel cannot be used on this very device: what `check`, which compares it with its
+    oracle, raises; empty if nothing."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
+            check()
+    except Exception as failure:  # a compiler of kernels may raise anything
+        return shorten(failure, 80)
+    return ""
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few on a CPU, where kernels are interpreted."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count

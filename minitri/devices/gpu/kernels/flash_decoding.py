@@ -1,0 +1,159 @@
+"""Attention of a short block in one pass over K and V: the `triton` backend.
+
+Every byte of the KV cache should be read once, by all multiprocessors (FlashDecoding). The query
+heads of a KV head and the tokens of the block are the rows of one small tile. Prefix and block are
+cut in pieces, shares of the length on the device, each for a program of its own; a second kernel
+merges their results. It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same
+code runs on a CPU, which is how the tests check it.
+
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
+P pieces.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from minitri.devices.gpu.kernels import num_processors
+
+NUM_KEYS = 64
+"""Keys that a program reads at a time."""
+MAX_ROWS = 64
+"""Rows of queries per program; for further ones K and V are read again. See `tile_sizes`."""
+MAX_PIECES = 128
+"""Largest number of pieces of a prefix."""
+PROGRAMS_PER_PROCESSOR = 2
+"""Programs that a multiprocessor runs at once, given the shared memory of their prefetching."""
+
+RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
+"""Arguments that vary from call to call: Triton must not compile a kernel for each value."""
+
+
+@triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
+def attend_piece(  # type: ignore[no-untyped-def]
+    q, keys, values, lengths, rule, outs, lses, scale, T, G, num_kv_heads, num_pieces,
+    q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
+    HAS_RULE: tl.constexpr,
+) -> None:  # fmt: skip
+    """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
+
+    A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
+    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only.
+    """
+    tile = tl.program_id(0)
+    piece = tl.program_id(1)
+    head = tl.program_id(2).to(tl.int64)
+    b, k = head // num_kv_heads, head % num_kv_heads
+    length = tl.load(lengths + b).to(tl.int32)
+    end = length + T
+    share = tl.cdiv(tl.cdiv(end, NUM_KEYS), num_pieces) * NUM_KEYS
+    first = piece * share
+    last = tl.minimum(first + share, end)
+
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    dims = tl.arange(0, D)
+    t = rows % T
+    is_row = rows < G * T
+    from_q = q + b * q_b + t * q_t + (k * G + rows // T) * q_h
+    tile_RD = tl.load(from_q[:, None] + dims[None, :], mask=is_row[:, None], other=0.0)
+    most = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    out_RD = tl.zeros([ROWS, D], tl.float32)
+    for start in range(first, last, NUM_KEYS):
+        slots = start + tl.arange(0, NUM_KEYS)
+        places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
+        is_there = slots < last
+        keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
+        scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
+        if HAS_RULE:
+            is_block = (slots >= length) & is_there
+            from_rule = rule + t[:, None] * T + (slots - length)[None, :]
+            sees = tl.load(from_rule, mask=is_block[None, :], other=0) != 0
+            sees = sees | (slots < length)[None, :]
+        else:
+            sees = slots[None, :] <= length + t[:, None]
+        scores_RS = tl.where(sees, scores_RS, -float("inf"))
+        new_most = tl.maximum(most, tl.max(scores_RS, 1))
+        base = tl.where(new_most == -float("inf"), 0.0, new_most)  # -inf: no key was seen yet
+        probs_RS = tl.exp2(scores_RS - base[:, None])
+        decay = tl.exp2(most - base)
+        total = total * decay + tl.sum(probs_RS, 1)
+        values_SD = tl.load(values + places, mask=is_there[:, None], other=0.0)
+        probs_RS = probs_RS.to(values_SD.dtype)
+        out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
+        most = new_most
+    total = tl.maximum(total, 1.0)  # it is less where no key was seen, and 0
+    out_RD = out_RD / total[:, None]
+    lse = most + tl.log2(total)
+    place = (head * num_pieces + piece) * G * T + rows
+    tl.store(outs + place[:, None] * D + dims[None, :], out_RD, mask=is_row[:, None])
+    tl.store(lses + place, lse, mask=is_row)
+
+
+@triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
+def merge_pieces(  # type: ignore[no-untyped-def]
+    outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
+) -> None:
+    """Merges the pieces of one row of one KV head by their log-sum-exps."""
+    head = tl.program_id(0).to(tl.int64)
+    row = tl.program_id(1)
+    b, k = head // num_kv_heads, head % num_kv_heads
+    pieces = tl.arange(0, PIECES)
+    dims = tl.arange(0, D)
+    is_piece = pieces < num_pieces
+    places = (head * num_pieces + pieces) * G * T + row
+    lse = tl.load(lses + places, mask=is_piece, other=-float("inf"))
+    shares = tl.exp2(lse - tl.max(lse, 0))
+    from_outs = outs + places[:, None] * D + dims[None, :]
+    pieces_PD = tl.load(from_outs, mask=is_piece[:, None], other=0.0)
+    merged_D = tl.sum(pieces_PD * shares[:, None], 0) / tl.sum(shares, 0)
+    place = (b * T + row % T) * num_kv_heads * G + k * G + row // T
+    tl.store(out + place * D + dims, merged_D)
+
+
+def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
+    """The tile of a program for `num_rows` rows of queries. In float32 tiles are smaller, and warps
+    more, or registers would not do, nor shared memory on consumer cards (99 KiB). With 4 warps
+    rules, and 32 rows on sm_100, would spill, too."""
+    is_wide = dtype == torch.float32
+    most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
+    rows = min(most, max(16, triton.next_power_of_2(num_rows)))
+    keys = NUM_KEYS // 4 if is_wide else NUM_KEYS
+    warps = 8 if is_wide or has_rule or rows == 32 else 4
+    return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": warps}
+
+
+def attend_short_block(
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    lengths_B: Tensor,
+    rule_TT: Tensor | None = None,
+) -> Tensor:
+    """Attention (B, T, H, D) over prefix and block in one pass; causal without a rule."""
+    B, T, H, D = q_BTHD.shape
+    K = keys_BKSD.shape[1]
+    R = H // K * T
+    assert keys_BKSD.stride() == values_BKSD.stride()
+    has_rule = rule_TT is not None
+    rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
+    sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)
+    num_tiles = triton.cdiv(R, sizes["ROWS"])
+    wanted = PROGRAMS_PER_PROCESSOR * num_processors(q_BTHD.device) // (B * K * num_tiles)
+    P = min(MAX_PIECES, max(1, wanted))
+    outs = q_BTHD.new_empty(B, K, P, R, D, dtype=torch.float32)
+    lses = q_BTHD.new_empty(B, K, P, R, dtype=torch.float32)
+    out_BTHD = torch.empty_like(q_BTHD, memory_format=torch.contiguous_format)
+    scale = math.log2(math.e) / math.sqrt(D)
+    tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses)
+    counts = (T, H // K, K, P)
+    strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
+    with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
+        attend_piece[num_tiles, P, B * K](
+            *tensors, scale, *counts, *strides, D=D, HAS_RULE=has_rule, **sizes
+        )
+        merge_pieces[B * K, R](outs, lses, out_BTHD, *counts, PIECES=triton.next_power_of_2(P), D=D)
+    return out_BTHD

@@ -1,0 +1,106 @@
+"""A copy of a model in 4 or 8 bits, which proposes with the retrieval cache on a GPU.
+
+Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. Groups of
+`GROUP` weights of a row share a scale in float32; the last one may be filled up. Embedding table
+and norms are the model's own, the LM head has 8 bits. On a CPU the plain formula is the kernel.
+
+Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.core.errors import InputError, explain
+from minitri.core.model.linear import Linear, TiedHead
+from minitri.core.model.llama import Llama
+from minitri.core.model.replace import copy_with
+from minitri.core.roofline import GROUP
+from minitri.devices.gpu.kernels import problem_with
+
+TOLERANCE = 0.02
+"""Largest error of a kernel, as a share of the largest result: what bfloat16 explains."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""x W^T, (..., N), from x (..., E) and what `quantize` makes of W."""
+
+
+class QuantizedLinear(Linear):
+    """y = x W^T + b with W in 4 or 8 bits."""
+
+    def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
+        """Another layer's shape and bias, its weights rounded."""
+        parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
+        weights, scales = zip(*parts, strict=True)
+        super().__init__(nn.Parameter(torch.cat(weights), requires_grad=False), plain.bias)
+        self.multiply = multiply
+        self.scales = nn.Parameter(torch.cat(scales, 1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.multiply(x, self.weight, self.scales)
+        return y if self.bias is None else y + self.bias
+
+
+def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """A matrix in 4 or 8 bits, (N, X) int8, and the scale of each group, (G, N), by which its
+    largest number is met. A byte of 4 bits, each plus 8, has a weight of its group's first half
+    below one of the second half."""
+    limit = 1 << bits - 1
+    wide_NE = F.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
+    groups_NGQ = wide_NE.unflatten(1, (-1, GROUP))
+    least_NG, most_NG = groups_NGQ.aminmax(dim=2)
+    scales_NG = torch.where(most_NG > -least_NG, most_NG, least_NG) / -limit
+    safe_NG1 = scales_NG.where(scales_NG != 0, 1).unsqueeze(2)
+    quants_NGQ = (groups_NGQ / safe_NG1).round_().clamp_(-limit, limit - 1)
+    if bits == 4:
+        low, high = (quants_NGQ + 8).to(torch.uint8).chunk(2, dim=2)
+        quants_NGQ = (low | high << 4).view(torch.int8)
+    return quants_NGQ.to(torch.int8).flatten(1), scales_NG.T.contiguous()
+
+
+def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
+    """The matrix, (N, E), E filled up, in float32."""
+    bytes_NGX = weight_NX.unflatten(1, (len(scales_GN), -1))
+    if bytes_NGX.shape[2] < GROUP:
+        bytes_NGX = torch.cat((bytes_NGX & 15, bytes_NGX >> 4 & 15), 2) - 8
+    return (bytes_NGX * scales_GN.T.unsqueeze(2)).flatten(1)
+
+
+def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
+    """The plain formula: the oracle of the kernel."""
+    weight_NE = dequantize(weight_NX, scales_GN)[:, : x.shape[-1]]
+    return (x.float() @ weight_NE.T).to(x.dtype)
+
+
+def copy_in_few_bits(model: Llama, bits: int) -> Llama:
+    """A copy of a model with linear layers in 4 or 8 bits; it shares the rest. Raises `InputError`
+    if the kernel does not work on the device, or if there is no room."""
+    multiply = multiply_math
+    wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
+    if model.device.type == "cuda":
+        if problem := problem_with(partial(check_kernel, model, bits)):
+            raise InputError(f"{wanted} ({problem}); leave it out")
+        from minitri.devices.gpu.kernels.weights import multiply
+
+    def quantized(layer: Linear) -> QuantizedLinear:
+        is_head = layer.weight is model.lm_head.weight
+        return QuantizedLinear(layer, 8 if is_head else bits, multiply)
+
+    with explain(wanted, "leave it out"):  # no room
+        return copy_with(model, {Linear: quantized, TiedHead: quantized})
+
+
+def check_kernel(model: Llama, bits: int) -> None:
+    """Raises an error if the kernel differs from the plain formula, in 8 bits, too."""
+    from minitri.devices.gpu.kernels.weights import multiply
+
+    x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))
+    x = x.to(model.device, model.dtype)
+    for matrix in (quantize(x, bits), quantize(x, 8)):
+        exact = multiply_math(x, *matrix)
+        atol = TOLERANCE * float(exact.max())
+        for M in (3, 35):
+            torch.testing.assert_close(multiply(x[:M], *matrix), exact[:M], rtol=0, atol=atol)

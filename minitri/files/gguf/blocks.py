@@ -1,0 +1,107 @@
+"""Quantized matrices of a GGUF file, repacked as `devices/cpu/quantized.py` lays them out.
+
+A row is a chain of blocks. One of 32 weights holds their scale d, in Q4_1 and Q5_1 their offset m,
+both float16, in 5 bits the highest bit of each q, and the q: in less than 8 bits, 16 bytes whose
+low halves are the first 16 of them and whose high halves are the others. A weight is d (q - 8) in
+Q4_0, d (q - 16) in Q5_0, d q + m in Q4_1 and Q5_1, and d q in Q8_0. K-quants have blocks of 256. No
+number changes on the way: 8 d has the digits of d.
+
+Legend: N rows, G blocks of a row, X bytes of a block.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from minitri.devices.cpu.quantized import GROUP, Form, pack, rows_at_once
+
+if TYPE_CHECKING:
+    from minitri.files.gguf.container import StoredTensor
+
+FORMS = {"Q4_0": Form.Q4, "Q4_1": Form.Q4, "Q5_0": Form.Q5, "Q5_1": Form.Q5, "Q8_0": Form.Q8}
+FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
+"""Types that the kernels can read, and what they become."""
+
+
+def repack(stored: "StoredTensor", place_NX: Tensor, source_N: Tensor | None = None) -> None:
+    """Puts a matrix where the kernels are to read it, in order or the `source_N[n]`-th row n-th."""
+    kind = stored.type.name
+    blocks = _blocks(stored, 256 if FORMS[kind].is_nested else GROUP, source_N)
+    parts = place_NX.split(rows_at_once(stored.shape[1]))
+    for blocks_NGX, place in zip(blocks, parts, strict=True):
+        place.copy_(pack(FORMS[kind], *_numbers(kind, blocks_NGX)))
+
+
+def keeps_zeros(stored: "StoredTensor") -> bool:
+    """Whether what the kernels dequantize are the bits that the `gguf` package gives: in a matrix
+    but for Q4_0 and Q5_0, where zeros lose their signs, on which the weights' checksum depends."""
+    return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
+
+
+def _blocks(stored: "StoredTensor", num_weights: int, source_N: Tensor | None) -> Iterator[Tensor]:
+    """Blocks of so many weights, of some rows at a time."""
+    num_blocks = stored.shape[1] // num_weights
+    num_rows = rows_at_once(stored.shape[1])
+    for begin in range(0, stored.shape[0], num_rows):
+        some = slice(begin, begin + num_rows)
+        # The file is mapped for reading only.
+        rows = stored.data[some].copy() if source_N is None else stored.data[source_N[some].numpy()]
+        yield torch.from_numpy(rows).unflatten(1, (num_blocks, -1))
+        stored.release()
+
+
+def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
+    """Of blocks the q (N, G, 32) and the factors that `pack` wants."""
+    form = FORMS[kind]
+    if form == Form.Q6_K:
+        return _of_6_bits(blocks_NGX)
+    if form.is_nested:
+        return _with_minima(blocks_NGX)
+    sizes = [4 if kind.endswith("_1") else 2, 4 * (form == Form.Q5)]
+    sizes.append(blocks_NGX.shape[2] - sum(sizes))
+    halves, high, quants_NGQ = blocks_NGX.split(sizes, 2)
+    factors_NG = [*halves.contiguous().view(torch.float16).unbind(2)]
+    if form != Form.Q8:
+        quants_NGQ = torch.cat((quants_NGQ & 15, quants_NGQ >> 4), 2)
+        if len(factors_NG) == 1:
+            factors_NG.append(-(1 << form.bits - 1) * factors_NG[0])
+    if high.numel():
+        quants_NGQ = quants_NGQ | _spread(high, 1, -1).flatten(2) << 4
+    return [quants_NGQ, *factors_NG]
+
+
+def _spread(bytes_X: Tensor, num_bits: int, dim: int) -> Tensor:
+    """Parts of bytes, from their lowest bits on, along a new dimension."""
+    mask = (1 << num_bits) - 1
+    return torch.stack([bytes_X >> place & mask for place in range(0, 8, num_bits)], dim)
+
+
+def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
+    """Of Q4_K and Q5_K: bytes hold q of two successive groups, and the fifth bits of eight; scales
+    and minima, 8 of each, have four bits of the latter ones apart from two others."""
+    sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
+    unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
+    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
+    first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
+    scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
+    minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
+    quants = _spread(low.unflatten(2, (4, 32)), 4, 3).flatten(2, 3)
+    if high.numel():
+        quants |= _spread(high, 1, 2) << 4
+    return [quants.flatten(1, 2), *map(_halves, units), scales.flatten(1), minima.flatten(1)]
+
+
+def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
+    """Of Q6_K: in each half of a block bytes hold q of groups 0 and 2, 1 and 3, and the higher bits
+    of all four."""
+    low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
+    four = _spread(low.unflatten(2, (2, 2, 32)), 4, 3).flatten(3, 4)
+    others = _spread(high.unflatten(2, (2, 32)), 2, 3)
+    return [(four | others << 4).flatten(1, 3), _halves(units), scales.flatten(1)]
+
+
+def _halves(bytes_NGX: Tensor) -> Tensor:
+    """Float16 numbers (N, G) of two bytes each."""
+    return bytes_NGX.contiguous().view(torch.float16).flatten(1)

@@ -1,0 +1,107 @@
+"""A folder in the Hugging Face layout: JSON files, and weights in safetensors or .bin files.
+
+Code in a pickle is refused, never run. A file that is no regular file is not opened.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import tokenizers
+from safetensors import safe_open
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError, explain
+from minitri.files.hf_config import read_config
+from minitri.text.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Folder:
+    """A model in the Hugging Face layout, which is at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def config(self, name: str) -> ModelConfig:
+        """The model's shape. End-of-sequence tokens in generation_config.json win."""
+        settings = read_json(self.path / "config.json")
+        eos = self.generation_config.get("eos_token_id")
+        return read_config(settings if eos is None else settings | {"eos_token_id": eos}, name)
+
+    @property
+    def generation_config(self) -> dict[str, Any]:
+        """What its generation_config.json holds."""
+        return read_json(self.path / "generation_config.json")
+
+    @property
+    def tokenizer_config(self) -> dict[str, Any]:
+        """What its tokenizer_config.json holds; a chat template in a file of its own wins."""
+        found = read_json(self.path / "tokenizer_config.json")
+        template = self.path / "chat_template.jinja"
+        if template.is_file():
+            found["chat_template"] = template.read_text("utf-8")
+        return found
+
+    def tokenizer(self) -> Backend:
+        file, model = self.path / "tokenizer.json", self.path / "tokenizer.model"
+        if file.is_file():
+            pipeline = tokenizers.Tokenizer.from_file(str(file))
+            pipeline.no_truncation()
+            pipeline.no_padding()
+            return TokenizersBackend(pipeline)
+        if model.is_file():
+            return SentencePieceBackend(model.read_bytes())
+        raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
+
+    def tensors(self, *_: Any) -> "Iterator[tuple[str, Tensor]]":
+        """Every weight under its name, one at a time; a shard is closed before the next opens."""
+        for file in weight_files(self.path):
+            problem = f"{file} is damaged, or holds more than tensors, of which none was run"
+            with explain(problem, "get it again as safetensors"):
+                if file.suffix == ".safetensors":
+                    with safe_open(file, framework="pt") as shard:
+                        for name in shard.keys():  # noqa: SIM118 (not a dict)
+                            yield name, shard.get_tensor(name)
+                else:
+                    import torch  # not for those who only ask which files there are
+
+                    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+                        found = torch.load(file, map_location="cpu", weights_only=True)
+                    for name, tensor in found.items():
+                        yield str(name), tensor.detach()
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, an empty one if there is none. Raises `InputError`."""
+    if not path.exists():
+        return {}
+    with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
+        if not path.is_file():  # a pipe might never end
+            raise FileNotFoundError("there is no such regular file")
+        found = json.loads(path.read_text("utf-8"))
+        if not isinstance(found, dict):
+            raise TypeError(f"it holds a {type(found).__name__}, not an object")
+    return found
+
+
+def weight_files(path: Path) -> list[Path]:
+    """The shards of a checkpoint. Safetensors win over .bin where a folder has both."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        single, index = path / name, path / f"{name}.index.json"
+        if index.exists():
+            with explain(f"{index} does not list the shards in its folder"):
+                shards = sorted({path / name for name in read_json(index)["weight_map"].values()})
+                if missing := [shard.name for shard in shards if not shard.is_file()]:
+                    raise FileNotFoundError(f"there is no {missing}")
+                return shards
+        if single.is_file():
+            return [single]
+    raise InputError(
+        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
+        "their index"
+    )

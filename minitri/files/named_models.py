@@ -1,0 +1,81 @@
+"""The models that `--model` and `--draft` know by a short name: a row each of named_models.txt.
+
+A row holds what must be known before any file is read. Its shape serves `minitri plan` and
+`bench --load dummy`, which need no weights; a model that really runs has that of its config file.
+Of its repository the latest files are taken: who wants others says ORG/NAME@REVISION.
+"""
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError
+from minitri.core.fields import check_fields, one_of
+from minitri.core.settings import BACKENDS, DTYPES
+from minitri.files.hf_config import FAMILIES
+
+DEFAULT_MODEL = "smollm2-135m"
+
+
+@dataclass(frozen=True)
+class ModelChoice:
+    """Which model runs, and how: arguments of `minitri.load`. Raises `InputError`."""
+
+    model: str = DEFAULT_MODEL
+    """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
+    dtype: str = one_of("auto", "auto", *DTYPES)
+    """Of weights and KV cache. Default: what is fast here."""
+    attention: str = one_of("auto", "auto", *BACKENDS)
+    """Of short blocks on a GPU. Default: the first that works."""
+    weights: str = one_of("auto", "auto", "native")
+    """Native keeps the 4 to 8 bits of a GGUF file. Default: in --dtype, if memory suffices."""
+    draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
+    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
+    the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for
+    it alone (drafter)."""
+    device: str = "auto"
+    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
+    rope_scaling: str | None = None
+    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
+    draft: str = "auto"
+    """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
+    last words up in the text. Default: the one made for the model, else suffix."""
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+
+
+class NamedModel(NamedTuple):
+    """A repository on the Hugging Face hub, the default drafter, and the shape."""
+
+    repo: str
+    draft: str
+    shape: ModelConfig
+
+
+def _read(line: str) -> NamedModel:
+    name, repo, draft, context, kind, *numbers, tied = line.split()
+    sizes: list[Any] = [int(number) for number in (*numbers, context)]
+    settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
+    return NamedModel(repo, draft, ModelConfig(*sizes, **settings))
+
+
+_TABLE = Path(__file__).with_name("named_models.txt").read_text("utf-8").splitlines()
+MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
+
+
+def table() -> str:
+    """The named models in a table for people, without their shapes."""
+    width = _TABLE[0].index("kind")
+    return "\n".join(line[:width].rstrip() for line in _TABLE)
+
+
+def unknown_model(name: str) -> InputError:
+    """The error for a model that is neither a name, nor a path, nor a hub repository."""
+    near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
+    return InputError(
+        f"unknown model {name!r}; give a folder or file, a hub repository by its ORG/NAME, or a "
+        f"name of `minitri --list-models`, such as {near}"
+    )

@@ -1,0 +1,152 @@
+"""KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
+
+A safetensors file: `tokens`, `kv` (L, 2, K, T, D), and the checksum of these and of the manifest in
+its header: weights, config, dtype and RoPE. It is written under another name in the same folder,
+and takes the place of the old one when it is complete and on the disk. So of two who save at once
+one's whole file stays. Only its owner can read it. A symbolic link is followed.
+
+Legend: L layers, T tokens, K KV heads, D head dim.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+import zlib
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache, HeldRow
+from minitri.core.config import ModelConfig
+from minitri.core.errors import explain, shorten
+
+FORMAT = "minitri KV snapshot 3"
+DTYPES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What K and V of a text depend on besides the text."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    fingerprint: str  # of the weights
+    computed_by: str = ""  # the last bits alone; a file does not say it
+
+    @property
+    def manifest(self) -> dict[str, str]:
+        """The same in words, for the header of a file."""
+        # Not of the model's name, and of which tokens end a text.
+        shape = replace(self.config, name="", context_length=1, eos_token_ids=())
+        return {
+            "format": FORMAT,
+            "weights": self.fingerprint,
+            "dtype": DTYPES[self.dtype],
+            "rope": self.config.rope.describe(),
+            "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
+        }
+
+    def tensors(self, num_tokens: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
+        """Dtype and shape of all tensors of a file, in their order."""
+        config = self.config
+        kv = (config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim)
+        return {
+            "tokens": (torch.int32, torch.Size([num_tokens])),
+            "kv": (self.dtype, torch.Size(kv)),
+            "checksum": (torch.int64, torch.Size([1])),
+        }
+
+
+def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
+    """What a file of `write_snapshot` holds, and its note. Raises `InputError` unless it is whole,
+    and of this model, dtype and RoPE."""
+    model = origin.config.name
+    problem = f"there is no KV snapshot {shorten(name)} for {model}"
+    with explain(problem, "read the text again and save it again"):
+        if Path(name).is_dir():
+            raise ValueError("it is a folder")
+        with safe_open(name, "pt") as file:
+            facts = file.metadata() or {}
+            # Copies: the file may be overwritten while they are in use.
+            found = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+        for fact, value in origin.manifest.items():
+            if facts.get(fact) != value:
+                found_fact = shorten(facts.get(fact), 40)
+                raise ValueError(f"its {fact} is {found_fact}, {model} has {shorten(value, 40)}")
+        num_tokens = len(found.get("tokens", ()))
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
+        is_whole = shapes == origin.tensors(num_tokens)
+        if not is_whole or found["checksum"] != checksum(facts, found["tokens"], found["kv"]):
+            raise ValueError("it is damaged")
+    keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
+    full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
+    return HeldRow(full, 0, found["tokens"].tolist()), facts.get("note", "")
+
+
+def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
+    """Writes K and V of a source, and a note; returns how many tokens. Raises `InputError`."""
+    num_tokens = len(source.tokens)
+    facts = origin.manifest | {"note": note}
+    problem = f"cannot write {shorten(name)}"
+    with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
+        target = Path(name).resolve()
+        if target.exists() and not target.is_file():
+            raise ValueError("it is no regular file")
+        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
+        try:
+            with os.fdopen(number, "wb") as file:
+                file.write(header(facts, origin.tensors(num_tokens)))
+                total = checksum(facts)
+                pairs = itertools.chain.from_iterable(source.layers(num_tokens))
+                tokens = torch.tensor(source.tokens, dtype=torch.int32)
+                for values in itertools.chain([tokens], pairs):
+                    data = as_bytes(values)
+                    file.write(data)
+                    total = zlib.crc32(data, total)
+                file.write(total.to_bytes(8, "little"))
+                file.flush()
+                os.fsync(file.fileno())
+            Path(unfinished).replace(target)
+        finally:
+            Path(unfinished).unlink(missing_ok=True)
+        folder = os.open(target.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
+    return num_tokens
+
+
+def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
+    """That of a safetensors file: the length of a JSON object, and the object."""
+    entries: dict[str, object] = {"__metadata__": facts}
+    start = 0
+    for name, (dtype, shape) in tensors.items():
+        end = start + shape.numel() * dtype.itemsize
+        entries[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
+    """Of the manifest and the numbers of tensors."""
+    total = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    for tensor in tensors:
+        total = zlib.crc32(as_bytes(tensor), total)
+    return total
+
+
+def as_bytes(values: Tensor) -> memoryview:
+    """The numbers of a tensor as they stand in memory."""
+    return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,102 @@
+"""Chat templates: how a model wants a conversation written, in Jinja, as its files say.
+
+Another process renders them, within limits (`template_sandbox.py`). It starts in 0.1 s, and stays.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from minitri.core.errors import InputError, explain
+
+PROGRAM = Path(__file__).with_name("template_sandbox.py")
+MAX_SECONDS = 5.0  # of a processor, for a rendering
+MAX_BYTES = 1 << 29  # of memory, for a process
+ADVICE = "give a prompt of plain text, or correct the template"
+
+Message = Mapping[str, Any]
+"""`role` (system, user, assistant or tool) and `content`; of calls also what the template wants."""
+
+
+class ChatTemplate:
+    """A model's template, ready to render conversations, in several threads, too."""
+
+    def __init__(
+        self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
+    ) -> None:
+        """`special_tokens` are texts of `bos_token` and the like; with tools `tool_source` counts,
+        if there is one. Raises `InputError`."""
+        self._source = source
+        self.tool_source = tool_source or source
+        self._special_tokens = special_tokens
+        self._idle: list[subprocess.Popen[str]] = []
+        self._owner = os.getpid()
+        weakref.finalize(self, stop, self._idle)
+        with explain("the model's chat template is not valid", ADVICE):
+            self._ask(source, {})
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
+        """A conversation as text, up to where the next answer begins. Raises `InputError`. The role
+        developer is that of the system in a template that does not know it."""
+        source = self.tool_source if tools else self._source
+        if "developer" not in source:
+            messages = [
+                {**it, "role": "system"} if it.get("role") == "developer" else it for it in messages
+            ]
+        variables = {"messages": [*messages], "add_generation_prompt": True}
+        variables |= {"tools": [*tools] or None, "documents": None, **self._special_tokens}
+        with explain("the model's chat template fails", ADVICE):
+            return self._ask(source, variables)
+
+    def _ask(self, source: str, variables: Mapping[str, object]) -> str:
+        """What a process makes of a template. Raises `ValueError`."""
+        if self._owner != os.getpid():  # after a fork they are the other's
+            self._owner = os.getpid()
+            self._idle.clear()
+        try:
+            child = self._idle.pop()
+        except IndexError:  # it is the first, or others are busy
+            child = start()
+        line = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps([source, variables]), file=child.stdin, flush=True)
+            line = child.stdout.readline() if child.stdout else ""
+        if line and not self._idle:
+            self._idle.append(child)
+        else:
+            stop([child])
+        if not line:
+            raise ValueError(f"it takes more than {MAX_SECONDS:g} seconds, or too much memory")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
+
+
+def start() -> subprocess.Popen[str]:
+    """A process that renders templates. Raises `InputError` where nothing could limit it."""
+    if find_spec("resource") is None:
+        problem = "chat templates run within limits of a process, which this system does not have"
+        raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
+    return subprocess.Popen(
+        [sys.executable, "-P", str(PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,  # a Ctrl-C is not meant for it
+    )
+
+
+def stop(children: list[subprocess.Popen[str]]) -> None:
+    """Ends processes, but not those of the process that this one is a fork of."""
+    for child in children:
+        with suppress(OSError), child:
+            child.kill()

@@ -1,0 +1,49 @@
+"""What a whole output must be, as someone writes it; `text/matcher.py` compiles it."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from minitri.core.errors import check_unicode, explain
+from minitri.core.fields import brief, check_fields, one_of, refuse
+
+MAX_CHARACTERS = 1 << 20
+"""Of a grammar; a schema that people use has a tenth of that."""
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What the whole output must be: `Grammar("regex", "[0-9]+")`."""
+
+    __repr__ = brief
+    label = "the grammar's "
+    kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
+    """`json_object`: any object of JSON; `choice`: one of some texts."""
+    text: str = field(default="")
+    """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
+
+    def __str__(self) -> str:
+        return self.kind
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        check_unicode(self.text, f"the {self.kind}")
+        if len(self.text) > MAX_CHARACTERS:
+            refuse(self, "text", f"it must have at most {MAX_CHARACTERS} characters")
+        if (self.kind == "json_object") != (not self.text):
+            refuse(self, "text", f"it must be {'empty' if self.text else 'given'} for {self.kind}")
+        if self.kind == "json_schema":
+            _parsed(self.text, "the schema", "an object of JSON", dict | bool)
+        elif self.kind == "choice":
+            texts = _parsed(self.text, "the choice", "a list of texts", list)
+            if not texts or not all(isinstance(it, str) and it for it in texts):
+                refuse(self, "text", "it must be a JSON list of texts that are not empty")
+
+
+def _parsed(text: str, what: str, wanted: str, kind: Any) -> Any:
+    """What a text of JSON says. Raises `InputError` unless it is of this kind."""
+    with explain(f"{what} cannot be read", f"give {wanted}"):
+        value = json.loads(text)
+        if not isinstance(value, kind):
+            raise ValueError(f"it is {type(value).__name__}")
+    return value

@@ -1,0 +1,171 @@
+"""A grammar as masks: which tokens may come next.
+
+`llguidance` parses grammars and computes masks, over the exact bytes of our tokens. Compiled
+grammars are kept with their tokenizer; every row has a matcher of its own, which is advanced along
+guesses and rolled back with them.
+"""
+
+import json
+import re
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from minitri.core.config import ModelConfig
+from minitri.core.errors import InputError, explain, shorten
+from minitri.core.stats import num_common
+from minitri.text.grammar import Grammar
+from minitri.text.tokenizer import Tokenizer
+
+MAX_KEPT = 64
+"""Compiled grammars of a tokenizer."""
+
+
+class GrammarMatcher:
+    """Where a text stands in its grammar."""
+
+    def __init__(self, start: Any, config: ModelConfig) -> None:
+        """`start` is a matcher of the library that has read nothing."""
+        self._matcher = start
+        self._ends = [*config.eos_token_ids]
+        self._path: list[int] = []  # what the library has read after the certain tokens
+        self._is_over = False
+        self._forced: list[int] = []  # after the certain tokens, as it was found last
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by paths: each level asks again
+
+    def extend(self, tokens: list[int]) -> None:
+        """Adds tokens that are certain."""
+        self._is_over |= not self._read(tokens)
+        self._path = []
+        self._masks.clear()
+        is_as_forced = self._forced[: len(tokens)] == tokens
+        self._forced = self._forced[len(tokens) :] if is_as_forced else []
+
+    def forbidden(self, path: list[int]) -> Tensor | None:
+        """Which tokens (V,) may not follow the certain ones and these; None: it has given up."""
+        key = tuple(path)
+        if key not in self._masks:
+            self._masks[key] = self._mask(path)
+        return self._masks[key]
+
+    def forced(self, path: list[int]) -> list[int]:
+        """Text that must follow, as the tokenizer would cut it; it may be cut in other ways."""
+        if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
+            is_over = self._is_over or not self._read(path)
+            if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
+                return []
+            self._forced = [*path, *self._matcher.compute_ff_tokens()]  # of these bytes
+        return self._forced[len(path) :]
+
+    @property
+    def error(self) -> str:
+        """Why the library has given up, in one line."""
+        return error_of(self._matcher)
+
+    def _mask(self, path: list[int]) -> Tensor | None:
+        """End tokens follow a complete text, others of them, and guesses of probability 0."""
+        is_over = self._is_over or not self._read(path)
+        mask = bytearray(self._matcher.compute_logit_bias())
+        if self._matcher.is_error():
+            return None
+        is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
+        is_bad_V[self._ends] = not (is_over or self._matcher.is_accepting())
+        return is_bad_V
+
+    def _read(self, path: list[int]) -> bool:
+        """Reads this path, as far as the grammar allows it, in place of the one before. Returns
+        whether it allows all of it, with no end token."""
+        common = num_common(path, self._path)
+        self._matcher.rollback(len(self._path) - common)
+        words = [*takewhile(lambda token: token not in self._ends, path)]
+        count = common + self._matcher.try_consume_tokens(words[common:])
+        self._path = path[:count]
+        return count == len(path)
+
+
+class Pieces:
+    """Tokens as the library wants them where it cannot read the tokenizer itself."""
+
+    bos_token_id = None
+
+    def __init__(self, tokens: list[bytes], size: int, end_token: int) -> None:
+        self.tokens = [*tokens, *[b""] * (size - len(tokens))]
+        self.special_token_ids = [it for it, text in enumerate(self.tokens) if not text]
+        self.eos_token_id = end_token
+        self._ids = {text: it for it, text in enumerate(tokens) if text}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest tokens that it begins with, for guesses about text that is forced."""
+        ids = list[int]()
+        sizes = range(self._longest, 0, -1)
+        while size := next((it for it in sizes if text[:it] in self._ids), 0):
+            ids.append(self._ids[text[:size]])
+            text = text[size:]
+        return ids
+
+
+def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
+    """A matcher of the library that has read nothing. Raises `InputError`."""
+    ends = config.eos_token_ids
+    if not ends:
+        raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
+    kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
+    found = kept.get(grammar)
+    if found is None:  # and other threads may change what is kept meanwhile
+        with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
+            import llguidance
+
+            if None not in kept:  # the tokens themselves
+                size = max(config.vocab_size, tokenizer.num_tokens)
+                lexicon: Any = tokenizer.lexicon()
+                if not isinstance(lexicon, str):
+                    lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
+                kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
+        if len(kept) > MAX_KEPT:
+            kept.pop(next(it for it in [*kept] if it), None)
+        found = kept[grammar] = compile_grammar(grammar, kept[None])
+    return found.deep_copy()
+
+
+PLACE = re.compile(r"^line \d+, column \d+: ")
+"""In front of an error: where a user's own text says it."""
+NOT_FORCED = '%llguidance {"no_forcing": true}'
+"""Else, where the grammar leaves one text, masks would allow one way to cut it into tokens only."""
+
+
+def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
+    """A matcher over the tokens of a lexicon. Raises `InputError`."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    text = grammar.text
+    with explain(f"the {grammar.kind} cannot be used", "correct it"):
+        if grammar.kind == "choice":
+            spelled = (map("\\x{{{:x}}}".format, map(ord, it)) for it in json.loads(text))
+            text = "|".join(map("".join, spelled))
+        if grammar.kind in ("choice", "regex"):
+            made = json.loads(LLMatcher.grammar_from_regex(text))
+            text = made["grammars"][0]["lark_grammar"]
+        elif grammar.kind != "lark":
+            schema = json.dumps(json.loads(text or '{"type": "object"}'))
+            text = f"start: %json {schema}"
+        source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
+        matcher = LLMatcher(
+            lexicon, source, log_level=0, limits=LLParserLimits(verbose_errors=False)
+        )
+        if not matcher.is_error():
+            matcher.compute_logit_bias()
+        if matcher.is_error():
+            problem = error_of(matcher)
+            raise ValueError(problem if grammar.kind == "lark" else PLACE.sub("", problem, 1))
+    return matcher
+
+
+def error_of(matcher: Any) -> str:
+    """What a matcher of the library says of its error, in one line."""
+    text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
+    text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
+    text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)
+    return shorten(text.replace("failed to compile JSON schema: ", ""))

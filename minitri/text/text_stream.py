@@ -1,0 +1,89 @@
+"""Text as it grows, token by token: whole characters, and stop strings wherever borders fall."""
+
+import functools
+import os.path
+from collections.abc import Container, Sequence
+
+from minitri.text.tokenizer import Tokenizer
+
+
+class StopScanner:
+    """Lets text through until a stop string is complete; holds back what may be one's beginning."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._held = ""
+        self.found = False
+
+    def push(self, text: str) -> str:
+        """Takes in a piece; returns what may be shown. Sets `found` at the first stop string."""
+        if self.found:
+            return ""
+        text = self._held + text
+        starts = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = [(start + length, start) for start, length in starts if start >= 0]
+        if ends:
+            self.found = True
+            self._held = ""
+            return text[: min(ends)[1]]
+        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
+        self._held = text[cut:]
+        return text[:cut]
+
+    def flush(self) -> str:
+        """What was held back, once nothing can follow."""
+        held = self._held
+        self._held = ""
+        return held
+
+
+def overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that is a beginning of `stop`."""
+    return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+class IncrementalDecoder:
+    """The text of a growing token sequence, piece by piece.
+
+    A token reads by its neighbours: a leading space, a character of several tokens. So each step
+    decodes a short window twice, with and without the new tokens, and gives out the difference. A
+    window that ends in U+FFFD may end in half a character, and waits, but for no more than
+    `MAX_WAITING` tokens: each decodes the window again.
+    """
+
+    CONTEXT = 6
+    """Tokens of the prompt that the first new token is decoded after."""
+    MAX_WAITING = 16
+    """Four times the tokens that a character may have."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], shown: Container[int] = ()) -> None:
+        """`shown` are control tokens that the text has, as they are spelled."""
+        self._decode = functools.partial(tokenizer.decode, shown=shown)
+        self._ids = prompt[-self.CONTEXT :]
+        self._window = 0  # first token of the window
+        self._read = len(self._ids)  # first token whose text has not been given out
+        self._num_held = 0  # characters just before it that have not, either
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        self._ids.append(token)
+        text = self._decode(self._ids[self._window :])
+        num_broken = len(text) - len(text.rstrip("\ufffd"))
+        if num_broken and len(self._ids) - self._read < self.MAX_WAITING:
+            return ""
+        return self.flush(min(num_broken, 3))  # a character may go on after three bytes
+
+    def flush(self, num_held: int = 0) -> str:
+        """All text not given out yet but its last characters, whatever may follow; broken
+        characters as U+FFFD."""
+        known = self._decode(self._ids[self._window : self._read])
+        known = known[: len(known) - self._num_held]
+        text = self._decode(self._ids[self._window :])
+        if num_held:  # in the next window, or they would be lost
+            num_held = min(num_held, len(self._decode(self._ids[self._read :])))
+        text = text[: len(text) - num_held]
+        self._num_held = num_held
+        self._window = self._read
+        self._read = len(self._ids)
+        # Not just text[len(known):]: a prompt may end inside a character, then `known` in U+FFFD.
+        return text[len(os.path.commonprefix((known, text))) :]  # noqa: RUF071

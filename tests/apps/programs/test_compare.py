@@ -1,0 +1,105 @@
+"""The benchmark: every method after the same prompts, in turns, with figures that fit together."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from minitri.apps import bench
+from minitri.apps.bench import Run, conclusion, summarise, table
+from minitri.core.settings import METHODS
+from minitri.engine import Engine
+
+
+@pytest.fixture
+def run(folder, call):
+    """Runs the benchmark on the tiny model; gives the figures, which are all that it prints."""
+
+    def run(*flags: str) -> dict:
+        always = "--dtype float32 --device cpu --prompt-tokens 150 --new-tokens 24 --quiet --json"
+        sizes = "--budget 64 --num-recent-tokens 40"
+        done = call(bench.main, "--model", folder, *f"{always} {sizes}".split(), *flags)
+        assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
+        return done.json
+
+    return run
+
+
+@pytest.fixture
+def files(tmp_path, long_text) -> list[str]:
+    """Flags that name two texts with a common beginning."""
+    flags = []
+    for start in (900, 3000):
+        file = tmp_path / f"{start}.txt"
+        file.write_text(long_text[:300] + long_text[start : start + 1000], encoding="utf-8")
+        flags += ["--prompt-file", str(file)]
+    return flags
+
+
+def test_all_methods_take_turns_on_several_prompts_and_seeds(run, files):
+    rows = run("--compare", *files, "--temperature", "0.8")["contestants"]
+    assert set(rows) == set(METHODS)
+    lines = table(rows).splitlines()
+    assert [line.split()[0] for line in lines if not line.startswith(" ")] == list(rows)
+    assert len({len(line) for line in lines}) == 1
+    for row in rows.values():
+        for key in ("ms_per_token", "speedup", "prefill_seconds"):
+            assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
+        assert all(0 <= rate <= 1 for rate in row["acceptance"].values())
+    assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
+    assert rows["naive"]["same_tokens"] == []  # drawn independently
+
+
+def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
+    """Else a second prompt, or a second seed, would seem to take no time to read."""
+    runs, stream = [], Engine.stream
+    spy = lambda *args, **settings: runs.append(stream(*args, **settings)) or runs[-1]  # noqa: E731
+    monkeypatch.setattr(Engine, "stream", spy)
+    rows = run("--compare", *files, "--method", "retrieval")["contestants"]
+    read = [run.stats.num_prefilled_tokens for run in runs]
+    assert (read[5:], read[0]) == (read[:5], 150)
+    assert set(read[1:5]) == {1, 17}  # all but what a method must see again
+    own = min(run.stats.prefill_seconds for run in runs if run.stats.num_prefilled_tokens < 150)
+    assert all(row["prefill_seconds"]["min"] > own for row in rows.values())
+
+
+def test_trees_take_part_and_where_all_write_the_same_text_it_says_so(run, folder):
+    flags = "--compare --seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
+    rows = run(*flags.split(), "--draft", str(folder))["contestants"]
+    assert list(rows) == ["autoregressive", "naive", "naive:2x2"]
+    assert rows["naive:2x2"]["tokens_per_step"] > rows["autoregressive"]["tokens_per_step"] == 1
+    assert [row["same_tokens"] for row in rows.values()] == [[], [24, 24], [24, 24]]
+    assert [line.split()[-1] for line in table(rows).splitlines()[2:]] == ["24", "24"]
+    assert "tree 2x2" in str(rows["naive:2x2"]["steps_per_plan"])
+
+
+def test_speedups_are_taken_prompt_by_prompt():
+    """Of two prompts with two seeds, of which one is four times as slow for everybody."""
+    level = SimpleNamespace(name="target", num_accepted_tokens=60, num_tested_tokens=100)
+    stats = SimpleNamespace(levels=[level], steps_per_plan={"naive": 40})
+    result = summarise(
+        {
+            "autoregressive": [Run([], 1.0, ms, False) for ms in (10, 10, 40, 40)],
+            "naive": [Run([], 1.0, ms, False, stats) for ms in (5, 4, 20, 20)],
+            "peer": [Run([], ms / 20, ms, False) for ms in (20, 20, 160, 160)],
+        }
+    )
+    assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
+    assert result["naive"]["acceptance"] == {"target": 0.6}
+    assert result["naive"]["tokens_per_step"] == 2.5
+    assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
+    assert result["peer"]["prefill_seconds"]["max"] == 8
+    assert conclusion(result) == "naive is 2.00 (2.00 to 2.50) times as fast as autoregressive"
+    result["naive"]["speedup"]["min"] = 0.9
+    assert conclusion(result).startswith("nothing is always faster than autoregressive; naive is")
+
+
+def test_one_method_alone_claims_no_speedup_and_prints_no_json(folder, call):
+    flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
+    done = call(bench.main, *flags.split())
+    first, *_, row, _, last = done.out.splitlines()
+    assert first.endswith("; temperature 0; 2 seeds; prompts of 90 tokens, read cold")
+    assert last.startswith("naive decodes ")
+    assert "{" not in done.out
+    assert len(row.split()) == 8  # name, ms in four words, tokens a step, accepted, prefill
+    report = call(bench.main, *flags.split(), "--json").json
+    assert report["contestants"]["naive"]["speedup"] is None

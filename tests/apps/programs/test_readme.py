@@ -1,0 +1,167 @@
+"""Every command of README.md and its Python program: real weights, a whole novel, no network.
+
+`ADDED` has a line for each command: flags that make it short, or why only its flags are read.
+"""
+
+import importlib
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+import minitri
+from minitri.apps.cli.inputs import demo_text
+
+ROOT = Path(__file__).parents[3]
+README = (ROOT / "README.md").read_text("utf-8")
+LLAMA = "llama2-7b-128k"
+ADDED = {
+    'minitri "The sea was" -n 60': "",
+    "minitri chat --document novel.txt --fit": "--max-prompt-tokens 500 -n 8",
+    "minitri serve": "--port 0",
+    "minitri -n 200 --max-prompt-tokens 20000 --rope-scaling yarn:4 --temperature 0.6 --top-p 0.9 "
+    "< novel.txt": "-n 8 --max-prompt-tokens 8500",
+    'minitri "A ship, as JSON:" --json-object': "-n 8",
+    "minitri score novel.txt": "--max-prompt-tokens 300",
+    "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv novel.kv": "-n 8",
+    f"minitri --model {LLAMA} --prompt-file novel.txt --max-prompt-tokens 120000 --json "
+    "--logprobs 3": "",
+    "minitri chat": "",
+    "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 16 --num-samples 64",
+    "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1",
+    "minitri plan --gpu rtx4090": "",
+    "minitri list": "",
+    "python -m minitri chat": "",
+    "python -m tools.paper": "",
+    "python -m tools.tour": "--max-prompt-tokens 600 --max-new-tokens 8",
+    "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
+    "--max-new-tokens 8",
+}
+"""What is run, each with flags that come after its own."""
+OTHERS = ("torchrun ", "python -m tools.bench", "python -m pytest", "python3 -m venv", "pytest ")
+OTHERS += ("minitri audit ",)
+"""Beginnings of what needs two GPUs, other programs, a server, an index of packages, or is this
+suite: the flags of programs are read, the files of tests and the extras of pip are there."""
+
+
+def commands() -> list[str]:
+    """Shell lines of blocks, and what in a sentence or table begins like a command."""
+    blocks = re.findall(r"^```\n(.*?)^```$", README, re.M | re.S)
+    lines = [line.partition("  #")[0] for block in blocks for line in block.splitlines()]
+    text = re.sub(r"^```.*?^```$", "", README, flags=re.M | re.S)
+    lines += (" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text))
+    parts = [part.strip() for line in lines for part in line.split(" && ")]
+    start = r"(minitri [-\"a-z]|python3? -m |pytest |torchrun |pip install )"
+    found = [part for part in parts if re.match(start, part) and "/  " not in part]
+    return list(dict.fromkeys(found))
+
+
+def words_of(command: str) -> list[str]:
+    """Of the shell: a program's own, without a redirected standard input."""
+    return shlex.split(command.partition(" < ")[0].replace(" M", " smollm2-135m"))
+
+
+def test_every_command_is_run_or_known_to_need_more():
+    unknown = [it for it in commands() if it not in ADDED and not it.startswith(OTHERS)]
+    assert [it for it in unknown if not it.startswith("pip install")] == []
+    assert ADDED.keys() <= {*commands()}
+
+
+@pytest.mark.parametrize("command", [it for it in commands() if it not in ADDED])
+def test_what_is_not_run_names_flags_files_and_extras_that_are_there(command):
+    words = shlex.split(command)
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra in re.findall(r"\.\[([a-z,]+)\]", command):
+        assert {*extra.split(",")} <= extras["optional-dependencies"].keys()
+    for word in words:
+        assert not word.startswith("tests/") or (ROOT / word).exists()
+    if (named := re.search(r"-m (minitri\.generate|tools\.bench)", command)) is not None:
+        file = ROOT / named[1].replace(".", "/")
+        name = f"{named[1]}.__main__" if file.is_dir() else named[1]
+        importlib.import_module(name).build_parser().parse_args(words[words.index(named[1]) + 1 :])
+
+
+NOVEL = (demo_text() * 2)[:740_000]
+"""A text of a novel's length that every machine has."""
+
+
+@pytest.fixture(scope="module")
+def novel(tmp_path_factory) -> Path:
+    """A folder with a text as long as a novel, and the environment's search path."""
+    folder = tmp_path_factory.mktemp("readme")
+    for name in ("novel.txt", "persuasion.txt"):
+        (folder / name).write_text(NOVEL, "utf-8")
+    return folder
+
+
+def started(command: str, folder: Path, weights: Path, **streams) -> subprocess.Popen[str]:
+    """A command of `ADDED` in a folder, offline, with the weights where they are."""
+    python, module, *flags = words_of(command)[:1] * 2 + words_of(command)[1:]
+    if python == "python":
+        module, flags = flags[1], flags[2:]
+    places = {"HF_HUB_OFFLINE": "1", "MINITRI_WEIGHTS": str(weights.parents[1])}
+    places["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, sys.path)])
+    return subprocess.Popen(
+        [sys.executable, "-m", module, *flags, *ADDED[command].split()],
+        cwd=folder,
+        env={**os.environ, **places},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        **streams,
+    )
+
+
+@pytest.mark.slow
+def test_the_text_is_as_long_as_a_novel(real_weights):
+    engine = minitri.load("smollm2-135m")
+    assert len(engine.tokenizer.encode(NOVEL)) >= 115_861
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [it for it in ADDED if it != "minitri serve"])
+def test_a_command_does_what_it_says(command, novel, real_weights):
+    asks = "chat" in command
+    with (novel / "novel.txt").open() as text:
+        stdin = subprocess.PIPE if asks else text
+        process = started(command, novel, real_weights, stdin=stdin)
+        out, err = process.communicate("What is it about?\n" if asks else None)
+    if LLAMA in command:  # which is not at hand
+        assert (process.returncode, out, err.count("\n")) == (2, "", 1)
+        assert "HF_HUB_OFFLINE" in err
+        return
+    assert (process.returncode, err if process.returncode else "") == (0, "")
+    assert out.strip()
+    if "--save-kv" in command:
+        ADDED[later := command.replace("--save-kv", "--load-kv")] = "-n 8"
+        process = started(later, novel, real_weights, stdin=subprocess.DEVNULL)
+        again, err = process.communicate()
+        assert (process.returncode, again) == (0, out)
+        assert re.search(r" of it for \d{1,2} tokens of the prompt", err)
+
+
+@pytest.mark.slow
+def test_the_server_answers_at_the_address_that_it_prints(novel, real_weights):
+    process = started("minitri serve", novel, real_weights)
+    try:
+        while (found := re.search(r"at (http://\S+/v1):", process.stderr.readline())) is None:
+            assert process.poll() is None
+        with urllib.request.urlopen(f"{found[1]}/models") as answer:
+            assert json.load(answer)["data"][0]["id"] == "smollm2-135m"
+    finally:
+        process.terminate()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_the_program_runs_as_written(real_weights, capsys):
+    [program] = re.findall(r"^```python\n(.*?)^```$", README, re.M | re.S)
+    exec(program, {})
+    assert len(capsys.readouterr().out) > 100

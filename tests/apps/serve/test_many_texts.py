@@ -1,0 +1,207 @@
+"""Several answers to one prompt, several prompts, and scores of a prompt."""
+
+import statistics
+import threading
+
+import openai
+import pytest
+
+from minitri.core.settings import SpeculationConfig
+from tests.apps.serve.conftest import CONTEXT, serving
+from tests.apps.serve.test_answers import MESSAGES, PROMPT, complete, own_text
+from tests.conftest import SENTENCES
+
+LONG = " ".join(SENTENCES[:2] * 3)
+INDEPENDENT = SpeculationConfig("triforce", gamma1=2, gamma2=4)
+
+
+def by_index(chunks) -> list[str]:
+    """The texts of a stream."""
+    found: dict[int, str] = {}
+    for chunk in chunks:
+        for choice in chunk.choices:
+            found[choice.index] = found.get(choice.index, "") + choice.text
+    return [found[index] for index in range(len(found))]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num", [2, 8])
+def test_each_answer_is_what_its_seed_gives_alone(server, engine, temperature, num):
+    """Whole and in a stream; of eight only four run at a time."""
+    texts = [own_text(engine, seed=7 + i, temperature=temperature) for i in range(num)]
+    answer = complete(server, n=num, temperature=temperature)
+    assert [choice.text for choice in answer.choices] == texts
+    assert [choice.index for choice in answer.choices] == [*range(num)]
+    assert [choice.seed for choice in answer.choices] == [*range(7, 7 + num)]
+    assert by_index(complete(server, n=num, temperature=temperature, stream=True)) == texts
+
+
+def test_by_default_too_a_seed_gives_one_text_alone_and_among_others(engine):
+    """With independent random numbers and a fixed plan."""
+    with serving(engine, speculation=INDEPENDENT) as server:
+        alone = [complete(server, seed=7 + i).choices[0].text for i in range(4)]
+        together = [choice.text for choice in complete(server, n=4).choices]
+    assert alone == together
+    assert len({*alone}) == 4
+
+
+def test_a_prompt_is_read_once_for_all_its_answers(engine):
+    """Of the others only the last tokens, which select what is retrieved; usage counts it once."""
+    engine.release()
+    with serving(engine) as server:
+        stats = server.service.worker._run.stats
+        answer = complete(server, prompt=LONG, n=4)
+        size = len(engine.tokenizer.encode(LONG))
+        assert size - 1 <= stats.num_prefilled_tokens < 1.5 * size
+        usage = answer.usage
+        assert (usage.prompt_tokens, usage.completion_tokens) == (size, 4 * 24)
+        assert usage.prompt_tokens_details.cached_tokens == 0
+        *_, last = complete(
+            server, prompt=LONG, n=4, stream=True, stream_options={"include_usage": True}
+        )
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (size, 4 * 24)
+        assert last.usage.prompt_tokens_details.cached_tokens > size // 2
+
+
+def test_answers_of_one_key_take_nothing_from_a_prompt_of_another(engine, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("alice\nbob\n")
+    monkeypatch.chdir(tmp_path)
+    with serving(engine, num_rows=8, api_key_file="keys") as server:
+        fields = {"model": "tiny", "prompt": LONG, "max_tokens": 4, "n": 3, "seed": 3}
+        cached = []
+        for key in ("alice", "bob", "alice"):
+            answer = server.openai.copy(api_key=key).completions.create(**fields)
+            cached.append(answer.usage.prompt_tokens_details.cached_tokens)
+    assert cached[:2] == [0, 0] < [cached[2]] * 2
+
+
+def test_a_client_that_leaves_cancels_all_answers(engine):
+    gate, turns = threading.Event(), iter(range(3))
+    before = lambda: next(turns, None) is None and gate.wait(20)  # noqa: E731
+    fields = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True, "n": 3}
+    with serving(engine, before=before, num_rows=2) as server:
+        with server.raw(**fields) as reader:
+            assert reader.recv(12) == b"HTTP/1.1 200"
+            server.wait(lambda: server.service.num_open == 3)
+        server.wait(lambda: server.service.num_open == 0)
+        gate.set()
+        server.wait_until_free()
+        assert server.service.worker._run.stats.num_generated_tokens < 100
+        assert complete(server, max_tokens=2).choices[0].text == own_text(engine, num=2)
+
+
+def test_a_request_asks_for_no_more_texts_than_a_client_may_have(engine):
+    with serving(engine, num_rows=1, max_queue=3) as server:
+        assert len(complete(server, n=4, max_tokens=1).choices) == 4
+        for fields in ({"n": 5}, {"prompt": ["She"] * 5}, {"prompt": ["She"] * 3, "best_of": 2}):
+            with pytest.raises(openai.BadRequestError, match=r"texts, and 4 may run"):
+                complete(server, **fields)
+        assert server.service.num_open == 0
+
+
+def test_the_best_are_those_with_the_highest_mean_log_probability(server):
+    """By the target; of each prompt its own."""
+    prompts = [PROMPT, "The harbour"]
+    fields = {"prompt": prompts, "max_tokens": 12}
+    of_all = complete(server, n=4, logprobs=0, **fields).choices
+    best = complete(server, best_of=4, n=2, **fields)
+    for prompt in range(2):
+        means = {
+            choice.text: statistics.fmean(choice.logprobs.token_logprobs)
+            for choice in of_all[4 * prompt :][:4]
+        }
+        wanted = sorted(means, key=means.get, reverse=True)[:2]
+        assert [choice.text for choice in best.choices[2 * prompt :][:2]] == wanted
+    assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
+    assert all(choice.logprobs is None for choice in best.choices)
+    assert best.usage.completion_tokens == 2 * 4 * 12
+    assert len(complete(server, best_of=3, max_tokens=2).choices) == 1
+
+
+def test_prompts_of_a_list_have_their_answers_in_its_order(server, engine):
+    prompts = [PROMPT, engine.tokenizer.encode("The harbour wind"), "She"]
+    for given in (prompts, prompts[:1], [prompts[1]]):
+        answer = complete(server, prompt=given, n=2)
+        texts = [
+            own_text(engine, prompt, seed=7 + 2 * i + j)
+            for i, prompt in enumerate(given)
+            for j in range(2)
+        ]
+        assert [choice.text for choice in answer.choices] == texts
+        assert by_index(complete(server, prompt=given, n=2, stream=True)) == texts
+        sizes = [len(it if isinstance(it, list) else engine.tokenizer.encode(it)) for it in given]
+        assert answer.usage.prompt_tokens == sum(sizes)
+
+
+def test_an_echo_has_the_scores_of_the_prompt(server, engine):
+    """As `Engine.score` gives them; the first token has none."""
+    ids = engine.tokenizer.encode(LONG)
+    own = engine.score(ids).tolist()
+    complete(server, prompt=LONG)  # so that all of it is cached
+    for fields in ({"max_tokens": 0}, {"max_tokens": 3}, {"max_tokens": 3, "n": 2}):
+        answer = complete(server, prompt=ids, echo=True, logprobs=2, temperature=0, **fields)
+        for choice in answer.choices:
+            found = choice.logprobs
+            assert choice.text.startswith(LONG)
+            assert found.token_logprobs[0] is found.top_logprobs[0] is None
+            assert found.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=2e-5)
+            assert len(found.tokens) == len(ids) + fields["max_tokens"]
+            for name, logprob, top in zip(
+                found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True
+            ):
+                assert max(top.values()) >= logprob == top.get(name, logprob)
+            starts = [*zip(found.tokens, found.text_offset, strict=True)][: len(ids)]
+            assert all(choice.text.startswith(name, at) for name, at in starts)
+        assert answer.usage.completion_tokens == fields["max_tokens"] * len(answer.choices)
+        assert answer.usage.prompt_tokens == len(ids)
+
+
+def test_an_echo_without_scores_is_the_prompt_and_the_answer(server, engine):
+    assert complete(server, echo=True).choices[0].text == PROMPT + own_text(engine)
+    assert by_index(complete(server, echo=True, stream=True)) == [PROMPT + own_text(engine)]
+    only = complete(server, echo=True, max_tokens=0)
+    assert (only.choices[0].text, only.choices[0].finish_reason) == (PROMPT, "length")
+
+
+def test_scores_under_load_are_those_of_the_text_alone(engine):
+    """In pieces between the steps of others."""
+    ids = engine.tokenizer.encode(LONG * 2)[: CONTEXT - 10]
+    with serving(engine) as server:
+        with server.raw(prompt=PROMPT, max_tokens=380, ignore_eos=True, stream=True) as other:
+            assert other.recv(12) == b"HTTP/1.1 200"
+            found = complete(server, prompt=ids, echo=True, logprobs=0, max_tokens=0)
+    [choice] = found.choices
+    own = engine.score(ids).tolist()
+    assert choice.logprobs.token_logprobs[1:] == pytest.approx(own, abs=2e-5)
+
+
+def test_chats_have_several_answers_too(server, template, engine):
+    prompt = engine.tokenizer.encode_chat([MESSAGES[0], {"role": "user", "content": "Who is?"}])
+    fields = {"model": "tiny", "messages": MESSAGES, "seed": 5, "max_tokens": 16, "n": 3}
+    texts = [own_text(engine, prompt, seed=5 + i, num=16) for i in range(3)]
+    whole = server.openai.chat.completions.create(**fields)
+    assert [choice.message.content for choice in whole.choices] == texts
+    found = [""] * 3
+    for chunk in server.openai.chat.completions.create(**fields, stream=True):
+        [choice] = chunk.choices
+        found[choice.index] += choice.delta.content or ""
+    assert found == texts
+
+
+def test_seeds_of_64_bits_are_folded(server):
+    """A seed of 32 bits is itself; -1 is that of all bits."""
+    texts = {
+        seed: server.post(prompt=PROMPT, max_tokens=9, seed=seed).json()
+        for seed in (5, 5 << 32, (1 << 64) - 1, -1, (1 << 32) - 1)
+    }
+    assert [it["seed"] for it in texts.values()] == [5, 5, 0, 0, (1 << 32) - 1]
+    assert texts[5]["choices"][0]["text"] == texts[5 << 32]["choices"][0]["text"]
+    wrapped = server.post(prompt=PROMPT, max_tokens=1, seed=(1 << 32) - 1, n=2).json()["choices"]
+    assert [it["seed"] for it in wrapped] == [(1 << 32) - 1, 0]
+
+
+def test_chunks_before_the_counts_have_no_usage(server):
+    fields = {"prompt": PROMPT, "max_tokens": 3, "stream": True}
+    raw = server.post(**fields, stream_options={"include_usage": True}).text
+    assert raw.count('"usage": null') == raw.count("data: {") - 1
+    assert '"usage"' not in server.post(**fields).text

@@ -1,0 +1,143 @@
+"""The drafter's cache: sinks and recent tokens, rotated by slot."""
+
+import pytest
+import torch
+
+from minitri import InputError, SamplingParams, SpeculationConfig
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.runner import DraftRunner
+from minitri.core.settings import SLIDE
+from tests.cascades import Rig, fresh_read, random_prompt
+from tests.conftest import tiny_config, tiny_model
+from tests.exactness import probs_after
+
+SINKS, RECENT = 3, 12
+SIZES = {"num_sink_tokens": SINKS, "num_recent_tokens": RECENT}
+CONFIG = tiny_config(num_layers=1)
+"""One layer: K and V depend on a token alone, so a slid window equals one that was read afresh."""
+DEEP = tiny_config(num_layers=2)
+TEXT = random_prompt(CONFIG, 200)
+
+
+def new_runner(config=CONFIG, batch_size=1) -> DraftRunner:
+    speculation = SpeculationConfig("naive", gamma1=2, **SIZES)
+    # At temperature 1 distributions are the softmax of the logits.
+    model, sampling = tiny_model(config), SamplingParams(1.0)
+    where = {"dtype": model.dtype, "device": model.device}
+    cache = StreamingCache(config, model.rope, batch_size, speculation, **where)
+    return DraftRunner(model, cache, sampling, vocab_size=config.vocab_size)
+
+
+def distribution_of(runner, tokens) -> torch.Tensor:
+    """What the drafter's model says after these tokens and nothing else."""
+    return fresh_read(runner.model, tokens)[1][-1].softmax(-1)
+
+
+def windowed(tokens: list[int], num_slots: int) -> list[int]:
+    """The tokens that stand in the slots of a window: all, or sinks and the latest."""
+    first = SINKS if num_slots < len(tokens) else num_slots
+    return tokens[:first] + tokens[len(tokens) - num_slots + first :]
+
+
+def read_on(runner, tokens, start, end):
+    """Commits one token at a time; yields the length of the text and its distribution."""
+    for n in range(start, end):
+        probs_BNV = runner.next_probs([tokens[:n]], [True]).probs_BNV
+        yield n, probs_BNV[0, 0]
+        runner.prepare([tokens[: n + 1]], [True])
+
+
+def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
+    """In every layer, whatever slides have happened; before the first it reads as ever."""
+    runner, sinks = new_runner(DEEP), dict[str, torch.Tensor]()
+    for n, distribution in read_on(runner, TEXT, 1, 190):
+        window, length = runner.cache, runner.cache.lengths[0]
+        if n < SINKS + RECENT + SLIDE:
+            assert length == n
+            assert torch.allclose(distribution, distribution_of(runner, TEXT[:n]), atol=1e-5)
+        for name in ("raw_keys", "keys", "values") if n >= SINKS else ():
+            now = getattr(window, name)[..., :SINKS, :]
+            assert torch.equal(sinks.setdefault(name, now.clone()), now)
+        rotary = runner.model.rope.at(torch.arange(length).unsqueeze(0))
+        for raw_BKSD, keys_BKSD in zip(window.raw_keys, window.keys, strict=True):
+            wanted = rotary.rotate(raw_BKSD[:, :, :length].transpose(1, 2)).transpose(1, 2)
+            assert torch.allclose(keys_BKSD[:, :, :length], wanted, atol=1e-6)
+    assert runner.cache.lengths[0] < 190
+
+
+@pytest.mark.parametrize("start", [5, 47, 48, 150])
+@pytest.mark.parametrize("num_guesses", [1, 3])
+def test_what_is_cropped_leaves_no_trace(start, num_guesses):
+    """Guesses read, cropped and poisoned, before the right tokens."""
+    clean, guessing = new_runner(), new_runner()
+    wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
+
+    def read_both(first, last):
+        pairs = zip(
+            read_on(clean, TEXT, first, last), read_on(guessing, TEXT, first, last), strict=True
+        )
+        for (n, distribution), (_, guessed) in pairs:
+            assert torch.allclose(distribution, guessed, atol=1e-6), n
+
+    read_both(1, start)
+    probs_after(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
+    guessing.crop([start])
+    assert guessing.cache.num_tokens == [start]
+    for slots in (guessing.cache.raw_keys, guessing.cache.keys, guessing.cache.values):
+        slots[..., guessing.cache.lengths[0] :, :] = torch.nan
+    clean.next_probs([TEXT[:start]], [True])
+    for runner in (clean, guessing):
+        runner.prepare([TEXT[: start + 1]], [True])
+    assert guessing.cache.lengths == clean.cache.lengths
+    read_both(start + 1, 200)
+
+
+@pytest.mark.parametrize(
+    "length", [1, SINKS, SINKS + 1, SINKS + RECENT, SINKS + RECENT + 1, 17, 200]
+)
+def test_a_prompt_costs_one_pass_over_the_window(length):
+    """Exact in a deep model too: all of the window is read at once."""
+    runner, prompt = new_runner(DEEP), TEXT[:length]
+    runner.prepare([prompt], [True])
+    num_slots = min(length, SINKS + RECENT + 1)
+    distribution = runner.next_probs([prompt], [True]).probs_BNV[0, 0]
+    wanted = distribution_of(runner, windowed(prompt, num_slots))
+    assert torch.allclose(distribution, wanted, atol=1e-5)
+    assert (runner.cache.lengths, runner.cache.num_tokens) == ([num_slots], [length])
+
+
+def test_a_row_that_is_far_back_is_started_over():
+    """Whatever stood in it: here another text, of which the first tokens are the same."""
+    runner, fresh = new_runner(DEEP), new_runner(DEEP)
+    text = TEXT[:10] + random_prompt(DEEP, 150, seed=5)
+    for _ in read_on(runner, TEXT[:11], 1, 10):
+        pass
+    for each in (runner, fresh):
+        each.prepare([text], [True])
+        assert each.cache.num_tokens == [159]
+    ours, theirs = (each.next_probs([text], [True]).probs_BNV for each in (runner, fresh))
+    assert torch.equal(ours, theirs)
+
+
+def test_ragged_rows_slide_on_their_own():
+    """Rows in one batch give the distributions of a fresh pass over the window of each."""
+    starts, runner, slides = [5, 12, 160], new_runner(batch_size=3), []
+    texts = [random_prompt(CONFIG, 260, seed=n) for n in starts]
+    for i in range(75):
+        rows = [text[: n + i] for text, n in zip(texts, starts, strict=True)]
+        before = list(runner.cache.lengths)
+        runner.prepare(rows, [True] * 3)
+        slides += [b for b in range(3) if runner.cache.lengths[b] < before[b]]
+        probs_BNV = runner.next_probs(rows, [True] * 3).probs_BNV
+        for b, row in enumerate(rows):
+            wanted = distribution_of(runner, windowed(row, runner.cache.lengths[b]))
+            assert torch.allclose(probs_BNV[b, 0], wanted, atol=1e-5), (i, b)
+    assert slides == [2, 1, 0, 2, 1]  # one after the other
+
+
+def test_a_window_that_the_drafter_cannot_hold_is_refused():
+    target, prompts = tiny_model(tiny_config()), [random_prompt(tiny_config(), 40)]
+    settings = {"method": "naive", "gamma1": 2, "num_recent_tokens": 60, "num_sink_tokens": 4}
+    with pytest.raises(InputError, match="101 tokens but its window needs 102 .*num_recent_tokens"):
+        Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
+    Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)

@@ -1,0 +1,75 @@
+"""Block verification; its distribution is enumerated in `test_enumeration.py`."""
+
+import itertools
+
+import pytest
+import torch
+
+from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
+from tests.exactness import PROMPT, Table, outcomes, outcomes_of_block
+
+
+def test_a_block_accepts_at_least_as_much_after_every_start():
+    """Whatever the guesses; over all it is strictly more."""
+    target = Table(3, 0)
+    draft, total = Table(3, 2, near=target), [0.0, 0.0]
+    for tokens in itertools.product(range(3), repeat=3):
+        prefixes = [(*PROMPT, *tokens[:i]) for i in range(4)]
+        q_NV = torch.stack([draft.row(prefix) for prefix in prefixes[:3]])
+        share = float(q_NV[range(3), tokens].prod())
+        if share == 0:
+            continue
+        p_BNV = torch.stack([target.row(prefix) for prefix in prefixes]).unsqueeze(0)
+        proposal = Proposal.of([[*tokens]], q_NV.unsqueeze(0), [["draft"] * 3])
+        ways = (verify, outcomes), (verify_block, outcomes_of_block)
+        for number, (rule, textbook) in enumerate(ways):
+            for weight, numbers in textbook(proposal, p_BNV, 0):
+                uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
+                [found] = decide(rule, proposal, p_BNV, uniforms_BN)
+                total[number] += share * weight * (len(found) - 1)
+    assert total[1] > total[0] + 0.01
+
+
+def random_case(counts, seed):
+    """Filtered distributions and guesses sampled from q."""
+    generator, B, N = torch.Generator().manual_seed(seed), len(counts), max(counts)
+    noise = torch.randn(2, B, N + 1, 12, generator=generator)
+    p_BNV, q_BNV = (scores.where(scores > -0.5, -torch.inf).softmax(-1) for scores in noise)
+    q_BNV = (p_BNV / 2 + q_BNV / 2)[:, :N]
+    tokens = torch.multinomial(q_BNV.flatten(0, 1), 1, generator=generator).view(B, N).tolist()
+    tokens = [row[:n] for row, n in zip(tokens, counts, strict=True)]
+    uniforms_BN = torch.rand(B, N + 1, dtype=torch.float64, generator=generator)
+    return Proposal.of(tokens, q_BNV, tokens), p_BNV, uniforms_BN
+
+
+@pytest.mark.parametrize("edge", [0.0, None, 1 - 2**-53])
+def test_no_token_of_probability_zero_is_emitted(edge):
+    for seed in range(100):
+        proposal, p_BNV, uniforms_BN = random_case([4] * 8, seed)
+        if edge is not None:
+            uniforms_BN.fill_(edge)
+        for b, tokens in enumerate(decide(verify_block, proposal, p_BNV, uniforms_BN)):
+            assert all(p_BNV[b, i, token] > 0 for i, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("padding", [torch.nan, 0.1])
+def test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it(padding):
+    counts = [4, 0, 2, 1, 3]
+    for seed in range(20):
+        proposal, p_BNV, uniforms_BN = random_case(counts, seed)
+        for b, n in enumerate(counts):
+            proposal.probs_BNV[b, n:] = padding
+        together = decide(verify_block, proposal, p_BNV, uniforms_BN)
+        for b, n in enumerate(counts):
+            own = Proposal.of(proposal.tokens[b : b + 1], proposal.probs_BNV[b : b + 1, :n], [[]])
+            numbers = torch.cat((uniforms_BN[b : b + 1, :n], uniforms_BN[b : b + 1, -1:]), 1)
+            assert decide(verify_block, own, p_BNV[b : b + 1, : n + 1], numbers) == [together[b]]
+
+
+def test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p():
+    p_BNV = torch.full((1, 4, 4), 0.25)
+    proposal = Proposal.of([[2, 0, 1]], p_BNV[:, :3], [["draft"] * 3])
+    numbers = torch.tensor([[1 - 2**-53] * 3 + [0.6]], dtype=torch.float64)
+    assert decide(verify_block, proposal, p_BNV, numbers) == [[2, 0, 1, 2]]
+    numbers[0, :3] = 1.0  # by force
+    assert decide(verify_block, proposal, p_BNV, numbers) == [[2]]

@@ -1,0 +1,122 @@
+"""Logits that are not finite end a run, or in one that stays open their row, with one line that
+names the models."""
+
+import pytest
+import torch
+
+from minitri import GenerationConfig, InputError, Request, SpeculationConfig
+from minitri.core import stack
+from minitri.core.errors import FaultError
+from tests.cascades import WARM, ends_of, settings_of, tiny_engine
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize(
+    ("method", "tree", "damaged"),
+    [
+        ("autoregressive", "", "model"),
+        ("retrieval", "", "model"),
+        ("triforce", "", "model"),
+        ("retrieval", "4", "model"),
+        ("naive", "", "draft"),
+        ("triforce", "", "draft"),
+        ("naive", "4", "draft"),
+    ],
+)
+def test_a_damaged_model_stops_the_run_and_is_named(method, tree, damaged, coupled):
+    engine = tiny_engine()
+    model = engine.models.draft if damaged == "draft" else engine.model
+    model.norm.weight[-1] = torch.nan
+    object.__setattr__(model.config, "name", "the-damaged-one")
+    sizes = {"budget": 32, "num_recent_tokens": 20, "tree": tree, "coupled": coupled}
+    with pytest.raises(InputError, match="the-damaged-one .*computed logits") as error:
+        engine.complete([5, 6, 7], **settings_of(method, sampling=WARM, **sizes))
+    assert "dtype=float32" in str(error.value)
+    assert " or " not in str(error.value).split(" computed")[0]
+
+
+SICK = 101
+"""A token that is not finite in a damaged model."""
+SIZES = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 4}
+
+
+def texts(run, prompts) -> dict[int, object]:
+    """What an open run gives for prompts at once: tokens, or what went wrong."""
+    generation = GenerationConfig(16, ignore_eos=True)
+    numbers = [run.submit(Request(prompt, 3, WARM, generation)) for prompt in prompts]
+    events = []
+    while len(ends_of(events)) < len(prompts):
+        events.append(next(run))
+    ends = {end.row: end.error or end.token_ids for end in ends_of(events)}
+    return [ends[number] for number in numbers]
+
+
+@pytest.mark.parametrize("coupled", [False, True])
+@pytest.mark.parametrize(
+    ("method", "tree", "damaged"),
+    [
+        ("autoregressive", "", "model"),
+        ("retrieval", "", "model"),
+        ("retrieval", "4", "model"),
+        ("naive", "", "draft"),
+        ("triforce", "", "draft"),
+        ("naive", "4", "draft"),
+    ],
+)
+def test_one_row_of_four_fails_alone_and_leaves_nothing(method, tree, damaged, coupled):
+    with tiny_engine() as engine:
+        sound = [[5, 6, 7], [8, *range(20, 50)], [9, 10]]
+        sick = [*range(60, 80), SICK, 11, 12]
+        speculation = SpeculationConfig(method, tree=tree, coupled=coupled, **SIZES)
+        with engine.open(batch_size=4, reserve=200, speculation=speculation) as run:
+            alone = [texts(run, [prompt])[0] for prompt in (*sound, sick)]
+        assert all(SICK not in text for text in alone[:3])
+        model = engine.models.draft if damaged == "draft" else engine.model
+        weight = model.embed_tokens[SICK].clone()
+        engine.release()
+        with engine.open(batch_size=4, reserve=200, speculation=speculation) as run:
+            model.embed_tokens[SICK] = torch.nan
+            for place in (0, 3, 2):
+                found = texts(run, [*sound[:place], sick, *sound[place:]])
+                error = found.pop(place)
+                assert isinstance(error, FaultError)
+                assert "computed logits that are not finite" in str(error)
+                assert found == alone[:3]
+            model.embed_tokens[SICK] = weight
+            assert texts(run, [sick]) == [alone[3]]
+
+
+def test_a_prompt_for_which_memory_is_short_fails_alone(monkeypatch):
+    """The others go on, and what had been read of it is kept."""
+    with (
+        tiny_engine() as engine,
+        engine.open(batch_size=2, reserve=200, prefill_chunk=16, method="autoregressive") as run,
+    ):
+        sound, large = [5, 6, 7], [*range(60, 160)]
+        alone = texts(run, [sound])
+        read_chunk = stack.read_chunk
+
+        def fail(model, prompt, full, b, *rest):
+            if full.lengths[b] > 40:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            return read_chunk(model, prompt, full, b, *rest)
+
+        with monkeypatch.context() as patching:
+            patching.setattr(stack, "read_chunk", fail)
+            text, error = texts(run, [sound, large])
+        assert [text] == alone
+        assert isinstance(error, FaultError)
+        assert "cpu has run out of memory" in str(error)
+        number = run.submit(Request(large, generation=GenerationConfig(1)))
+        ends = []
+        while not ends:
+            ends = ends_of([next(run)])
+        assert (ends[0].row, ends[0].error) == (number, None)
+        assert ends[0].row_stats.num_cached_tokens > 40
+
+
+def test_a_run_of_its_own_raises_what_one_row_has():
+    with tiny_engine() as engine:
+        engine.model.embed_tokens[SICK] = torch.nan
+        with pytest.raises(FaultError, match="not finite"):
+            engine.generate([[5, 6], [SICK, 7]], max_new_tokens=4).results()

@@ -1,0 +1,86 @@
+"""The output distribution of the real cascade, summed over every random number of every level."""
+
+import itertools
+
+import pytest
+import torch
+
+from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
+from minitri.core.settings import StepPlan
+from tests.exactness import BOTH, cells, largest_error, outcomes
+
+ROUNDING = 1e-12
+
+
+@pytest.mark.parametrize("gamma2", [1, 2])
+@pytest.mark.parametrize("gamma1", [1, 2])
+@pytest.mark.parametrize("V", [3, 4])
+def test_both_levels_together_give_the_target_distribution(V, gamma1, gamma2):
+    assert largest_error(V, gamma1, gamma2) < ROUNDING
+
+
+def test_nothing_leaks_from_one_step_into_the_next():
+    """What the stages remember of the first is just what the target let stand."""
+    assert largest_error(3, 1, 1, num_steps=2) < ROUNDING
+
+
+@pytest.mark.parametrize(("gamma1", "gamma2"), [(0, 2), (2, 0), (0, 0)])
+@pytest.mark.parametrize("seed", [10, 20])
+def test_fewer_stages_give_the_target_distribution_too(gamma1, gamma2, seed):
+    assert largest_error(4, gamma1, gamma2, seed=seed) < ROUNDING
+
+
+PLANS = StepPlan("autoregressive"), StepPlan("naive", 1), StepPlan("triforce", 1, 1)
+
+
+@pytest.mark.parametrize("plans", itertools.permutations(PLANS))
+def test_a_schedule_of_switches_gives_the_target_distribution(plans):
+    """The stages are stacked again before each of two steps."""
+    assert largest_error(3, 1, 1, num_steps=2, plans=plans) < ROUNDING
+
+
+@pytest.mark.parametrize("seed", [0, 10])
+@pytest.mark.parametrize(("V", "gamma1"), [(3, 1), (4, 2), (3, 4)])
+def test_a_block_gives_the_target_distribution(V, gamma1, seed):
+    assert largest_error(V, gamma1, 0, seed=seed, horizon=4, rule=verify_block) < ROUNDING
+
+
+@pytest.mark.parametrize(
+    ("V", "gamma1", "gamma2", "horizon"),
+    [(3, 1, 1, 3), (3, 2, 1, 4), (3, 2, 2, 5), (4, 2, 2, 3), (3, 3, 1, 4)],
+)
+def test_blocks_at_both_levels_give_the_target_distribution(V, gamma1, gamma2, horizon):
+    """Every token of the inner level follows the rows that are stated for it."""
+    assert largest_error(V, gamma1, gamma2, horizon=horizon, rule=verify_block) < ROUNDING
+
+
+@pytest.mark.slow
+def test_nothing_leaks_from_one_block_into_the_next():
+    assert largest_error(3, 3, 0, horizon=5, num_steps=2, rule=verify_block) < ROUNDING
+    assert largest_error(3, 1, 1, num_steps=2, rule=verify_block) < ROUNDING
+
+
+def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
+    """Disjoint supports, equal distributions, one-hot ones: the first emitted token follows p."""
+    rows = [[1.0, 0, 0], [0, 0, 1.0], [0.2, 0.3, 0.5], [0.5, 0.5, 0], [0, 0.1, 0.9]]
+    rows_V = torch.tensor(rows, dtype=torch.float64)
+    for p, q in itertools.product(rows_V, rows_V):
+        p_BNV, q_BNV = p.expand(1, 2, 3), q.view(1, 1, 3)
+        probs = torch.zeros(3, dtype=torch.float64)
+        for share, number in cells(q):
+            proposal = Proposal.of([[int((q.cumsum(0) <= number).sum())]], q_BNV, [["draft"]])
+            for weight, numbers in outcomes(proposal, p_BNV, 0, BOTH):
+                uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
+                [[first, *_]] = decide(verify, proposal, p_BNV, uniforms_BN)
+                probs[first] += share * weight
+        assert (probs - p).abs().max() < 1e-15
+
+
+def test_a_residual_that_vanishes_falls_back_to_p():
+    """In float32 u q(x) < p(x) may fail by rounding though p = q; then nothing is left of p - q."""
+    p = torch.full((1, 2, 4), 0.25)
+    proposal = Proposal.of([[2]], p[:, :1] + 1e-8, [["draft"]])
+    numbers = torch.tensor([[1.0, 0.6]], dtype=torch.float64)
+    assert decide(verify, proposal, p, numbers) == [[2]]
+    numbers[0, 0] = 0.999
+    assert decide(verify, proposal, p, numbers) == [[2, 2]]

@@ -1,0 +1,49 @@
+"""What a target that drafts for itself shows, and when choices may follow the clock."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.model.execution import Execution
+from minitri.core.offload.placement import MemoryShape
+from minitri.core.stack import may_use_clock
+from tests.cascades import settings_of, tiny_engine
+
+GREEDY = (SamplingParams(), False)
+COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
+
+
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED, (SamplingParams(1.0), False)])
+def test_a_target_that_drafts_for_itself_is_always_right(distribution):
+    """Every stage sees everything, so nothing may be rejected, at any temperature."""
+    sampling, coupled = distribution
+    target, prompts = tiny_engine(), [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
+    settings = {"budget": 128, "num_recent_tokens": 200, "gamma1": 3, "gamma2": 6}
+    how = settings_of("triforce", 40, sampling, coupled=coupled, **settings)
+    *_, end = Engine(target.model, target.tokenizer, target.model).generate(prompts, **how)
+    assert [level.acceptance_rate for level in end.stats.levels] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_row_invariant", "distribution", "timed", "may"),
+    [
+        (torch.float32, "cpu", False, GREEDY, False, True),
+        (torch.float32, "cpu", False, COUPLED, False, True),
+        (torch.float32, "cpu", True, (SamplingParams(0.8), False), False, False),
+        (torch.bfloat16, "cpu", False, GREEDY, False, False),
+        (torch.bfloat16, "cpu", True, GREEDY, False, True),
+        (torch.float32, "cuda", False, COUPLED, False, False),
+        (torch.bfloat16, "cuda", False, (SamplingParams(0.8), False), True, True),
+    ],
+)
+def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
+    dtype, device, is_row_invariant, distribution, timed, may
+):
+    sampling, coupled = distribution
+    speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
+    shape = MemoryShape((1,), sampling, GenerationConfig(4), speculation)
+    execution = Execution(is_row_invariant=is_row_invariant)
+    target = SimpleNamespace(dtype=dtype, device=torch.device(device), execution=execution)
+    assert may_use_clock(SimpleNamespace(target=target), shape) == may

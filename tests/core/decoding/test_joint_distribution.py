@@ -1,0 +1,82 @@
+"""The joint distribution of several tokens through the real session: greedy and coupled runs cannot
+see a wrong q.
+
+An adversarial drafter, a retrieval cache of a quarter of the prompt, and 20,000 seeds, or 5,000. A
+false alarm has odds of 1 in 100,000 per test, had the seeds been drawn again.
+"""
+
+import itertools
+
+import pytest
+
+from minitri import SamplingParams, SpeculationConfig
+from tests.cascades import trimmed_copy
+from tests.chi_square import (
+    FALSE_ALARM,
+    SMALL,
+    V,
+    costs_that_change,
+    count_texts,
+    exact_probs,
+    other_model,
+    p_value,
+    target_model,
+)
+
+NUM_SEEDS = 20_000
+FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)
+
+
+DRAFTERS = {
+    "half of the tokens": lambda target: other_model(V // 2),
+    "three times as many": lambda target: other_model(3 * V),
+    "trimmed head": lambda target: trimmed_copy(other_model(), [2, 0]),
+    "lookup": lambda target: None,
+}
+
+
+def cases() -> dict[str, tuple[SamplingParams, str, SpeculationConfig]]:
+    """By name: the filters, the drafter, and how it is used."""
+
+    def case(sampling, method, drafter="", gamma1=1, **settings):
+        settings = {"gamma1": gamma1, "gamma2": 2, **SMALL, **settings}
+        return sampling, drafter, SpeculationConfig(method, **settings)
+
+    methods = "autoregressive", "naive", "retrieval", "triforce", "auto"
+    found = {method: case(FILTERED, method) for method in methods}
+    for drafter, method in itertools.product(DRAFTERS, ("naive", "triforce", "auto")):
+        found[f"{drafter}, {method}"] = case(OTHERWISE, method, drafter, 2)
+    return found | {
+        "longer guesses": case(OTHERWISE, "triforce", gamma1=2),
+        "by token": case(OTHERWISE, "triforce", gamma1=2, verification="token"),
+        "coupled": case(OTHERWISE, "triforce", coupled=True),
+        "tree": case(FILTERED, "naive", gamma1=2, tree="4"),
+        "tree below": case(OTHERWISE, "triforce", gamma1=None, tree="2x2"),
+        "coupled tree": case(OTHERWISE, "naive", gamma1=None, tree="2x2", coupled=True),
+    }
+
+
+CASES = cases()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
+    sampling, drafter, speculation = CASES[case]
+    target = target_model()
+    draft = DRAFTERS[drafter](target) if drafter else other_model()
+    probs = exact_probs(target, sampling)
+    num_seeds = NUM_SEEDS if sampling == FILTERED else NUM_SEEDS // 4
+    monkeypatch.setattr("minitri.core.stack.prior_seconds", costs_that_change)
+    counts, runs = count_texts(target, draft, sampling, speculation, num_seeds)
+    found = p_value(counts, probs)
+    print(f"\n  {case}: p-value {found:.3g} over {num_seeds} seeds")
+    # Speculation that is always right, or always wrong, shows little.
+    for stage in zip(*(run.stages for run in runs), strict=True):
+        accepted = sum(run.num_accepted_tokens for run in stage)
+        tested = sum(run.num_tested_tokens for run in stage)
+        assert not tested or accepted > 100
+        assert not tested or drafter or 0.1 < accepted / tested < 0.9
+    plans = {plan for run in runs for plan in run.steps_per_plan}
+    assert len(plans) == (4 if speculation.method == "auto" else 1)
+    assert found > FALSE_ALARM

@@ -1,0 +1,67 @@
+"""Noise tied to seed and position: fine enough, never used twice, and of the right distribution."""
+
+import itertools
+
+import torch
+
+from minitri.core.decoding import noise
+from minitri.core.decoding.noise import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
+
+
+def test_gumbel_noise_is_of_fine_numbers_that_differ():
+    """Of 100,000 numbers of 24 bits about 300 would be there twice; of 52 bits none, but for one
+    seed in a million."""
+    keys = noise_keys(0, torch.arange(100))
+    uniforms = hashed_uniforms(keys.repeat_interleave(1000), torch.arange(1000).repeat(100))
+    assert uniforms.dtype == torch.float64
+    assert len(uniforms.unique()) == 100_000
+    assert 0 < uniforms.min() < 1e-4
+    assert 1 - 1e-4 < uniforms.max() < 1
+    [least] = hashed_uniforms(torch.tensor([-noise._STEP]), torch.tensor([0])).tolist()
+    assert least == 2**-53  # of a hash of 0: never 0 itself, whose logarithm is infinite
+
+
+def test_the_hash_is_splitmix64():
+    """The published outputs for the seeds 1234567 and 0: the text of a seed may not change."""
+    published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    states = 1234567 + torch.arange(3) * noise._STEP
+    assert [number % 2**64 for number in splitmix(states).tolist()] == published
+    first = splitmix(torch.tensor(0))
+    assert int(first) % 2**64 == 0xE220A8397B1DCDAF
+    assert noise_keys(0, torch.tensor(1)) == splitmix(first + 1)
+    uniforms = hashed_uniforms(torch.tensor([1234567] * 3), torch.arange(3)).tolist()
+    assert [int(number * 2**52) for number in uniforms] == [x >> 12 for x in published]
+
+
+def test_noise_everywhere_is_that_of_the_possible_tokens():
+    """As on a GPU, where what is possible is not asked."""
+    probs = torch.rand(3, 2, 50, generator=torch.Generator().manual_seed(0)).float()
+    probs[probs < 0.5] = 0
+    keys = torch.arange(6).view(3, 2)
+    assert torch.equal(noise.dense_scores(probs, keys), noise.gumbel_scores(probs, keys))
+
+
+def test_no_seed_repeats_the_noise_of_another_at_another_position():
+    keys = torch.stack([noise_keys(seed, torch.arange(100)) for seed in range(100)])
+    assert len(keys.unique()) == 10_000
+
+
+def test_coupled_tokens_follow_the_distribution_at_every_position():
+    """Chi-square over 20,000 positions, 3 degrees of freedom, for a distribution without symmetry;
+    one false alarm in 10^6 seeds; the seed is fixed. Noise of the wrong sign gives 4,000."""
+    probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
+    keys = noise_keys(1, torch.arange(20_000))
+    tokens = gumbel_argmax(probs.expand(20_000, -1), keys)
+    expected = 20_000 * probs
+    assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 30.7
+
+
+def test_the_noise_of_a_place_is_unrelated_to_its_neighbours():
+    """Up to two apart; 6 standard errors are a false alarm of 1 in 10^8."""
+    tokens = torch.arange(20_000)
+    here = hashed_uniforms(noise_keys(5, torch.tensor(100)), tokens)
+    for seed, position, shift in itertools.product(range(3, 8), range(98, 103), range(-2, 3)):
+        if (seed, position, shift) != (5, 100, 0):
+            there = hashed_uniforms(noise_keys(seed, torch.tensor(position)), tokens + shift)
+            related = torch.corrcoef(torch.stack((here, there)))[0, 1]
+            assert float(related.abs()) < 6 / len(tokens) ** 0.5

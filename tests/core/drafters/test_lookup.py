@@ -1,0 +1,131 @@
+"""Lookup of the last words in the text: what it finds, how much of it it guesses, and learns."""
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from minitri.core.decoding.meter import Meter
+from minitri.core.drafters import lookup
+from minitri.core.drafters.lookup import LONGEST, GrowingText, LookupDrafter
+from minitri.core.settings import StepPlan
+from minitri.core.stats import Clock, LevelStats, Stats
+from tests.conftest import CPU
+from tests.exactness import ScheduledTuner
+
+V = 30
+WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), max_size=60)
+
+
+def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
+    meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]), Clock())
+    sizes = {"vocab_size": V, "device": CPU}
+    drafter = LookupDrafter(len(texts), LevelStats("draft"), meter, **sizes)
+    drafter.gamma = num_guesses
+    drafter.prepare([list(text) for text in texts], [True] * len(texts))
+    return drafter
+
+
+def found(text, in_flight=(), limit=5) -> tuple[int, list[int]]:
+    """In a text that grew in two pieces."""
+    growing, half = GrowingText(), len(text) // 2
+    for piece in (text[:half], text[half:]):
+        growing.extend(piece)
+    return growing.lookup([*text, *in_flight], limit)
+
+
+def brute_force(text: list[int], sequence: list[int], limit: int) -> tuple[int, list[int]]:
+    """The definition: every earlier place; then what follows it in the text as it is extended."""
+    best, end = 1, 0
+    for place in range(1, len(text) - 1):
+        length = 0
+        while length <= min(place, len(sequence) - 1, LONGEST - 1):
+            if text[place - length] != sequence[-1 - length]:
+                break
+            length += 1
+        if length > 1 and length >= best:
+            best, end = length, place + 1
+    if not end:
+        return 0, []
+    longer = list(sequence)
+    for i in range(limit):
+        longer.append(longer[end + i])
+    return best, longer[len(sequence) :]
+
+
+@given(WORDS, st.lists(st.integers(0, 2), max_size=5), st.integers(1, 9))
+@example([5, *range(1, 5), 10, 11, 12, 6, *range(1, 5), 20, 5, *range(1, 5)], [], 3)
+@example([*range(100, 160), 7, *range(100, 160)], [], 1)
+@example([6] * 500, [], 3)
+def test_the_latest_of_the_longest_matches_is_found(text, in_flight, limit):
+    assert found(text, in_flight, limit) == brute_force(text, [*text, *in_flight], limit)
+
+
+@pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4], [1, 2, 3, 9, 2], [7, 3, 8, 3]])
+def test_nothing_is_guessed_where_nothing_matches(text):
+    """One token in common, as in the last two, is not enough."""
+    proposal = new_drafter(text).propose([text], [True])
+    assert (proposal.tokens, proposal.origins, proposal.counts) == ([[]], [[]], [0])
+    assert proposal.probs_BNV.shape == (1, 0, V)
+
+
+def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeypatch):
+    text = [4, 1, 2, 8, *[1, 2, 9] * 3, 4, 1, 2]
+    assert found(text, limit=1) == (3, [8])
+    monkeypatch.setattr(lookup, "MOST_PLACES", 3)
+    assert found(text, limit=1) == (2, [9])
+
+
+def test_rejected_guesses_are_never_learnt():
+    """Guesses in flight are words to look up; what was rejected leaves nothing over."""
+    drafter = new_drafter([1, 2, 3, 4, 5])
+    assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7]], [True]).tokens == [[]]
+    assert drafter.propose([[1, 2, 3, 4, 5, 9, 8, 7, 9, 8]], [True]).tokens == [[]]
+    assert drafter.propose([[1, 2, 3, 4, 5, 2, 3]], [True]).tokens == [[4, 5, 2]]
+    drafter.crop([5])
+    drafter.prepare([[1, 2, 3, 4, 5, 6, 9, 8]], [True])
+    assert drafter.propose([[1, 2, 3, 4, 5, 6, 9, 8]], [True]).tokens == [[]]
+
+
+def test_rows_look_each_into_its_own_text_and_leave_it_as_it_was():
+    """What they guess has one-hot distributions."""
+    rows = [[1, 2, 3, 1, 2], [1, 2, 9, 8, 7, 6, 1, 2], [5, 1, 2], [1, 2, 4, 1, 2]]
+    before = [[*row] for row in rows]
+    proposal = new_drafter(*rows).propose(rows, [True, True, True, False])
+    assert proposal.tokens == [[3, 1, 2], [9, 8, 7], [], []]
+    assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
+    for b, tokens in enumerate(proposal.tokens):
+        wanted = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), V)
+        assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted.float())
+    assert rows == before
+
+
+def test_a_row_that_ended_is_forgotten():
+    drafter = new_drafter([1, 2, 3, 4], [7, 8])
+    rows = [[9, 1, 2], [7, 8, 1, 2]]
+    drafter.reset(0)
+    drafter.prepare(rows, [True, True])
+    assert drafter.propose(rows, [True, True]).tokens == [[], []]
+
+
+def test_a_long_match_and_past_success_allow_more_guesses():
+    def num_guesses(text) -> int:
+        return len(new_drafter(text, num_guesses=64).propose([text], [True]).tokens[0])
+
+    short, long = [1, 2, 3, 1, 2], [*range(3, 23), 1, *range(3, 23)]
+    assert 1 <= num_guesses(short) < num_guesses(long) < 64
+
+    def after(*endings) -> int:
+        """Guesses after a match of two, and ten such that were followed by these in turns."""
+        drafter, sequence = new_drafter([1, 2, 3, 4, 5, 6, 7, 8], num_guesses=64), [*range(1, 9)]
+        for i in range(10):
+            sequence += [10 + i, 1, 2]
+            drafter.prepare([sequence], [True])
+            drafter.propose([sequence], [True])
+            sequence += endings[i % len(endings)]
+            drafter.prepare([sequence], [True])
+        sequence += [25, 1, 2]
+        drafter.prepare([sequence], [True])
+        return len(drafter.propose([sequence], [True]).tokens[0])
+
+    assert after([21], [22]) == 1 < num_guesses(short) < after([3, 4, 5])

@@ -1,0 +1,128 @@
+"""What a CUDA graph cannot hold is refused in its CPU twin, where steps run eagerly.
+
+A capture records kernels and the addresses that they read and write. So a captured step may not ask
+a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
+memory, which would be gone at a replay, nor draw random numbers of its own; and what it reads
+next to its inputs must stay where it is. All steps of a pool share memory: what one returned may be
+overwritten when another one runs, and what else it made, when it is over.
+"""
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from minitri.core.graphs import GraphPool
+
+WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
+SIZED_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount"}
+HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
+"""What `torch.tensor` and the like are made of."""
+ASKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}
+"""What asks for all numbers of a tensor, on a CPU without an operation that is dispatched."""
+
+
+class CaptureError(Exception):
+    """A step does what a graph cannot hold."""
+
+
+class NoQuestions(TorchFunctionMode):
+    """Refuses methods of tensors that wait for the device."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in ASKS:
+            raise CaptureError(f"{function.__name__}: the host waits for a number")
+        return function(*args, **(kwargs or {}))
+
+
+class Watch(TorchDispatchMode):
+    """One run of a step: refuses operations, and notes the addresses that come from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: set[int] = set()
+        self.outside: set[int] = set()
+        self.storages: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name, kwargs = function.overloadpacket.__name__, kwargs or {}
+        if name in WAITS:
+            raise CaptureError(f"{name}: the host waits for a number")
+        is_repeated = name == "repeat_interleave" and kwargs.get("output_size") is None
+        if name in SIZED_BY_DATA or is_masked(name, args) or is_repeated:
+            raise CaptureError(f"{name}: a size that depends on data")
+        if name in HOST_DATA:
+            raise CaptureError(f"{name}: numbers from the host")
+        if torch.Tag.nondeterministic_seeded in function.tags:
+            raise CaptureError(f"{name}: random numbers that are no input")
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.made:
+                self.outside.add(address(tensor))
+        result = function(*args, **kwargs)
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and address(tensor) not in self.outside:
+                self.made.add(address(tensor))
+                self.storages[address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        return result
+
+    def check_nothing_stays(self, output):
+        """Next to its output a step may leave no tensor that it made."""
+        for place, storage in self.storages.items():
+            if place not in map(address, tree_leaves(output)) and not storage.expired():
+                raise CaptureError("a tensor made in a step stays when it is over")
+
+
+def is_masked(name: str, args) -> bool:
+    """Whether an operation reads or writes where a mask is true."""
+    masks = args[1] if name in ("index", "index_put", "index_put_") else ()
+    return any(index is not None and index.dtype == torch.bool for index in masks)
+
+
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+class LintedPool(GraphPool):
+    """A pool whose steps are watched whenever they run, and whose outputs do not last."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.outputs: dict[int, Tensor | tuple[Tensor, ...]] = {}
+        self.num_runs = 0
+
+    def run(self, function, *inputs):
+        before = self.num_runs
+        output = super().run(function, *inputs)
+        if self.num_runs == before:
+            raise CaptureError("inputs of shapes that were not captured")
+        return output
+
+    def capture(self, step, *examples):
+        known: list[set[int]] = []
+        number = self.num_graphs
+
+        def watched(*inputs):
+            """Its inputs were copied; what other steps have returned is overwritten."""
+            self.num_runs += 1
+            for other, output in self.outputs.items():
+                if other != number:
+                    for tensor in tree_leaves(output):
+                        tensor.fill_(-1 if tensor.dtype == torch.int64 else torch.nan)
+            with Watch() as watch, NoQuestions():
+                output = step(*inputs)
+            known.append(watch.outside)
+            if watch.outside != known[0]:
+                raise CaptureError("a tensor from outside has moved since the capture")
+            if len(known) > 1:  # what the first run, a warm-up, has left comes from outside later
+                watch.check_nothing_stays(output)
+            return output
+
+        captured = super().capture(watched, *examples)
+
+        def noting(*inputs):
+            self.outputs[number] = captured(*inputs)
+            return self.outputs[number]
+
+        return noting

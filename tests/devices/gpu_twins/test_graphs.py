@@ -1,0 +1,119 @@
+"""Steps over static buffers give what eager ones give, see `test_capture_lint.py`, too. On a CPU no
+graph is captured; all around it is the same."""
+
+import weakref
+
+import pytest
+import torch
+
+from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.errors import InputError
+from minitri.core.graphs import GraphPool
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import SamplingParams, StepPlan
+from tests.cascades import Rig, near_copy, plain_tokens
+from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.core.decoding.test_switching_plans import AR, forced
+from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
+from tests.devices.gpu_twins.offload import offloaded
+
+CONFIG = tiny_config(num_layers=3)
+
+
+def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():
+    """Its inputs are copied; its output is overwritten by the next run."""
+    pool, left = GraphPool(CPU), torch.ones(3)
+    first = pool.run(torch.add, left, torch.full((3,), 2.0))
+    assert first.tolist() == [3, 3, 3]
+    left.fill_(50)
+    second = pool.run(torch.add, torch.zeros(3), torch.ones(3))
+    assert second.data_ptr() == first.data_ptr()
+    assert first.tolist() == [1, 1, 1]
+    assert pool.run(torch.add, torch.zeros(3), torch.ones(1)).tolist() == [1, 1, 1]
+    assert pool.run(torch.add, torch.zeros(3), torch.ones(3).int()).tolist() == [1, 1, 1]
+    assert pool.num_graphs == 3
+
+
+def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
+    """The draft and the small cache of the target are captured, the pass over the full cache is
+    not."""
+    target, settings = tiny_model(CONFIG), {"method": "triforce", "num_new": 24, **SMALL}
+    tokens = plain_tokens(target, PROMPTS, num_new=24)
+    draft = as_on_a_gpu(near_copy(target, 0.02))
+    pool, full = GraphPool(CPU), offloaded(1, config=CONFIG)
+    rig = Rig(as_on_a_gpu(target), PROMPTS, draft=draft, graphs=pool, full=full, **settings)
+    assert rig.run() == tokens
+    assert [name for name, runner in rig.runners.items() if runner.graphs is None] == ["target"]
+    assert pool.num_graphs > 0
+
+
+def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
+    target, full = as_on_a_gpu(tiny_model(CONFIG)), new_cache(CONFIG, 3, 256)
+    rig = Rig(target, PROMPTS, full=full, method="retrieval", graphs=GraphPool(CPU), **SMALL)
+    rig.run()
+    gone = weakref.ref(full)
+    del full, rig
+    assert gone() is None
+
+
+def test_a_capture_that_fails_says_how_to_go_without():
+    def step(inputs):
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(InputError, match="operation not permitted .* cuda_graphs=False"):
+        GraphPool(CPU).run(step, torch.zeros(1))
+
+
+def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
+    lengths_on_the_device,
+):
+    """For log-probabilities; of a shape that was not captured, eagerly."""
+    model, pool, found = as_on_a_gpu(tiny_model(CONFIG)), GraphPool(CPU), []
+    for graphs in (pool, None):
+        settings = {"vocab_size": CONFIG.vocab_size + 2, "graphs": graphs, "block_sizes": {1, 4}}
+        runner = ModelRunner(model, new_cache(CONFIG), SamplingParams(0.7), **settings)
+        pool.is_open = False
+        with torch.inference_mode():
+            passes = [runner.next_probs([list(range(n))], [True]) for n in (1, 2, 5, 12)]
+        found.append([[it.probs_BNV[:, 0], it.logits_BNV[:, 0]] for it in passes])
+        assert found[-1][0][1].shape == (1, CONFIG.vocab_size)
+    torch.testing.assert_close(*found)
+    assert pool.num_graphs == 2
+
+
+@pytest.mark.parametrize("tree", ["", "1x2"])
+def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
+    tree, lengths_on_the_device, monkeypatch
+):
+    """It reads a whole block into a window that is nearly full, and goes on guessing after it."""
+    target, found = as_on_a_gpu(tiny_model(CONFIG)), []
+    settings = {"num_recent_tokens": 20, "budget": 240, "gamma1": 2, "gamma2": 12, "tree": tree}
+    settings |= {"draft": as_on_a_gpu(near_copy(target, 0.0)), "num_new": 110}
+    for graphs in (None, GraphPool(CPU)):
+        forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
+        found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("speculation", [{}, {"tree": "2x2", "gamma1": 2}, {"coupled": True}])
+@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
+def test_passes_of_rows_with_penalties_are_not_captured(method, speculation, lengths_on_the_device):
+    """Nor guesses of a draft model; verdicts are."""
+    if method == "retrieval" and "tree" in speculation:
+        speculation = {"tree": "2x2"}
+    target = as_on_a_gpu(tiny_model(CONFIG))
+    draft = as_on_a_gpu(near_copy(target, 0.02))
+    temperature = 0.8 if "coupled" in speculation else 0
+    sampling = SamplingParams(temperature, repetition_penalty=1.5, presence_penalty=0.5)
+    settings = {"num_new": 24, "sampling": sampling, **SMALL, **speculation}
+
+    def make_filters(request):
+        return TextFilters(sampling, request.prompt, CONFIG.vocab_size)
+
+    found = []
+    for graphs in (None, GraphPool(CPU)):
+        options = {**settings, "method": method, "draft": draft, "graphs": graphs}
+        found.append(Rig(target, PROMPTS, make_filters=make_filters, **options).run())
+    settings["coupled"] = "coupled" in speculation
+    alone = plain_tokens(target, PROMPTS, make_filters=make_filters, **settings)
+    assert found[0] == found[1] == alone

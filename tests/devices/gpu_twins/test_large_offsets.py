@@ -1,0 +1,79 @@
+"""Caches of real sizes: offsets beyond 2^31 bytes, and beyond 2^31 numbers.
+
+Memory is sparse: only pages that are written exist.
+"""
+
+import mmap
+
+import pytest
+import torch
+
+from minitri.core.caches.full import FullCache
+from minitri.core.model.attention import attend_math
+from minitri.core.model.cache import BlockKV, gather_path
+from minitri.devices.cpu.kernels import load_kernels
+from tests.core.model.test_attention import random_case
+
+L, K, S, D = 32, 32, 122_880, 128
+HUGE = 2**31 + 64
+"""Numbers between the heads of a cache."""
+
+
+def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, of which none takes memory before it is written."""
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
+    try:
+        memory = mmap.mmap(-1, num * dtype.itemsize, flags=flags)
+    except OSError as error:
+        pytest.skip(f"this system lends no sparse memory: {error}")
+    return torch.frombuffer(memory, dtype=dtype)
+
+
+@pytest.mark.slow
+def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_weights():
+    """32 GB of keys, as for 122,880 tokens: by lengths on the host and by slots on the device."""
+    flat = sparse(L * K * S * D, torch.bfloat16)
+    cache = FullCache(flat.view(L, 1, K, S, D), sparse(64, torch.bfloat16), [S - 4])
+    cache.values = cache.keys
+    for start, slots_BT in ((S - 4, None), (S - 2, torch.tensor([[S - 2, S - 1]]))):
+        new = torch.randn(1, 2, K, D).bfloat16()
+        cache._set_lengths([start])
+        cache.update(L - 1, BlockKV(new, new, new, slots_BT))
+        for head in (0, K - 1):
+            at = ((L - 1) * K + head) * S * D + (start + 1) * D  # by hand, of the second token
+            assert torch.equal(flat[at : at + D], new[0, 1, head])
+    tail = cache.keys[L - 1, 0, :, S - 4 :].clone()
+    gather_path(cache.keys[-5:], 0, S - 4, [2, 3])  # 2.5 x 10^9 numbers
+    assert torch.equal(cache.keys[L - 1, 0, :, S - 3 : S - 1], tail[:, 2:])
+
+
+ROWS = 6
+"""Of the real size: the last of them begins after 2^31 numbers, though none is as large."""
+
+
+def many_rows() -> list[torch.Tensor]:
+    """Keys and values of the first and the last head of six rows, in the middle of more memory: a
+    wrong offset finds zeros, not a fault."""
+    num = ROWS * K * S * D
+    flat = [sparse(3 * num, torch.float16)[num : 2 * num] for _ in range(2)]
+    return [slots.view(ROWS, K, S, D)[:, ::31] for slots in flat]
+
+
+def test_kernels_reach_rows_that_are_far_apart():
+    """A stride of 32 bits times a row is an offset of 64."""
+    pytest.importorskip("triton", reason="needs triton, which is made for Linux")
+    if torch.cuda.is_available():
+        pytest.skip("sparse memory is the host's")
+    from minitri.devices.gpu.kernels.flash_decoding import attend_short_block
+
+    lengths = [0, 3, 70, 1, 17, 66]
+    q, *near, _ = random_case(2, lengths, H=4, K=2, D=D, S=80, dtype=torch.float16)
+    far = many_rows()
+    for there, here in zip(far, near, strict=True):
+        there[:, :, :80] = here
+    exact = attend_math(q.double(), *(slots.double() for slots in near), lengths)
+    found = [attend_short_block(q, *far, torch.tensor(lengths))]
+    if (compiled := load_kernels()) is not None:
+        found.append(compiled.attend(q, *far, lengths))
+    for got in found:
+        assert (got.double() - exact).abs().max() < 3e-3

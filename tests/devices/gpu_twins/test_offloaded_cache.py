@@ -1,0 +1,274 @@
+"""The offloaded cache holds what the full cache holds, to the bit, and nothing but its events keeps
+it so.
+
+On a CPU copies happen at once, so a missing wait would never show. The twin here, `Recorder`, runs
+everything in order, too, but keeps a vector clock for the computation and for the stream of copies,
+notes which bytes every PyTorch operation reads and writes, and reports two operations on the same
+bytes, one of them a write, that no chain of events puts in order.
+"""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from minitri.core.model.cache import BlockKV
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.settings import LONGEST_BLOCK, METHODS
+from tests.cascades import WARM, Rig, near_copy, random_prompt
+from tests.conftest import fill, new_cache, tiny_model
+from tests.devices.gpu_twins.conftest import PROMPTS, SMALL
+from tests.devices.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
+from tools.paper.baselines.policies import NAMES, policy_of
+
+
+def random_block(batch_size: int, size: int, seed: int = 0) -> BlockKV:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch_size, size, CONFIG.num_kv_heads, CONFIG.head_dim)
+    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
+    return BlockKV(keys, keys, values)
+
+
+class RaceError(AssertionError):
+    """Two operations that nothing puts in order use the same bytes."""
+
+
+class RecordedEvent:
+    def __init__(self, recorder: "Recorder") -> None:
+        self._recorder, self._clock = recorder, {}
+
+    def record(self) -> None:
+        self._clock = dict(self._recorder.clocks[self._recorder.current])
+
+    def wait(self) -> None:
+        clock = self._recorder.clocks[self._recorder.current]
+        for stream, time in self._clock.items():
+            clock[stream] = max(clock[stream], time)
+
+
+class Recorder(InOrder, TorchDispatchMode):
+    """A stream of copies, and a record of who touched which bytes when."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        names = ("compute", "copies")
+        self.clocks = {name: dict.fromkeys(names, 0) for name in names}
+        self.current = "compute"
+        self.watched: list[tuple[int, int]] = []
+        self.history: list[tuple[int, int, bool, str, int]] = []
+        self.num_ordered = 0
+        """Pairs of operations of both streams on the same bytes that events put in order."""
+
+    @contextlib.contextmanager
+    def copying(self):
+        queued = self.event()
+        queued.record()
+        self.current = "copies"
+        queued.wait()
+        yield
+        self.current = "compute"
+
+    def event(self) -> RecordedEvent:
+        return RecordedEvent(self)
+
+    def synchronize(self) -> None:
+        for clock in self.clocks.values():
+            clock |= {name: own[name] for name, own in self.clocks.items()}
+
+    def watch(self, cache: OffloadedFullCache) -> None:
+        tensors = [cache.host_LBSPKD, cache.latest_LBTPKD]
+        tensors += [buffer.kv_BSPKD for buffer in cache.buffers]
+        self.watched = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in tensors]
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        touched = [
+            (argument, schema.alias_info is not None and schema.alias_info.is_write)
+            for argument, schema in zip(args, func._schema.arguments, strict=False)
+            if isinstance(argument, torch.Tensor) and not func.is_view
+        ]
+        clock = self.clocks[self.current]
+        clock[self.current] += 1
+        for tensor, is_write in touched:
+            self._touch(tensor, is_write, clock)
+        return func(*args, **(kwargs or {}))
+
+    def _touch(self, tensor, is_write: bool, clock: dict[str, int]) -> None:
+        start = tensor.data_ptr()
+        if not any(low <= start < high for low, high in self.watched) or not tensor.numel():
+            return
+        for start, end in spans(tensor):
+            for low, high, was_write, stream, time in self.history:
+                if low < end and start < high and (is_write or was_write):
+                    if clock[stream] < time:
+                        raise RaceError(f"{self.current} and {stream} use the same bytes")
+                    self.num_ordered += stream != self.current
+            self.history.append((start, end, is_write, self.current, clock[self.current]))
+
+
+def spans(tensor) -> list[tuple[int, int]]:
+    """The bytes of a tensor, as intervals: a slice of some tokens leaves out what is between."""
+    starts, length = [tensor.data_ptr()], tensor.element_size()
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(dims):
+        step = stride * tensor.element_size()
+        if len(starts) == 1 and step <= 2 * length:  # dense, but for keys between values
+            length += (size - 1) * step
+        else:
+            starts = [start + i * step for start in starts for i in range(size)]
+    return [(start, start + length) for start in starts]
+
+
+def record_run(*, on_chip: int = 1, **settings) -> Recorder:
+    """A run through an offloaded cache."""
+    recorder = Recorder()
+    with recorder:
+        full = offloaded(on_chip, stream=recorder)
+        recorder.watch(full)
+        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
+        settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24, **settings}
+        Rig(tiny_model(CONFIG), prompts, full=full, **settings).run()
+    return recorder
+
+
+@pytest.mark.parametrize("on_chip", [0, 1, 4])
+@pytest.mark.parametrize("method", ["autoregressive", "retrieval"])
+def test_every_conflict_is_put_in_order_by_events(method, on_chip):
+    assert record_run(method=method, on_chip=on_chip).num_ordered > 200
+
+
+def test_trees_need_no_other_events():
+    """Blocks are read and not kept, over buffers that keep their layer."""
+    target, recorder = tiny_model(CONFIG), Recorder()
+    with recorder:
+        full = offloaded(3, stream=recorder)
+        recorder.watch(full)
+        for _ in range(3):
+            for layer in range(5):
+                full.update(layer, random_block(3, 4))
+        settings = {"method": "naive", "tree": "6", "num_new": 12, "num_recent_tokens": 60}
+        Rig(target, PROMPTS, draft=near_copy(target, 0.02), full=full, **settings).run()
+
+
+def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
+    """The point of two buffers: when the computation waits for layer l, the copy of layer l + 1 has
+    been queued."""
+    cache = offloaded(1, batch_size=1)
+    queued, seen = [], []
+    fetch = cache.fetch
+    cache.fetch = lambda layer, ends: (queued.append(layer), fetch(layer, ends))[1]
+    for layer, buffer in ((1, 0), (2, 1), (3, 0), (4, 1)):
+        cache.buffers[buffer].ready.wait = lambda: seen.append(set(queued))
+        cache.update(layer, random_block(1, 2))
+        assert {layer, min(layer + 1, 4)} <= seen[-1]
+    queued.clear()
+    num_waits = len(seen)
+    cache.advance([2])
+    assert queued == [1, 2]
+    assert len(seen) == num_waits  # others propose meanwhile
+
+
+def said(emitted):
+    return {b: (row.tokens, row.origins) for b, row in emitted.items() if row.tokens}
+
+
+@pytest.mark.parametrize(("on_chip", "chunk_size"), [(0, 8), (3, 1), (4, 4)])
+@pytest.mark.parametrize(
+    ("method", "policy"),
+    [(method, "retrieval") for method in METHODS[1:]]
+    + [(method, policy) for method in ("retrieval", "triforce") for policy in NAMES[1:]],
+)
+def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_size):
+    """What each step emits, and after it all that is held, ragged rows that end at different times
+    included."""
+    target = tiny_model(CONFIG)
+    settings = {"draft": near_copy(target, 0.02), "method": method, "policy": policy_of(policy)}
+    settings |= {"prefill_chunk": 20, "chunk_size": chunk_size, "num_new": 24, "sampling": WARM}
+    settings |= SMALL
+    theirs, ours = (
+        Rig(target, PROMPTS, full=full, rebuild_stride=5, **settings)
+        for full in (None, offloaded(on_chip))
+    )
+    assert said(ours.start()) == said(theirs.start())
+    while any(theirs.cascade.active):
+        assert_same(ours.full, theirs.full)
+        if theirs.small is not None:
+            held = theirs.small.lengths[0]
+            assert torch.equal(*(rig.small.keys[:, 0, :, :held] for rig in (ours, theirs)))
+        assert said(ours.step()) == said(theirs.step())
+    if policy == "retrieval" and ours.small is not None:
+        assert ours.stats.num_rebuilds == theirs.stats.num_rebuilds > 3
+
+
+def test_only_what_is_missing_travels():
+    """After a pass the first two layers, for the next one; what is taken back is not fetched."""
+    cache = offloaded(0, batch_size=1)
+    for layer in range(5):
+        cache.update(layer, random_block(1, 40))
+    with Traffic(cache) as traffic:
+        cache.advance([30])
+        assert traffic.to_device == 2 * 30 * TOKEN
+        cache.crop([12])
+        cache.advance([0])
+        assert traffic.to_device == 2 * 30 * TOKEN
+
+
+@pytest.mark.parametrize("on_chip", [0, 2])
+@pytest.mark.parametrize("policy", ["retrieval", "streaming", "topk"])
+def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip):
+    """In every step here; each layer travels once, because the rebuild is made while the pass of
+    the target has it on the device."""
+    full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
+    settings = {"policy": policy_of(policy), "budget": 24, "rebuild_stride": 1, "gamma2": 2}
+    settings |= {"full": full, "method": "retrieval", "num_new": 20}
+    num_steps = 0
+    with Traffic(full) as traffic, torch.inference_mode():
+        rig = Rig(tiny_model(CONFIG), [random_prompt(CONFIG, 90)], **settings)
+        rig.start()
+        # Two layers of five for the next pass; of three, one is left from reading, one from here.
+        assert traffic.to_device <= {5: 7, 3: 3}[hosted] * 90 * TOKEN
+        while any(rig.cascade.active):
+            before, longest = traffic.to_device, full.lengths[0] + rig.speculation.max_block
+            rig.step()
+            num_steps += 1
+            assert 0 < traffic.to_device - before <= hosted * longest * TOKEN
+    assert rig.stats.num_rebuilds == num_steps + 1
+
+
+@pytest.mark.parametrize("on_chip", [0, 2])
+def test_what_is_written_into_a_row_is_read_after_a_pass_of_others(on_chip):
+    """The row has no text: the pass wrote to its first slots what its block was padded with."""
+    cache = offloaded(on_chip, 2)
+    blocks = [random_block(1, 9, seed=9 + layer) for layer in range(5)]
+    wanted = [(it.keys_BTKD[0].transpose(0, 1), it.values_BTKD[0].transpose(0, 1)) for it in blocks]
+    for layer in range(5):
+        cache.update(layer, random_block(2, 3, seed=layer))
+    for layer, pair in enumerate(wanted):
+        cache.write(layer, 0, *pair)
+    for found, exact in zip(cache.tokens(0, 0, 9), zip(*wanted, strict=True), strict=True):
+        assert torch.equal(found, torch.stack(exact))
+
+
+@pytest.mark.parametrize("on_chip", [0, 2])
+def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
+    """To the bit; the latest block stays on the device."""
+    cache, exact = offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900)
+    for layer in range(5):
+        exact.update(layer, random_block(2, 280, seed=layer))
+    exact.advance([280, 131])
+    fill(cache, exact)
+    for number, size in enumerate(
+        (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
+    ):
+        assert_same(cache, exact)
+        for layer in range(5):
+            block = random_block(2, size, seed=5 * number + layer)
+            pairs = zip(cache.update(layer, block), exact.update(layer, block), strict=True)
+            for got, wanted in pairs:
+                for b, length in enumerate(exact.lengths):
+                    assert torch.equal(got[b, :, : length + size], wanted[b, :, : length + size])
+        kept = ((number * 7) % size, (number * 11) % size)
+        for full in (cache, exact):
+            full.advance([size, size])
+            full.crop([length - cut for length, cut in zip(full.lengths, kept, strict=True)])
+    assert_same(cache, exact)

@@ -1,0 +1,189 @@
+"""A copy in 4 or 8 bits guesses with the retrieval cache: its kernel equals the plain formula, and
+no text depends on it.
+
+On a CPU the kernel is run by Triton's interpreter, which has no bfloat16, and models take the
+formula; on a GPU both are compiled.
+"""
+
+import inspect
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from minitri.core.errors import InputError
+from minitri.core.graphs import GraphPool
+from minitri.core.model.execution import Execution
+from minitri.core.roofline import GROUP, copy_bytes
+from minitri.devices.choose import retrieval_copy
+from minitri.devices.gpu import quantized_copies
+from minitri.devices.gpu.quantized_copies import (
+    QuantizedLinear,
+    copy_in_few_bits,
+    dequantize,
+    quantize,
+)
+from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens
+from tests.conftest import CPU, tiny_config, tiny_model
+from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU, PROMPTS, SMALL, as_on_a_gpu
+from tests.devices.gpu_twins.test_attention_backends import needs_triton
+
+CONFIG = tiny_config(num_layers=3)
+
+
+def random(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def before_nan(tensor):
+    """The same, with NaN, or the largest numbers, right after it in memory."""
+    bytes_ = torch.full((tensor.nbytes + 4096,), 127, dtype=torch.uint8, device=DEVICE)
+    bytes_[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten().to(DEVICE)
+    return bytes_[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(
+    ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (8, 1, 1), (9, 16, 130), (21, 33, 96)]
+)
+def test_the_kernel_equals_the_formula(M, N, E, bits, dtype):
+    """Every tile, with rows, columns, groups and numbers that do not fill it; nothing after is
+    read."""
+    from minitri.devices.gpu.kernels import weights
+
+    matrix = [before_nan(part) for part in quantize(random(N, E, seed=1), bits)]
+    x = before_nan(random(M, E).to(dtype))
+    got = weights.multiply(x.view(M, 1, E), *matrix)
+    assert got.shape == (M, 1, N)
+    assert got.dtype == dtype
+    exact = x.double() @ dequantize(*matrix)[:, :E].double().T
+    rounding = 0.01 if ON_GPU and dtype != torch.float16 else 4 * torch.finfo(dtype).eps
+    assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
+
+
+def run_assembly(lines, registers):
+    """Runs PTX of these five instructions; a register may hold two bfloat16 numbers."""
+
+    def value(name):
+        return int(name, 0) if name[0].isdigit() else registers[name]
+
+    def floats(name):
+        halves = torch.tensor([value(name) & 0xFFFF, value(name) >> 16]) << 16
+        return halves.to(torch.int32).view(torch.float32)
+
+    for name, to, *given in (re.findall(r"[\w.$]+", line) for line in lines):
+        if name == "mov.b32":
+            made = value(given[0])
+        elif name == "shr.u32":
+            made = value(given[0]) >> value(given[1])
+        elif name == "and.b32":
+            made = value(given[0]) & value(given[1])
+        elif name == "prmt.b32":
+            eight = value(given[0]) | value(given[1]) << 32
+            picks = [value(given[2]) >> 4 * i & 7 for i in range(4)]
+            made = sum((eight >> 8 * pick & 255) << 8 * i for i, pick in enumerate(picks))
+        else:
+            assert name == "fma.rn.bf16x2"
+            first, second, third = map(floats, given)
+            low, high = (first * second + third).bfloat16().view(torch.int16).tolist()
+            made = low & 0xFFFF | (high & 0xFFFF) << 16
+        registers[to] = made
+    return torch.cat([floats(f"${i}") for i in range(4)])
+
+
+@needs_triton
+def test_the_assembly_for_four_bits_is_what_the_formula_says():
+    """For every byte, four of them at a time; a GPU runs it for bfloat16, the interpreter never."""
+    from minitri.devices.gpu.kernels import weights
+
+    source = inspect.getsource(weights.nibbles.fn)
+    lines = re.findall(r"^ +(?!\.)([\w.]+ .*);$", source, re.MULTILINE)
+    assert len(lines) == 15
+    for first in range(0, 256, 4):
+        four = torch.arange(first, first + 4)
+        halves = run_assembly(lines, {"$4": sum(int(b) << 8 * i for i, b in enumerate(four))})
+        assert halves.tolist() == [*((four & 15) - 8).tolist(), *((four >> 4) - 8).tolist()]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied, bits):
+    """A rounded weight is half a step from the original, or a step next to the largest one."""
+    config = tiny_config(tie_word_embeddings=tied, attention_bias=True)
+    model = tiny_model(config)
+    before = [weight.clone() for weight in model.parameters()]
+    twin = copy_in_few_bits(model, bits)
+    assert twin.num_bytes == copy_bytes(config, bits)
+    ours = {id(weight) for weight in model.parameters()}
+    own = [weight for weight in twin.parameters() if id(weight) not in ours]
+    assert len(own) == 2 * (4 * config.num_layers + 1)
+    assert torch.equal(twin.embed(torch.arange(9)), model.embed(torch.arange(9)))
+    assert all(map(torch.equal, before, model.parameters()))
+    weight_NE = random(40, 300) * torch.logspace(-6, 3, 40).unsqueeze(1)
+    weight_NE[7] = 0
+    weight_NE = weight_NE.bfloat16().float()
+    quants_NX, scales_GN = quantize(weight_NE, bits)
+    assert len(quants_NX[0]) == 3 * GROUP * bits // 8
+    steps_NE = scales_GN.T.abs().repeat_interleave(GROUP, 1)[:, :300]
+    errors_NE = (dequantize(quants_NX, scales_GN)[:, :300] - weight_NE).abs()
+    assert (errors_NE <= 1.001 * steps_NE).all()
+    is_far_NE = weight_NE.abs() < ((1 << bits - 1) - 1.5) * steps_NE
+    assert (errors_NE <= 0.501 * steps_NE)[is_far_NE].all()
+
+
+def wrong(model, bits):
+    """A copy that has little to do with its model, and the longest block that it has read."""
+    twin, longest = copy_in_few_bits(model, bits), [0]
+
+    def multiply(x, weight_NX, scales_GN):
+        longest[0] = max(longest[0], x.shape[-2])
+        return quantized_copies.multiply_math(x, weight_NX, scales_GN)
+
+    for number, layer in enumerate(twin.modules()):
+        if isinstance(layer, QuantizedLinear):
+            layer.scales *= 1 + 0.5 * random(*layer.scales.shape, seed=number)
+            layer.multiply = multiply
+    return twin, longest
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize(("method", "bits"), [("retrieval", 8), ("triforce", 4)])
+@pytest.mark.usefixtures("lengths_on_the_device")
+def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
+    """Greedy and coupled, by eager and by static steps. It reads no prompt, and it is asked."""
+    target = as_on_a_gpu(tiny_model(CONFIG))
+    twin, longest = wrong(target, bits)
+    settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
+    exact = plain_tokens(target, PROMPTS, **settings)
+    draft = near_copy(target, 0.02) if method == "triforce" else None
+    settings |= {"draft": draft, "retrieval_model": twin, "method": method, **SMALL}
+    for graphs in (None, GraphPool(CPU)):
+        rig = Rig(target, PROMPTS, graphs=graphs, **settings)
+        assert rig.run() == exact
+        assert rig.stats.stages[-1].acceptance_rate < 0.6
+    assert 0 < longest[0] <= 1 + 2 + 3
+
+
+@pytest.mark.parametrize(
+    ("wanted", "device", "problem"),
+    [("int8", "cpu", "GPU"), ("int4", "cpu", "kernels"), ("int4", "cuda", "no such arch")],
+)
+def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
+    wanted, device, problem, monkeypatch
+):
+    def fail(model, bits):
+        raise RuntimeError("no such arch")
+
+    monkeypatch.setattr(quantized_copies, "check_kernel", fail)
+    model = SimpleNamespace(
+        device=torch.device(device),
+        dtype=torch.float32,
+        execution=Execution(),
+        config=SimpleNamespace(name="tiny"),
+    )
+    with pytest.raises(InputError, match=f"draft_weights={wanted} .*{problem}"):
+        retrieval_copy(model, wanted)
+    assert retrieval_copy(model, "auto") is None

@@ -1,0 +1,146 @@
+"""What the shares of a model compute together; ranks are threads, so that mutants are seen."""
+
+import copy
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minitri.core.errors import InputError
+from minitri.core.model.block import read_block
+from minitri.core.model.execution import Ranks
+from minitri.devices.parallel.group import RankGroup, leave
+from minitri.devices.parallel.ranks import join
+from minitri.files import open_models
+from minitri.files.checkpoint import load_model, open_checkpoint
+from minitri.files.named_models import ModelChoice
+from minitri.files.open_models import OpenModel
+from tests.conftest import CPU, new_cache, write_hf_folder
+
+TOKENS = [3, 320, 160, 161, 0, 7]
+SHAPES = {
+    "biases, a vocabulary of 321": {"vocab_size": 321, "attention_bias": True},
+    "tied": {"tie_word_embeddings": True},
+    "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
+}
+SECONDS = 10
+"""After which a rank whose others do not come is alone."""
+
+
+class ThreadRanks(RankGroup):
+    """Rank `rank` of several; what is sent goes through a list that all of them hold."""
+
+    def __init__(self, rank, sent, barrier):
+        super().__init__(None, rank, len(sent))
+        self._sent, self._barrier = sent, barrier
+
+    def _call(self, collective, *arguments):
+        own = arguments[collective is dist.all_gather]
+        self._sent[self.rank] = copy.deepcopy(own)
+        self._barrier.wait(SECONDS)
+        given = [*self._sent]
+        self._barrier.wait(SECONDS)
+        if collective is dist.all_gather:
+            for output, tensor in zip(arguments[0], given, strict=True):
+                output.copy_(tensor)
+        elif collective is dist.broadcast_object_list:
+            own[:] = given[0]
+        else:
+            stack = torch.stack(given)
+            own.copy_(stack.amin(0) if arguments[1:] else stack.sum(0))
+
+
+def on_ranks(count, work):
+    """What every rank makes of its work."""
+    sent, barrier = [None] * count, threading.Barrier(count)
+
+    def run(rank):
+        with torch.inference_mode():
+            return work(ThreadRanks(rank, sent, barrier))
+
+    with ThreadPoolExecutor(count) as pool:
+        return list(pool.map(run, range(count)))
+
+
+@pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 3), strict=True)])
+def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
+    checkpoint = open_checkpoint(write_hf_folder(tmp_path, **SHAPES[shape]))
+    config = checkpoint.config("tiny")
+
+    def logits(ranks):
+        model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, ranks=ranks)
+        tokens = [token % config.vocab_size for token in TOKENS]
+        cache = new_cache(model.config, dtype=torch.float32)
+        return model.logits(read_block(model, [tokens], cache)), model.num_bytes
+
+    whole, num_bytes = logits(Ranks())
+    for share, share_bytes in on_ranks(count, logits):
+        torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
+        assert share_bytes < 1.1 * num_bytes / count
+
+
+def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0():
+    assert on_ranks(3, lambda ranks: ranks.least(5 - ranks.rank)) == [3, 3, 3]
+    assert on_ranks(2, lambda ranks: ranks.ask_first(lambda: ranks.rank)) == [0, 0]
+    with pytest.raises(ZeroDivisionError):
+        on_ranks(2, lambda ranks: ranks.ask_first(lambda: 1 // ranks.rank))
+    on_ranks(2, lambda ranks: ranks.check_same("things", 1))
+    assert float(Ranks().sum(torch.ones(()))) == 1
+    with pytest.raises(InputError, match="different things"):
+        on_ranks(2, lambda ranks: ranks.check_same("things", ranks.rank))
+
+
+@pytest.mark.parametrize(("count", "rank"), [("x", "0"), ("2", None), ("2", "y")])
+def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", count)
+    if rank is not None:
+        monkeypatch.setenv("RANK", rank)
+    with pytest.raises(InputError, match="torchrun"):
+        join.__wrapped__()
+
+
+class Graph:
+    """Stands for a captured graph, which knows when it was freed."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+    def reset(self):
+        self.ends.append("graph")
+
+
+def test_graphs_are_gone_before_the_group_is(monkeypatch):
+    """One of them is part of a cycle."""
+    ends = []
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("group"))
+    held = [Graph(ends), Graph(ends)]
+    held[0].itself = held[0]
+    leave()
+    assert ends == ["graph", "graph", "group"]
+
+
+def test_a_model_is_opened_on_the_ranks_own_gpu_where_nccl_takes_its_memory_first(monkeypatch):
+    done = []
+
+    class Watched(Ranks):
+        count = 2
+
+        def sum(self, x):
+            done.append((tuple(x.shape), str(x.device)))
+            raise InterruptedError
+
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(open_models, "join", Watched)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", done.append)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="meta"))
+    with pytest.raises(InterruptedError):
+        OpenModel(ModelChoice(model="none", device="cuda"))
+    assert done == [1, ((1,), "meta")]

@@ -1,0 +1,138 @@
+"""Runs that stay open: requests come and go, and none depends on another."""
+
+import itertools
+
+import pytest
+
+from minitri import (
+    GenerationConfig,
+    Idle,
+    InputError,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+from tests.cascades import ends_of, random_prompt
+
+WARM = SamplingParams(0.9, 30)
+SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
+SPECULATION = SpeculationConfig("triforce", **SIZES)
+
+
+def start(engine, batch_size=2, reserve=128, speculation=SPECULATION):
+    generation = GenerationConfig(reserve=reserve, prefill_chunk=16)
+    return engine.open(batch_size=batch_size, generation=generation, speculation=speculation)
+
+
+def request(engine, number: int, num_new: int = 12, **settings) -> Request:
+    prompt = random_prompt(engine.config, 20 + 9 * number, seed=number)
+    generation = GenerationConfig(num_new, ignore_eos=True)
+    return Request(prompt, number, (SamplingParams(), WARM)[number % 2], generation, **settings)
+
+
+def until_idle(run) -> list:
+    return list(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
+
+
+def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
+    engine.release()
+    return ends_of(engine.stream([wanted], speculation=speculation))[0].token_ids
+
+
+def test_requests_that_come_later_get_what_they_get_alone(engine):
+    wanted, ends = [request(engine, number) for number in range(6)], []
+    with start(engine) as run:
+        assert isinstance(next(run), Idle)
+        for first in (0, 3):
+            numbers = [run.submit(it) for it in wanted[first : first + 3]]
+            assert numbers == [first, first + 1, first + 2]
+            ends += ends_of(until_idle(run))
+    for it, end in zip(wanted, ends, strict=True):
+        assert end.token_ids == alone(engine, it)
+        assert end.row_stats.num_prompt_tokens == len(it.prompt)
+        assert end.row_stats.num_generated_tokens == sum(end.row_stats.by_origin.values()) == 12
+
+
+def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
+    """Whether it runs or waits."""
+    with start(engine, batch_size=1) as run:
+        first, second, third = (run.submit(request(engine, number)) for number in range(3))
+        tokens = (event for event in run if isinstance(event, Token))
+        assert [it.row for it in itertools.islice(tokens, 3)] == [first] * 3
+        run.cancel(first)
+        run.cancel(second)
+        events = until_idle(run)
+    assert [it.row for it in events if isinstance(it, Token)] == [third] * 12
+    assert [end.row for end in ends_of(events)] == [third]
+
+
+def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
+    with start(engine, batch_size=1) as run:
+        number = run.submit(request(engine, 8))
+        assert next(run).num_done == 16
+        run.cancel(number)
+        assert isinstance(next(run), Idle)
+    assert len(engine.held_tokens) == 16
+
+
+def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
+    with start(engine) as run:
+        for wrong, message in (
+            (Request([1] * 120), "max_new_tokens"),
+            ("hello", "'hello' where a Request"),
+        ):
+            with pytest.raises(InputError, match=message):
+                run.submit(wrong)
+        number = run.submit(request(engine, 1))
+        assert [end.row for end in ends_of(until_idle(run))] == [number]
+    with engine.generate("fine") as closed, pytest.raises(InputError, match="no more requests"):
+        closed.submit(request(engine, 1))
+
+
+def test_by_default_there_is_room_for_what_the_model_holds(engine):
+    assert engine.config.context_length < 4096
+    with engine.open(batch_size=1) as run:
+        assert run.shape.generation.reserve == engine.config.context_length
+
+
+@pytest.mark.parametrize("reserve", [0, 1, 10**6])
+def test_a_room_that_no_text_has_is_refused(engine, reserve):
+    with pytest.raises(InputError, match=f"reserve is {reserve} tokens"):
+        start(engine, reserve=reserve)
+
+
+def test_speculation_is_chosen_per_call(engine):
+    for settings in ({"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
+        end = engine.complete([5] * 60, generation=GenerationConfig(16), **settings)
+        chosen = settings.get("method", "autoregressive")
+        assert all(plan.startswith(chosen) for plan in end.stats.steps_per_plan)
+
+
+@pytest.mark.parametrize(
+    ("reserve", "number", "settings"),
+    [
+        (128, 0, {"method": "naive", "tree": "3", "budget": 32}),
+        (128, 0, {"method": "triforce", "tree": "2x2", "budget": 32}),
+        (360, 30, {"method": "retrieval", "gamma2": 3}),
+    ],
+)
+def test_an_open_run_depends_on_nothing_that_it_does_not_run(
+    engine, reserve, number, settings, monkeypatch
+):
+    """Rows that never had a text, with trees; the budget of the run before it."""
+    monkeypatch.setattr("minitri.core.settings.MIN_BUDGET", 16)
+    speculation = SpeculationConfig(num_recent_tokens=16, **settings)
+    next(engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360)))
+    wanted = request(engine, number)
+    with start(engine, 3 if number == 0 else 1, reserve, speculation) as run:
+        run.submit(wanted)
+        [end] = ends_of(until_idle(run))
+    assert end.token_ids == alone(engine, wanted, speculation)
+
+
+def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):
+    engine.complete([3] * 50, generation=GenerationConfig(5, ignore_eos=True))
+    held = engine.held_tokens
+    engine.generate([4] * 30).close()
+    assert engine.held_tokens == held != []

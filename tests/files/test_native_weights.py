@@ -1,0 +1,290 @@
+"""`--weights native`: a GGUF file's own 4 to 8 bits give what the dequantized model gives."""
+
+import functools
+import logging
+import math
+import time
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+import minitri
+from minitri import InputError
+from minitri.core.model.block import read_block
+from minitri.core.roofline import bytes_per_pass
+from minitri.core.settings import LONGEST_BLOCK
+from minitri.devices import choose as devices
+from minitri.devices.cpu.kernel_layers import KernelLinear, quantized_copy
+from minitri.devices.cpu.kernels import load_kernels
+from minitri.devices.cpu.quantized import Form, packed_shape
+from minitri.files.gguf.blocks import FORMS, keeps_zeros, repack
+from minitri.files.gguf.container import StoredTensor
+from minitri.files.hf_folder import Folder
+from tests.cascades import WARM, settings_of, texts_of
+from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
+from tests.files.gguf_writer import quantized, stored_name, write_gguf
+
+pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
+
+TEXT = torch.randint(3, 310, (LONGEST_BLOCK + 71,), generator=torch.Generator().manual_seed(0))
+SMALL = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
+ROUNDING = {"float32": 2e-5, "bfloat16": 0.2, "float16": 0.03}
+"""Largest difference of logits, whose standard deviation is 1.2: that of the dequantized model is
+nearly as large, since blocks and prefills add in another order and round elsewhere."""
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def weights(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / request.param
+    return Folder(write_hf_folder(folder, tie_word_embeddings=request.param == "tied"))
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """For K-quants; numbers of blocks in a row are odd and even."""
+    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    return Folder(write_hf_folder(tmp_path_factory.mktemp("models") / "wide", **shape))
+
+
+@pytest.fixture(scope="module", params=[*FORMS, "Q4_K_M"])
+def file(request, weights, wide, tmp_path_factory):
+    kind = request.param
+    folder = wide if "_K" in kind else weights
+    mixed = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
+    path = tmp_path_factory.mktemp("files") / "tiny.gguf"
+    return write(folder, path, kind.removesuffix("_M"), **(mixed if kind == "Q4_K_M" else {}))
+
+
+def write(weights, path, kind, **others):
+    """A GGUF file of one kind, but for parts such as `v_proj` that shall have another."""
+    config = weights.config("tiny")
+    tensors = dict(weights.tensors(config))
+    if config.tie_word_embeddings:
+        tensors.pop("lm_head.weight", None)
+    apart = {
+        name: (tensors.pop(name), gguf.GGMLQuantizationType[other])
+        for name in list(tensors)
+        for part, other in others.items()
+        if name.endswith(f"{part}.weight")
+    }
+
+    def add(writer):
+        for name, (tensor, other) in apart.items():
+            values = quantized(tensor.numpy(), other)
+            writer.add_tensor(stored_name(name), values, raw_dtype=other)
+
+    return write_gguf(path, config, byte_level_tokenizer(), tensors, kind=kind, add=add)
+
+
+def load(path, weights="native", dtype="float32", draft="ngram", **options):
+    options |= {"dtype": dtype, "weights": weights, "draft": draft, "device": "cpu"}
+    return minitri.load(str(path), **options)
+
+
+@torch.inference_mode()
+def logits(model, tokens=TEXT, block=1 << 30):
+    """After every token, read in blocks."""
+    cache, found = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
+    for some in tokens.split(block):
+        hidden_BTE = read_block(model, [some.tolist()], cache)
+        cache.advance([len(some)])
+        found += model.logits(hidden_BTE[0]).split(1)
+    return torch.cat(found)
+
+
+@torch.inference_mode()
+def prefilled(model):
+    cache = new_cache(model.config, 1, len(TEXT), dtype=model.dtype)
+    return read_block(model, [TEXT.tolist()], cache)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_repacked_numbers_are_the_dequantized_ones(kind):
+    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; any
+    scales and minima of K-quants; and rows in another order."""
+    stored_as, form, random = gguf.GGMLQuantizationType[kind], FORMS[kind], np.random.default_rng(0)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[stored_as]
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    for E in (block, 3 * block, 18 * block):
+        blocks = random.integers(0, 256, (70, E // block, num_bytes), np.uint8)
+        factors = blocks[..., -2:] if kind == "Q6_K" else blocks[..., : 4 if offsets(kind) else 2]
+        numbers = random.normal(size=(*factors.shape[:2], factors.shape[2] // 2))
+        factors[:] = numbers.astype("<f2").view(np.uint8)
+        factors[0] = 0
+        factors[1:20] = [3, 128] * (factors.shape[2] // 2)  # -3 / 2^24
+        stored = blocks.reshape(70, -1)
+        wanted = torch.from_numpy(gguf.dequantize(stored, stored_as))
+        matrix = StoredTensor(stored_as, (70, E), stored)
+        packed_NX = torch.empty(packed_shape(70, E, form), dtype=torch.uint8)
+        repack(matrix, packed_NX, order)
+        for dtype in (torch.float32, torch.bfloat16):
+            found = load_kernels().dequantize(packed_NX, E, form, dtype)
+            assert torch.equal(found[:70], wanted[order].to(dtype))
+        if keeps_zeros(matrix):
+            found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
+            assert torch.equal(*(it.view(torch.int32) for it in (found, wanted[order])))
+
+
+def offsets(kind):
+    return kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+
+
+@pytest.mark.parametrize("dtype", ROUNDING)
+def test_logits_are_those_of_the_dequantized_model(file, dtype):
+    wanted = logits(load(file, "auto").model)
+    native, plain = (load(file, name, dtype).model for name in ("native", "auto"))
+    for block in (1, 7, LONGEST_BLOCK):
+        error = (logits(native, block=block) - wanted).abs()
+        assert error.max() < ROUNDING[dtype]
+        assert error.mean() < 2 * (logits(plain, block=block) - wanted).abs().mean()
+    if "qkv_proj.q_proj.weight" in native.layers[0].self_attn.state_dict():
+        return  # products of other shapes, which may add up in another order
+    assert torch.equal(*(prefilled(model) for model in (native, plain)))
+
+
+def test_only_the_file_s_own_bytes_are_held(file):
+    """But for padding: groups to pairs, 3 take the place of 4, units too, 1 of 2; in 5 bits, whose
+    highest ones of 8 groups stand together, 2 of 8."""
+    native, plain = load(file).model, load(file, "auto").model
+    layers = [layer for layer in native.modules() if isinstance(layer, KernelLinear)]
+    assert all(layer.form.bits < 16 for layer in layers)
+    is_tied = native.config.tie_word_embeddings
+    table = 0 if is_tied else plain.embed_tokens.nbytes
+    stored = [it for it in gguf.GGUFReader(file).tensors if len(it.shape) == 2]
+    own = sum(int(it.n_bytes) for it in stored if is_tied or it.name != "token_embd.weight")
+    small = native.num_bytes - table
+    assert own < small < (1.7 if layers[0].form == Form.Q5 else 1.25) * own + 5000
+    assert bytes_per_pass(native) == native.num_bytes - table
+
+
+def assert_near(model, path):
+    """Up to rounding, what the dequantized model of the file computes."""
+    error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
+    assert error < ROUNDING["float32"]
+
+
+def test_matrices_stay_quantized_where_a_product_has_one_form(weights, tmp_path, caplog):
+    for others, num_kept in (
+        ({"v_proj": "F16"}, "11 of 13"),
+        ({"down_proj": "Q5_0", "o_proj": "BF16"}, "7 of 9"),
+        ({"q_proj": "Q4_1"}, "9 of 9"),
+        ({"k_proj": "Q8_0", "q_proj": "Q5_0"}, "13 of 13"),
+        ({"up_proj": "Q8_0"}, "7 of 9"),
+    ):
+        path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
+        with caplog.at_level(logging.DEBUG, "minitri"):
+            model = load(path).model
+        assert f"{num_kept} matrices stay quantized" in caplog.text
+        caplog.clear()
+        assert_near(model, path)
+
+
+def test_rows_that_are_no_whole_groups_are_dense(tmp_path):
+    folder = Folder(write_hf_folder(tmp_path / "odd", intermediate_size=80))
+    path = write(folder, tmp_path / "odd.gguf", "Q4_0", down_proj="F16")
+    model = load(path).model
+    assert [layer.mlp.down_proj.form for layer in model.layers] == [Form.PLAIN] * 2
+    assert_near(model, path)
+
+
+def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
+    engine = load(file, dtype="bfloat16")
+    prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
+    methods = ("autoregressive", "triforce", "auto")
+    ways = [settings_of(method, 40, WARM, coupled=True, **SMALL) for method in methods]
+    wanted, *found = (texts_of(engine.generate(prompts, **way)) for way in ways)
+    assert found == [wanted] * 2
+
+
+def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, tmp_path):
+    """The copy shares the LM head, which has 8 bits in both."""
+    path = write(weights, tmp_path / "4.gguf", "Q4_1")
+    for one in (load(path), load(path, draft_weights="int4")):
+        assert one.models.retrieval is one.model
+    path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
+    engine = load(path)
+    model, twin = engine.model, engine.models.retrieval
+    assert twin.lm_head.weight is model.lm_head.weight
+    forms = [layer.form for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
+    assert forms == [Form.Q4] * 12
+    assert twin.num_bytes == bytes_per_pass(twin) - sum(
+        part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
+    )
+    same = load(path, draft_weights="same")
+    assert same.models.retrieval is same.model
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_path, kind):
+    """Of a file in 4 to 6 bits by its own numbers, of one in 8 by new ones; heads have 8."""
+    is_small = FORMS[kind].bits <= 6
+    folder = wide if FORMS[kind].is_nested else weights
+    path = write(folder, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
+    engine, alone = load(path, "auto"), load(path, "auto", draft_weights="same")
+    model, twin = engine.model, engine.models.retrieval
+    wanted = load(path).model if is_small else quantized_copy(model)
+    pair = [dict(one.named_parameters()) for one in (twin, wanted)]
+    torch.testing.assert_close(*pair, rtol=0, atol=0)
+    shared = {id(it) for it in model.parameters()}
+    own = (it.nbytes for it in twin.parameters() if id(it) not in shared)
+    assert twin.num_bytes == sum(own)
+    error = (logits(twin) - logits(model)).abs()
+    assert error.mean() < (ROUNDING["float32"] if is_small else 0.5)
+    way = settings_of("triforce", 40, WARM, coupled=True, **SMALL)
+    texts = [texts_of(it.generate([TEXT[:40].tolist()], **way)) for it in (engine, alone)]
+    assert texts[0] == texts[1]
+
+
+def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatch, caplog):
+    """By default, in which case no copy is made, either; the log says why. Without a copy there is
+    more room."""
+    path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
+    stored = gguf.GGUFReader(path).tensors
+    alone = sum(math.prod(it.shape) for it in stored) * 4
+    both = alone + sum(int(it.n_bytes) for it in stored)
+    for free, copy, is_native in (
+        (both + 1, "auto", False),
+        (both - 1, "auto", True),
+        (alone + 1, "same", False),
+        (alone - 1, "same", True),
+    ):
+        caplog.clear()
+        monkeypatch.setenv("MINITRI_HOST_GIB", repr(float(free) / (1 << 30)))
+        with caplog.at_level(logging.INFO, "minitri"):
+            engine = load(path, "auto", draft_weights=copy)
+        assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
+        assert (engine.model.lm_head.form == Form.Q4_K) == is_native
+        assert (engine.models.retrieval is engine.model) == (is_native or copy == "same")
+    dense = write(wide, tmp_path / "dense.gguf", "F16")
+    assert load(dense, "auto").model.lm_head.form == Form.PLAIN
+
+
+def test_kernels_are_built_once_while_two_threads_read_a_file(weights, tmp_path, monkeypatch):
+    calls = []
+    slowly = functools.cache(lambda: (calls.append(1), time.sleep(0.2), load_kernels())[-1])
+    monkeypatch.setattr(devices, "load_kernels", slowly)
+    load(write(weights, tmp_path / "it.gguf", "Q4_0"), "auto")
+    assert len(calls) == 1
+
+
+def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):
+    dense, fine = (write(weights, tmp_path / f"{kind}.gguf", kind) for kind in ("F16", "Q4_0"))
+    for path in (weights.path, dense):
+        with pytest.raises(InputError, match="weights=native needs a GGUF file"):
+            load(path)
+    monkeypatch.setattr(devices, "load_kernels", lambda: None)
+    with pytest.raises(InputError, match="weights=native needs .* the compiled kernels"):
+        load(fine)
+    with pytest.raises(InputError, match="draft_weights=int4 .* needs the compiled kernels"):
+        load(fine, "auto", draft_weights="int4")
+
+
+def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
+    folder = Folder(write_hf_folder(tmp_path / "wide", head_dim=1026, num_hidden_layers=1))
+    path = write(folder, tmp_path / "wide.gguf", "F16", q_proj="Q4_0", k_proj="Q4_0", v_proj="Q4_0")
+    assert not load(path, "auto").model.execution.is_row_invariant
+    assert logits(load(path, "auto").model).isfinite().all()
+    with pytest.raises(InputError, match="the compiled kernels"):
+        load(path)
