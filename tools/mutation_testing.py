@@ -44,27 +44,27 @@ FILES += [
 
 SUITE = [
     "test_runner.py",
-    "decoding/test_noise.py",
-    "decoding/test_random_source.py",
-    "decoding/test_enumeration.py",
-    "decoding/test_switching_plans.py",
-    "caches/test_caches_after_steps.py",
-    "caches/test_streaming_cache.py",
-    "caches/test_retrieval_cache.py",
-    "decoding/test_sampling.py",
-    "decoding/test_equality.py",
+    "core/decoding/test_noise.py",
+    "core/decoding/test_random_source.py",
+    "core/decoding/test_enumeration.py",
+    "core/decoding/test_switching_plans.py",
+    "core/caches/test_caches_after_steps.py",
+    "core/caches/test_streaming_cache.py",
+    "core/caches/test_retrieval_cache.py",
+    "core/decoding/test_sampling.py",
+    "core/decoding/test_equality.py",
 ]
 """Tests of exactness, quick ones first."""
 SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"
 """What is left out of them: the longest runs of claims that shorter ones make, too."""
 FIRST = {
-    "sampling": "decoding/test_sampling.py",
+    "sampling": "core/decoding/test_sampling.py",
     "stopping": "test_engine.py",
-    "full": "model/test_full_cache.py",
-    "policies": "caches/test_retrieval_cache.py",
-    "retrieval": "caches/test_retrieval_cache.py",
-    "streaming": "caches/test_streaming_cache.py",
-    "memory": "gpu_twins/test_session_pool.py",
+    "full": "core/model/test_full_cache.py",
+    "policies": "core/caches/test_retrieval_cache.py",
+    "retrieval": "core/caches/test_retrieval_cache.py",
+    "streaming": "core/caches/test_streaming_cache.py",
+    "memory": "devices/gpu_twins/test_session_pool.py",
 }
 """The tests that know a file best."""
 
