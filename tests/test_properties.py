@@ -35,8 +35,8 @@ from minitri import (
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.noise import hashed_uniforms, noise_keys
 from minitri.core.decoding.sampling import probs_from_logits
-from minitri.core.decoding.text_filters import text_filters
 from minitri.core.stats import Stats
+from minitri.text.filters import text_filters
 from minitri.text.text_stream import StopScanner
 from tests.cascades import fresh_read
 from tests.strategies import END_TOKEN, Case, cases, make_engine

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from minitri.core.decoding.level import Emitted
 from minitri.core.decoding.sampling import log_probs
-from minitri.core.decoding.text_filters import text_filters
 from minitri.core.errors import InputError, NotFiniteError
 from minitri.core.fields import expect
 from minitri.core.graphs import filters_of
@@ -25,6 +24,7 @@ from minitri.core.offload.placement import MemoryShape
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.core.stack import Stack
+from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
 from minitri.text.tokenizer import Tokenizer
 

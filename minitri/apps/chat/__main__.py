@@ -124,7 +124,7 @@ class Chat:
 
     def _shape(self, grammar: Grammar | None) -> None:
         """Gives answers this grammar. Raises `InputError` if the library cannot hold it."""
-        from minitri.core.decoding.text_filters import text_filters  # with PyTorch
+        from minitri.text.filters import text_filters  # with PyTorch
 
         engine = self._engine
         text_filters(SamplingParams(grammar=grammar), [], engine.tokenizer, engine.config)

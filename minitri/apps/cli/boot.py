@@ -31,8 +31,8 @@ def boot(
     with clean_imports():  # the only place where programs import PyTorch: no flag is wrong any more
         import torch
 
-        from minitri.core.decoding.text_filters import text_filters
         from minitri.loader import load
+        from minitri.text.filters import text_filters
 
     def before_weights(tokenizer: Tokenizer, config: ModelConfig) -> None:
         text_filters(sampling, [], tokenizer, config)

@@ -27,10 +27,10 @@ from minitri import Engine, GenerationConfig, Request, SamplingParams, Speculati
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
-from minitri.core.decoding.text_filters import text_filters
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
+from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import next_seed
 
 FALSE_ALARM = 1e-4

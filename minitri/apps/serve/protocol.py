@@ -16,11 +16,11 @@ from minitri.apps.serve.body import grammar_of, is_ids, read_object
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
 from minitri.apps.serve.chats.tools import read_tools
-from minitri.core.decoding.text_filters import text_filters
 from minitri.core.errors import shorten
 from minitri.core.fields import between, changed, one_of, refuse
 from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
+from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import draw_seed, fold_seed, next_seed
 
 TEXT_TOKENS = 16

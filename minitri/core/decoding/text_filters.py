@@ -15,16 +15,30 @@ Legend: B rows, N places, V vocab, U tokens whose logits may change.
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from minitri.core.config import ModelConfig
 from minitri.core.decoding.verification import Active, Rows
-from minitri.core.errors import InputError
 from minitri.core.settings import SamplingParams
-from minitri.text.matcher import GrammarMatcher, compiled
-from minitri.text.tokenizer import Tokenizer
+
+
+class Matcher(Protocol):
+    """Masks of one row's grammar: which tokens may come next."""
+
+    @property
+    def error(self) -> str:
+        """Why the matcher has given up, in one line."""
+
+    def extend(self, tokens: list[int]) -> None:
+        """Appends committed tokens."""
+
+    def forbidden(self, path: list[int]) -> Tensor | None:
+        """Which tokens (V,) may not follow the committed ones and `path`; None: it has given up."""
+
+    def forced(self, path: list[int]) -> list[int]:
+        """The text that must follow `path`, as the tokenizer would cut it into tokens."""
 
 
 class TextFilters:
@@ -38,7 +52,7 @@ class TextFilters:
         *,
         end_tokens: Sequence[int] = (),
         bad_words: Sequence[Sequence[int]] = (),
-        matcher: GrammarMatcher | None = None,
+        matcher: Matcher | None = None,
     ) -> None:
         """`bad_words` are those of the settings as tokens."""
         self.text = [*prompt]
@@ -133,27 +147,6 @@ class TextFilters:
             place = self._places[token] = len(self._places)
             self._ids_V[place] = token
         return place
-
-
-def text_filters(
-    sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
-) -> TextFilters | None:
-    """Those of a row; None if none of its filters looks at the text. Raises `InputError`."""
-    if not sampling.reads_text:
-        return None
-    vocab_size = config.vocab_size
-    for token in dict(sampling.logit_bias):
-        if token >= vocab_size:
-            got = f"logit_bias is for token {token}, but {config.name} has {vocab_size} tokens"
-            raise InputError(f"{got}; leave it out")
-    words = [ids for word in sampling.bad_words for ids in tokenizer.spellings(word)]
-    matcher = None
-    if sampling.grammar is not None:
-        matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
-    ends = config.eos_token_ids
-    return TextFilters(
-        sampling, prompt, vocab_size, end_tokens=ends, bad_words=words, matcher=matcher
-    )
 
 
 def penalised(
