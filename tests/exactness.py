@@ -20,8 +20,8 @@ from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Proposal, verify, verify_block
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Clock, LevelStats, Stats
-from minitri.trees.shape import TreeShape
 from minitri.trees.tree_level import TreeLevel
+from minitri.trees.tree_shape import TreeShape
 from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk
 
 

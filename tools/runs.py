@@ -7,9 +7,9 @@ from minitri.core.decoding.level import Level
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.memory import Models, allocate
-from minitri.core.offload.placement import MemoryShape
 from minitri.core.requests import Request
 from minitri.core.settings import SpeculationConfig
+from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
 
 

@@ -19,9 +19,10 @@ with clean_imports():
     from minitri.core.decoding.autotuner import Autotuner
     from minitri.core.fields import between, one_of
     from minitri.core.log import log
-    from minitri.core.offload.placement import CONTEXT, GIB, Demand, MemoryShape, choose_on_chip
+    from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
     from minitri.core.roofline import Machine, Workload, copy_bytes
     from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+    from minitri.core.shape import MemoryShape
     from minitri.files.fetch import LOOKUPS, default_draft, locate_config
     from minitri.files.named_models import MODELS
 

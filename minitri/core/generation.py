@@ -20,9 +20,9 @@ from minitri.core.fields import expect
 from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, as_fault, running
 from minitri.core.model.llama import Llama
-from minitri.core.offload.placement import MemoryShape
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
+from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
 from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt

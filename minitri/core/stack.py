@@ -23,12 +23,12 @@ from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
 from minitri.core.memory import Memory, Models
-from minitri.core.offload.placement import MemoryShape
 from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import Score, prefill, read_chunk
 from minitri.core.requests import Request
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.runner import CapturedDraft, DraftRunner, ModelRunner
+from minitri.core.shape import MemoryShape
 from minitri.core.stats import LevelStats, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.walk import CoupledTrees, IndependentTrees

@@ -16,7 +16,7 @@ from minitri.core.decoding.level import Emitted, Level, Output
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.model.cache import gather_path
 from minitri.core.runner import ModelRunner
-from minitri.trees.shape import TreeShape, shape_of
+from minitri.trees.tree_shape import TreeShape, shape_of
 from minitri.trees.walk import MISSING, CoupledTrees, IndependentTrees, TreeProposal, likeliest
 
 

@@ -20,7 +20,7 @@ from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.sampling import sample
 from minitri.core.decoding.verification import Proposal
-from minitri.trees.shape import TreeShape
+from minitri.trees.tree_shape import TreeShape
 
 MISSING = -1
 """The token of a child that could not be drawn: its elder siblings are all the tokens there are."""

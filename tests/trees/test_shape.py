@@ -7,7 +7,7 @@ import pytest
 
 from minitri.core.errors import InputError
 from minitri.core.settings import SpeculationConfig, StepPlan, parse_tree
-from minitri.trees.shape import TreeShape, sequences, sequoia, shape_of
+from minitri.trees.tree_shape import TreeShape, sequences, sequoia, shape_of
 
 
 def test_independent_sequences_part_at_the_root():

@@ -4,7 +4,7 @@
 import pytest
 
 from minitri.core.settings import StepPlan
-from minitri.trees.shape import TreeShape, sequences
+from minitri.trees.tree_shape import TreeShape, sequences
 from tests.exactness import largest_error
 
 SHAPES = {

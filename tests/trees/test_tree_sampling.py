@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitri import SamplingParams
-from minitri.trees.shape import TreeShape, sequences
+from minitri.trees.tree_shape import TreeShape, sequences
 from minitri.trees.walk import (
     MISSING,
     CoupledTrees,

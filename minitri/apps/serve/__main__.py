@@ -21,8 +21,8 @@ with clean_imports(huge_pages=False):
     from minitri.core.errors import explain, shorten
     from minitri.core.fields import between
     from minitri.core.log import log
-    from minitri.core.offload.placement import MemoryShape
     from minitri.core.settings import MAX_ROWS
+    from minitri.core.shape import MemoryShape
 
     if TYPE_CHECKING:
         from minitri import Generation

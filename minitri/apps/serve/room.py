@@ -5,8 +5,9 @@ from dataclasses import replace
 from minitri.core.errors import InputError
 from minitri.core.memory import Models, demand_of
 from minitri.core.offload.allocation import room_for
-from minitri.core.offload.placement import GIB, Demand, MemoryShape
+from minitri.core.offload.placement import GIB, Demand
 from minitri.core.settings import round_up_to_stride
+from minitri.core.shape import MemoryShape
 
 SHARE = 0.6
 """Of the memory that is free before weights are read, which a server takes by default."""

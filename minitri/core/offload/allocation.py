@@ -15,7 +15,8 @@ from minitri.core.errors import InputError, explain
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import GIB, Demand, MemoryShape, choose_on_chip
+from minitri.core.offload.placement import GIB, Demand, choose_on_chip
+from minitri.core.shape import MemoryShape
 
 log = logging.getLogger("minitri")
 

@@ -17,54 +17,16 @@ from minitri.core.settings import (
     LONGEST_BLOCK,
     SLIDE,
     GenerationConfig,
-    SamplingParams,
     SpeculationConfig,
     round_up_to_stride,
 )
+from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)
 """What a card's nominal size loses to driver and CUDA context: 24 GB cards have 23.2 GiB free."""
 RESERVE = GIB // 2
 """Free device memory left to workspaces of libraries, graphs and allocator waste."""
-
-
-@dataclass(frozen=True)
-class MemoryShape:
-    """What a run needs memory for."""
-
-    prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row."""
-    sampling: SamplingParams
-    """The filters that captured steps apply."""
-    generation: GenerationConfig
-    speculation: SpeculationConfig
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.prompt_lengths)
-
-    @property
-    def reserved_lengths(self) -> list[int]:
-        """Tokens of the longest text, or prompt, that each row must have room for, now or later."""
-        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
-
-    @property
-    def capacity(self) -> int:
-        """Slots that each row needs: prompt, output, and the guesses of the last step."""
-        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
-        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
-
-    @property
-    def budgets(self) -> list[int]:
-        """Tokens that the retrieval cache of each row must have room for, now or later."""
-        return [self.budget_for(length) for length in self.reserved_lengths]
-
-    def budget_for(self, length: int) -> int:
-        """The budget for a prompt of this length: never more than a text here can fill."""
-        unit = self.speculation.chunk_size
-        slots = round_up_to_stride(self.capacity)
-        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
 
 
 @dataclass(frozen=True)

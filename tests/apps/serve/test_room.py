@@ -10,7 +10,8 @@ import pytest
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.serve.__main__ import warm_up
 from minitri.apps.serve.room import SHARE, choose_size
-from minitri.core.offload.placement import GIB, MemoryShape
+from minitri.core.offload.placement import GIB
+from minitri.core.shape import MemoryShape
 from tests.conftest import resident_bytes, write_hf_folder
 
 SHAPE = MemoryShape((1,) * 8, SamplingParams(), GenerationConfig(reserve=512), SpeculationConfig())

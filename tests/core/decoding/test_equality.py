@@ -7,7 +7,7 @@ import torch
 
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.model.execution import Execution
-from minitri.core.offload.placement import MemoryShape
+from minitri.core.shape import MemoryShape
 from minitri.core.stack import may_use_clock
 from tests.cascades import settings_of, tiny_engine
 

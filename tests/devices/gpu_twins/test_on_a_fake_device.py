@@ -10,7 +10,7 @@ from minitri.core.graphs import GraphPool
 from minitri.devices.choose import choose_device, retrieval_copy
 from minitri.files.named_models import MODELS
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from minitri.trees.shape import shape_of
+from minitri.trees.tree_shape import shape_of
 from tests.conftest import byte_level_tokenizer
 from tests.devices.gpu_twins.fake_cuda import DEVICE, GIB, fake_cuda, trust_kernels
 from tests.mutation import Mutant, mutated

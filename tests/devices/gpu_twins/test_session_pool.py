@@ -11,8 +11,8 @@ from minitri.core import memory
 from minitri.core.caches.full import HeldRow
 from minitri.core.graphs import GraphPool
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import MemoryShape
 from minitri.core.settings import METHODS
+from minitri.core.shape import MemoryShape
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import CPU
 from tests.devices.gpu_twins.conftest import as_on_a_gpu

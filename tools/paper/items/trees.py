@@ -4,7 +4,7 @@ import functools
 import itertools
 
 from minitri.core.settings import StepPlan
-from minitri.trees.shape import sequences, shape_of
+from minitri.trees.tree_shape import sequences, shape_of
 from tools.paper.costs import A100, on_chip
 from tools.paper.item import Done, Item, Json, Shown, Table
 from tools.paper.lab import Lab

@@ -1,0 +1,48 @@
+"""The memory shape of a run: lengths of its rows and settings, which decide what is allocated."""
+
+from dataclasses import dataclass
+
+from minitri.core.settings import (
+    GenerationConfig,
+    SamplingParams,
+    SpeculationConfig,
+    round_up_to_stride,
+)
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """Lengths and settings that decide how much memory a run needs."""
+
+    prompt_lengths: tuple[int, ...]
+    """Tokens of the longest prompt of each row."""
+    sampling: SamplingParams
+    """The filters that captured steps apply."""
+    generation: GenerationConfig
+    speculation: SpeculationConfig
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.prompt_lengths)
+
+    @property
+    def reserved_lengths(self) -> list[int]:
+        """Tokens that each row must have room for without output: its prompt, or the reserve."""
+        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
+
+    @property
+    def capacity(self) -> int:
+        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
+        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+
+    @property
+    def budgets(self) -> list[int]:
+        """Tokens that the retrieval cache of each row must have room for."""
+        return [self.budget_for(length) for length in self.reserved_lengths]
+
+    def budget_for(self, length: int) -> int:
+        """Retrieval budget for a prompt of this length, in tokens: at most what a row can hold."""
+        unit = self.speculation.chunk_size
+        slots = round_up_to_stride(self.capacity)
+        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
