@@ -23,10 +23,11 @@ from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, Models, check_process, running
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache
-from minitri.core.offload.placement import MemoryShape
 from minitri.core.prefill import score
 from minitri.core.requests import ALONE, Completion, Event, Request, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.shape import MemoryShape
+from minitri.files.pool_files import load_snapshot, open_store, save_held
 from minitri.text.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.tokenizer import Tokenizer
 
@@ -287,18 +288,18 @@ class Engine:
         """Writes K and V of `held_tokens` to a file for `load_kv`, which appears when it is whole;
         returns how many tokens. Raises `InputError`."""
         with running(self.models):
-            return self._pool.save(os.fsdecode(path), note)
+            return save_held(self._pool, os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
         `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
         `InputError` if it is damaged, or not of this model, dtype and RoPE."""
-        held, self.snapshot_note = self._pool.load(os.fsdecode(path))
+        held, self.snapshot_note = load_snapshot(self._pool, os.fsdecode(path))
         return len(held.tokens)
 
     def open_kv_store(self, url: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        self._pool.open_store(url, num_bytes)
+        open_store(self._pool, url, num_bytes)
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept from one run to the next."""

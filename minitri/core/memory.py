@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
-from minitri.core.caches.prefixes import PrefixCache
+from minitri.core.caches.prefixes import PrefixCache, Store
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.drafters.plugin import Drafter
@@ -28,11 +28,11 @@ from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import Demand, MemoryShape
+from minitri.core.offload.placement import Demand
 from minitri.core.prefill import empty_queries
 from minitri.core.runner import DraftRunner, ModelRunner
 from minitri.core.settings import LONGEST_BLOCK
-from minitri.files.snapshots import Origin, read_snapshot, write_snapshot
+from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
@@ -207,7 +207,7 @@ class MemoryPool:
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
         """What the texts of later runs may begin with, too."""
-        self.store: Any = None  # a `KVStore`
+        self.store: Store | None = None
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
         """All that have used it and are still somewhere."""
         self._kept: Memory | None = None
@@ -253,37 +253,10 @@ class MemoryPool:
         """The longest text whose K and V are kept."""
         return (self._kept and self._kept.prefix.longest) or self.snapshot
 
-    def save(self, name: str, note: str) -> int:
-        """Writes what is `held` to a file; returns how many tokens. Raises `InputError`."""
-        if (held := self.held) is None:
-            raise InputError("there is no KV cache to save; let the engine read a prompt first")
-        return write_snapshot(name, held, self._origin(), note)
-
-    def load(self, name: str) -> tuple[HeldRow, str]:
-        """Opens a file of `save` as the `snapshot`; returns that and its note."""
-        self.snapshot, note = read_snapshot(name, self._origin())
-        return self.snapshot, note
-
-    def open_store(self, url: str, num_bytes: int) -> None:
-        from minitri.files.kv_store import KVStore
-
-        self.store = KVStore(url, num_bytes, self._origin())
-
-    def _origin(self) -> Origin:
-        """What K and V here depend on."""
-        model = self.models.target
-        if model.execution.ranks.count > 1 or not model.execution.fingerprint:
-            raise InputError(
-                f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
-                "from a file, or is divided among processes"
-            )
-        execution = model.execution
-        return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
-
     def clear(self) -> None:
         """Frees what is kept; a run that is under way will not be kept either."""
         if self.store is not None:
-            self.store.writer.shutdown()
+            self.store.close()
         self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
 

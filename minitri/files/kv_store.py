@@ -85,6 +85,10 @@ class KVStore:
                 if given is None:
                     self._room.release()
 
+    def close(self) -> None:
+        """Waits until everything is written; later blocks are dropped."""
+        self.writer.shutdown()
+
     def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
         """Of the blocks of a text."""
         digests = [f"{self._names} {owner}"]

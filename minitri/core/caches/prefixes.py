@@ -7,15 +7,25 @@ which are put aside when its text ends.
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.stats import num_common
 
-if TYPE_CHECKING:
-    from minitri.files.kv_store import KVStore
+
+class Store(Protocol):
+    """K and V of prompts that other engines share; see `files/kv_store.py`."""
+
+    def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
+        """The longest stored prefix of an owner's text, or `held` if that is not shorter."""
+
+    def write(self, source: HeldRow) -> None:
+        """Stores a prompt that was read; returns before it is written."""
+
+    def close(self) -> None:
+        """Waits until everything is written."""
 
 
 class PrefixCache:
@@ -35,7 +45,7 @@ class PrefixCache:
         self.owners = [""] * len(full.lengths)
         """Of the text of each row, given before `take`."""
         self.snapshot: HeldRow | None = None
-        self.store: KVStore | None = None
+        self.store: Store | None = None
 
     def note_certain(self) -> None:
         """What the full cache holds now will stay; what a step adds may be taken back."""

@@ -20,6 +20,7 @@ import minitri
 from minitri import InputError
 from minitri.apps.chat.__main__ import main as chat
 from minitri.files import kv_store
+from minitri.files.pool_files import origin_of
 from tests.cascades import random_prompt, tiny_engine
 from tests.conftest import write_hf_folder
 from tests.files.reuse.conftest import say
@@ -171,7 +172,7 @@ def snapshot_tokens(path):
 
 def test_engines_that_round_otherwise_share_nothing(engine, prompt, text, tmp_path, monkeypatch):
     ask(engine, prompt, tmp_path)
-    origin = engine._pool._origin()
+    origin = origin_of(engine.model)
     for change in ({"computed_by": "another processor"}, {"fingerprint": "another model"}):
         changed = replace(origin, **change)
         store = kv_store.KVStore(str(tmp_path), LARGE, changed)
@@ -231,11 +232,11 @@ def test_of_two_who_write_one_block_both_read_it_whole(engine, other, prompt, te
         for _ in range(30):
             store._known.clear()
             store.write(held)
-        store.writer.shutdown()
+        store.close()
 
     with ThreadPoolExecutor() as threads:
         works = [threads.submit(write, store) for store in stores]
-        reader = kv_store.KVStore(url, LARGE, engine._pool._origin())
+        reader = kv_store.KVStore(url, LARGE, origin_of(engine.model))
         names = reader._paths(prompt[:119], "")
         while not all(work.done() for work in works):
             for i, name in enumerate(names):
