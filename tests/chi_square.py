@@ -22,7 +22,8 @@ from minitri.core.model.llama import Llama
 from minitri.core.requests import Request
 from minitri.core.stack import Stack
 from minitri.core.stats import Stats
-from tests.conftest import new_cache, tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import new_cache, tiny_config
 from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 500

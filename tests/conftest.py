@@ -13,19 +13,18 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
-from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.model.llama import Llama
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
+from tests.core import rigs
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose kernels then run on the CPU.
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
-CPU = torch.device("cpu")
 
 SENTENCES = [
     "She had been forced into prudence in her youth, she learned romance as she grew older.",
@@ -77,18 +76,9 @@ def edit_json(file: Path, **changes) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def tiny_config(**changes) -> ModelConfig:
-    values = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
-    values |= {"num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "context_length": 256}
-    return ModelConfig(**{**values, **changes})
-
-
 def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
-    generator = torch.Generator().manual_seed(seed)
-    model = Llama(config, dtype=dtype, device=CPU, attend=attend_cpu)
-    for parameter in model.parameters():
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
-    return model.eval()
+    """A random model with the attention of a CPU."""
+    return rigs.tiny_model(config, seed=seed, dtype=dtype, attend=attend_cpu)
 
 
 def fill(cache, other):
@@ -97,12 +87,6 @@ def fill(cache, other):
         for layer, pair in enumerate(other.layers(b)):
             cache.write(layer, b, *(slots_KSD[:, :length] for slots_KSD in pair))
         cache.restore(b, length)
-
-
-def new_cache(
-    config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
-) -> FullCache:
-    return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
 
 
 def resident_bytes(process: int | str = "self") -> int:

@@ -30,7 +30,7 @@ core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_dis
   acceptance number reused for the recovered token | _sample_next: -1 => last - 1
   padding counted as guesses
     _num_passed: passes_BN & guesses.are_real_BN => passes_BN.int()
-core/decoding/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
+engine/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._by_row[b] => self._by_row[b].manual_seed(7)
   n numbers drawn instead of n + 1
@@ -53,7 +53,7 @@ core/decoding/test_noise.py::test_coupled_tokens_follow_the_distribution_at_ever
     => (-hashed_uniforms(keys, numbers).log()).log()
 core/caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset | DraftRunner._read_window: self.cache.reset(b) => pass
-core/decoding/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
+engine/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
   guesses read one place too early | Passes.read: places_BN[:, 1:] => places_BN[:, :-1]
@@ -70,10 +70,10 @@ test_properties.py
   EOS as bonus token ignored
     Generation._emit: row.push(token, origin, eos, *score)
     => row.push(token, origin, () if origin == 'bonus' else eos, *score)
-test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
+core/test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
   logits kept in bfloat16 for the softmax
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
-test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
+core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
     ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
     => probs_of_rows(logits_BNV.bfloat16().float(), self.sampling, self.model.execution.probs)
@@ -99,7 +99,7 @@ core/decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_di
   a block's chances capped at 1 at the end only | verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
     verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
-core/decoding/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
+engine/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
   a row that has ended draws on | IndependentSource.numbers: active[b] => True
@@ -208,21 +208,21 @@ devices/gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
     DraftRunner.guess: it.clone() => torch.tensor(it.tolist())
-core/decoding/test_drafters_that_fail.py
+engine/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
     _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
-core/decoding/test_drafters_that_fail.py
+engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model-False]
   a row that is not finite goes on
     decide: [*guessed[:num_accepted], next_token] if is_finite else []
     => [*guessed[:num_accepted], next_token]
   K and V that are not finite are kept for the next text
     Stack.retire: self.sequences[b] if is_sound else [] => self.sequences[b]
-core/decoding/test_drafters_that_fail.py
+engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[triforce--draft-False]
   the target is not told that a guess is not finite | Level.propose: torch.nan => 1 / 320
-core/decoding/test_drafters_that_fail.py
+engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[naive-4-draft-False]
   a tree that is not finite fails all rows
     finite_rows: (sums_BN.isfinite() | ~are_real_BN).all(1)
@@ -305,7 +305,7 @@ files/reuse/test_logprobs.py::test_they_are_those_of_autoregressive_decoding[sam
     Output.emitted: self.logits_BNV[b, places] => self.logits_BNV[b, :len(tokens)]
 apps/serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
-test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
+core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
     ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
     => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self.passes.vocab_size]

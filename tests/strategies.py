@@ -21,8 +21,8 @@ from minitri.core.model.llama import Llama
 from minitri.core.settings import METHODS, VERIFICATIONS
 from minitri.text.prompt_ids import MAX_SEED
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.cascades import near_copy, trimmed_copy
-from tests.conftest import byte_level_tokenizer, tiny_config, tiny_model
+from tests.conftest import byte_level_tokenizer, tiny_model
+from tests.core.rigs import near_copy, tiny_config, trimmed_copy
 from tools.paper.baselines.policies import NAMES
 
 VOCAB = 320

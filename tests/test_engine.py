@@ -13,7 +13,7 @@ from minitri import GenerationConfig, InputError, Request, SamplingParams, Specu
 from minitri.core.model.block import read_block
 from minitri.core.requests import Row
 from tests.cascades import texts_of
-from tests.conftest import new_cache
+from tests.core.rigs import new_cache
 from tests.strategies import WRONG
 
 PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]

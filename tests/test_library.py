@@ -18,7 +18,7 @@ from minitri.core.requests import Token
 from minitri.core.stats import RowStats, Stats
 from minitri.text.chat_template import ChatTemplate
 from tests.cascades import tiny_engine
-from tests.conftest import new_cache
+from tests.core.rigs import new_cache
 from tests.files.test_chat_template import CHATML
 
 WARM = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}

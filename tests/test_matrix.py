@@ -8,8 +8,9 @@ import dataclasses
 import pytest
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from tests.cascades import Rig, near_copy, plain_tokens, random_prompt, texts_of, tiny_engine
-from tests.conftest import tiny_config, tiny_model
+from tests.cascades import texts_of, tiny_engine
+from tests.conftest import tiny_model
+from tests.core.rigs import Rig, near_copy, plain_tokens, random_prompt, tiny_config
 from tests.devices.gpu_twins.offload import offloaded
 from tools.paper.baselines.policies import policy_of
 

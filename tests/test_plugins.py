@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import minitri
-from tests.cascades import WARM, settings_of, texts_of
+from tests.cascades import settings_of, texts_of
+from tests.core.rigs import WARM
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
 GREEDY = minitri.SamplingParams(), False

@@ -38,7 +38,7 @@ from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.stats import Stats
 from minitri.text.filters import text_filters
 from minitri.text.text_stream import StopScanner
-from tests.cascades import fresh_read
+from tests.core.rigs import fresh_read
 from tests.strategies import END_TOKEN, Case, cases, make_engine
 from tools.paper.baselines.policies import policy_of
 

@@ -43,16 +43,16 @@ FILES += [
 ]
 
 SUITE = [
-    "test_runner.py",
+    "core/test_runner.py",
     "core/decoding/test_noise.py",
-    "core/decoding/test_random_source.py",
+    "engine/test_random_source.py",
     "core/decoding/test_enumeration.py",
-    "core/decoding/test_switching_plans.py",
+    "engine/test_switching_plans.py",
     "core/caches/test_caches_after_steps.py",
     "core/caches/test_streaming_cache.py",
     "core/caches/test_retrieval_cache.py",
     "core/decoding/test_sampling.py",
-    "core/decoding/test_equality.py",
+    "engine/test_equality.py",
 ]
 """Tests of exactness, quick ones first."""
 SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"

@@ -22,8 +22,9 @@ from minitri.devices.cpu.quantized import Form, packed_shape
 from minitri.files.gguf.blocks import FORMS, keeps_zeros, repack
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.hf_folder import Folder
-from tests.cascades import WARM, settings_of, texts_of
-from tests.conftest import byte_level_tokenizer, new_cache, write_hf_folder
+from tests.cascades import settings_of, texts_of
+from tests.conftest import byte_level_tokenizer, write_hf_folder
+from tests.core.rigs import WARM, new_cache
 from tests.files.gguf_writer import quantized, stored_name, write_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")

@@ -15,7 +15,8 @@ from minitri.files.open_models import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.text_stream import IncrementalDecoder
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
-from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, tiny_config, write_hf_folder
+from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, write_hf_folder
+from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import write_gguf, write_gguf_with_sentencepiece
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"

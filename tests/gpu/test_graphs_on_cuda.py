@@ -19,9 +19,8 @@ from minitri.core.runner import ModelRunner
 from minitri.core.settings import BACKENDS, SamplingParams
 from minitri.devices.gpu.attention_backends import TOLERANCES, choose_attention
 from minitri.devices.gpu.fused_modules import fuse_if_possible
-from tests.cascades import Rig, random_prompt
-from tests.conftest import tiny_config
-from tests.core.model.test_attention import random_case
+from tests.core.rigs import Rig, random_prompt, tiny_config
+from tests.devices.test_attention import random_case
 from tests.gpu.conftest import waits
 
 WARM = SamplingParams(0.6, top_p=0.9)

@@ -7,7 +7,8 @@ from minitri.core.caches.full import FullCache
 from minitri.core.model.cache import BlockKV
 from minitri.core.offload.host_memory import HostMemory, host_memory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from tests.conftest import fill, tiny_config
+from tests.conftest import fill
+from tests.core.rigs import tiny_config
 from tests.devices.gpu_twins.offload import assert_same
 
 

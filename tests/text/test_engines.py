@@ -11,7 +11,7 @@ import minitri
 from minitri import End, Grammar, InputError, Request, SamplingParams, SpeculationConfig
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.model.block import read_block
-from tests.cascades import random_prompt, texts_of
+from tests.cascades import texts_of
 from tests.chi_square import (
     FALSE_ALARM,
     NUM_TOKENS,
@@ -24,7 +24,7 @@ from tests.chi_square import (
     p_value,
     target_model,
 )
-from tests.conftest import new_cache
+from tests.core.rigs import new_cache, random_prompt
 from tests.strategies import GRAMMARS
 from tests.text.test_grammars import END, TEXTS, is_allowed, make_matcher
 from tests.text.test_text_filters import Shaped

@@ -14,7 +14,8 @@ from minitri.core.decoding.verification import verify, verify_block
 from minitri.text import matcher
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.conftest import byte_level_tokenizer, tiny_config
+from tests.conftest import byte_level_tokenizer
+from tests.core.rigs import tiny_config
 from tests.text.test_text_filters import END, ROUNDING, error
 from tests.trees.test_tree_enumeration import SHAPES
 

@@ -13,7 +13,7 @@ import pytest
 
 from minitri import End, Grammar, Request, SamplingParams
 from minitri.text.matcher import GrammarMatcher, compiled
-from tests.cascades import random_prompt
+from tests.core.rigs import random_prompt
 
 NUM_REQUESTS = int(os.environ.get("MINITRI_SCHEMA_REQUESTS", "60"))
 

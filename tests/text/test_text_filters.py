@@ -13,9 +13,11 @@ from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Proposal, verify_block
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams, StepPlan
-from tests.cascades import fresh_read, random_prompt
-from tests.conftest import new_cache, tiny_config, tiny_model
-from tests.exactness import PROMPT, Table, exactly, largest_error
+from tests.conftest import tiny_model
+from tests.core import exactness
+from tests.core.exactness import PROMPT, Table, exactly
+from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config
+from tests.trees.exactness import largest_error as largest_error_of_trees
 from tests.trees.test_tree_enumeration import SHAPES
 
 ROUNDING = 1e-12
@@ -61,7 +63,15 @@ class Shaped:
         return kept if max(kept) > -math.inf else scores
 
 
-def error(params, *sizes, words=(), make_matcher=lambda: None, allowed=None, **settings) -> float:
+def error(
+    params,
+    *sizes,
+    words=(),
+    make_matcher=lambda: None,
+    allowed=None,
+    largest_error=exactness.largest_error,
+    **settings,
+) -> float:
     def make_filters():
         options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
         return TextFilters(params, PROMPT, sizes[0], **options)
@@ -95,6 +105,7 @@ def test_nodes_of_trees_are_filtered_by_their_own_paths(name, gamma1, gamma2):
     if not gamma1 and not gamma2:
         return
     settings = {"shape": SHAPES[name], "horizon": 3 if name == "fork" else 2}
+    settings["largest_error"] = largest_error_of_trees
     assert error(PENALTIES, 3, gamma1, gamma2, **settings) < ROUNDING
     assert error(FORBIDDEN, 3, gamma1, gamma2, words=WORDS, **settings) < ROUNDING
 

@@ -5,7 +5,7 @@ import pytest
 
 from minitri.core.settings import StepPlan
 from minitri.trees.tree_shape import TreeShape, sequences
-from tests.exactness import largest_error
+from tests.trees.exactness import largest_error
 
 SHAPES = {
     "fork": TreeShape((-1, 0, 0)),

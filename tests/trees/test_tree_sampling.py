@@ -18,7 +18,7 @@ from minitri.trees.walk import (
     walk,
 )
 from tests.cascades import settings_of, tiny_engine
-from tests.exactness import exactly
+from tests.core.exactness import exactly
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 FORK = TreeShape((-1, 0, 0))

@@ -23,7 +23,8 @@ from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.conftest import byte_level_tokenizer, edit_json, tiny_config, write_hf_folder
+from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3
 
 

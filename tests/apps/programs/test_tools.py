@@ -12,7 +12,8 @@ import torch
 from minitri.core.decoding.verification import Proposal
 from minitri.core.roofline import weights_per_pass
 from minitri.core.settings import GenerationConfig, SpeculationConfig
-from tests.conftest import CPU, SENTENCES, tiny_config, write_hf_folder
+from tests.conftest import SENTENCES, write_hf_folder
+from tests.core.rigs import CPU, tiny_config
 from tools import serve_load, tour
 from tools.bench import __main__ as bench
 from tools.bench import floor

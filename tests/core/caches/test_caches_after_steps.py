@@ -7,8 +7,17 @@ import pytest
 import torch
 
 from minitri.core.runner import ModelRunner
-from tests.cascades import GREEDY, WARM, Rig, fresh_read, near_copy, plain_tokens, random_prompt
-from tests.conftest import tiny_config, tiny_model
+from tests.core.rigs import (
+    GREEDY,
+    WARM,
+    Rig,
+    fresh_read,
+    near_copy,
+    plain_tokens,
+    random_prompt,
+    tiny_config,
+    tiny_model,
+)
 from tools.paper.baselines.policies import policy_of
 
 CONFIG = tiny_config()

@@ -13,9 +13,8 @@ from minitri.core.caches.policies import NEIGHBOR
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.model.llama import Block
 from minitri.core.settings import SamplingParams, SpeculationConfig
-from tests.cascades import Rig, plain_tokens, random_prompt
-from tests.conftest import new_cache, tiny_config, tiny_model
-from tests.exactness import probs_after
+from tests.core.exactness import probs_after
+from tests.core.rigs import Rig, new_cache, plain_tokens, random_prompt, tiny_config, tiny_model
 from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config()

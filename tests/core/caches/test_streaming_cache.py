@@ -3,13 +3,12 @@
 import pytest
 import torch
 
-from minitri import InputError, SamplingParams, SpeculationConfig
 from minitri.core.caches.streaming import StreamingCache
+from minitri.core.errors import InputError
 from minitri.core.runner import DraftRunner
-from minitri.core.settings import SLIDE
-from tests.cascades import Rig, fresh_read, random_prompt
-from tests.conftest import tiny_config, tiny_model
-from tests.exactness import probs_after
+from minitri.core.settings import SLIDE, SamplingParams, SpeculationConfig
+from tests.core.exactness import probs_after
+from tests.core.rigs import Rig, fresh_read, random_prompt, tiny_config, tiny_model
 
 SINKS, RECENT = 3, 12
 SIZES = {"num_sink_tokens": SINKS, "num_recent_tokens": RECENT}

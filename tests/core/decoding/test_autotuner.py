@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 import pytest
 
-from minitri import SpeculationConfig
 from minitri.core.decoding.autotuner import (
     FIRST_RATES,
     HYSTERESIS,
@@ -15,7 +14,7 @@ from minitri.core.decoding.autotuner import (
     Autotuner,
     expected_tokens,
 )
-from minitri.core.settings import METHODS, StepPlan
+from minitri.core.settings import METHODS, SpeculationConfig, StepPlan
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
 TRIFORCE = StepPlan("triforce", 1, 2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
-from tests.exactness import PROMPT, Table, outcomes, outcomes_of_block
+from tests.core.exactness import PROMPT, Table, outcomes, outcomes_of_block
 
 
 def test_a_block_accepts_at_least_as_much_after_every_start():

@@ -7,7 +7,7 @@ import torch
 
 from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
 from minitri.core.settings import StepPlan
-from tests.exactness import BOTH, cells, largest_error, outcomes
+from tests.core.exactness import BOTH, cells, largest_error, outcomes
 
 ROUNDING = 1e-12
 

@@ -8,7 +8,7 @@ from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.reference import triforce
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.settings import SamplingParams
-from tests.exactness import PROMPT, Table, toy_cascade
+from tests.core.exactness import PROMPT, Table, toy_cascade
 
 FILTERS = (SamplingParams(1.0), SamplingParams(0.6), SamplingParams(0.9, top_k=3, top_p=0.8))
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 import minitri
 from minitri.core.errors import InputError
 from minitri.core.model.llama import Llama
-from tests.cascades import WARM, fresh_read, random_prompt, settings_of
-from tests.conftest import SENTENCES, tiny_config, tiny_model, write_hf_folder
+from tests.cascades import settings_of
+from tests.conftest import SENTENCES, write_hf_folder
+from tests.core.rigs import WARM, fresh_read, random_prompt, tiny_config, tiny_model
 from tools.paper.baselines.datastore import LONGEST, Datastore
 from tools.paper.baselines.skipped_layers import NUM_SCORED, WINDOW, least_missed, with_layers
 

@@ -10,8 +10,8 @@ from minitri.core.drafters import lookup
 from minitri.core.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Clock, LevelStats, Stats
-from tests.conftest import CPU
-from tests.exactness import ScheduledTuner
+from tests.core.exactness import ScheduledTuner
+from tests.core.rigs import CPU
 
 V = 30
 WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), max_size=60)

@@ -13,8 +13,8 @@ from minitri.core.runner import CapturedDraft
 from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu.kernel_layers import use_kernels
 from minitri.devices.cpu.kernels import load_kernels
-from tests.cascades import Rig, random_prompt
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import Rig, random_prompt, tiny_config
 from tests.devices.cpu.conftest import compiled
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")

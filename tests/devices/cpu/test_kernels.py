@@ -13,8 +13,8 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, pack, quantize
 from tests.conftest import resident_bytes
-from tests.core.model.test_attention import random_case
 from tests.devices.cpu.conftest import compiled
+from tests.devices.test_attention import random_case
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 

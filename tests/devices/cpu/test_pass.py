@@ -19,7 +19,8 @@ from minitri.devices.cpu import products
 from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form
-from tests.conftest import CPU, new_cache, tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import CPU, new_cache, tiny_config
 from tests.devices.cpu import test_kernels as claims
 from tests.devices.cpu import test_tiles as tiles
 from tests.devices.cpu.conftest import compiled

@@ -21,8 +21,9 @@ from minitri.devices.cpu.kernel_layers import (
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.generate import build_parser
-from tests.cascades import random_prompt, settings_of, trimmed_copy
-from tests.conftest import new_cache, tiny_config, tiny_model, write_hf_folder
+from tests.cascades import settings_of
+from tests.conftest import tiny_model, write_hf_folder
+from tests.core.rigs import new_cache, random_prompt, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import every_dtype, random
 
 needs_kernels = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")

@@ -18,8 +18,9 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.kernel_layers import use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.tiles import Tiles, empty_slots
-from tests.conftest import CPU, tiny_config, tiny_model, write_hf_folder
-from tests.core.model.test_attention import random_case
+from tests.conftest import tiny_model, write_hf_folder
+from tests.core.rigs import CPU, tiny_config
+from tests.devices.test_attention import random_case
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 

@@ -13,8 +13,7 @@ from minitri.core.graphs import GraphPool
 from minitri.core.model import block as block_module
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
-from tests.cascades import random_prompt
-from tests.conftest import tiny_config
+from tests.core.rigs import random_prompt, tiny_config
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")

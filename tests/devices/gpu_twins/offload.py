@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitri.core.caches.full import FullCache
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from tests.conftest import CPU, tiny_config
+from tests.core.rigs import CPU, tiny_config
 
 CONFIG = tiny_config(num_layers=5)
 TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4

@@ -18,9 +18,9 @@ from minitri.devices.gpu.attention_backends import (
     attend_flash,
     attend_masked,
 )
-from tests.conftest import CPU, tiny_config
-from tests.core.model.test_attention import random_case
+from tests.core.rigs import CPU, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU, TWINS
+from tests.devices.test_attention import random_case
 
 D = 64 if ON_GPU else 16
 TILE = 64

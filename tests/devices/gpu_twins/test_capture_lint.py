@@ -9,8 +9,8 @@ from minitri.core.model.replace import replace_modules
 from minitri.core.settings import METHODS, SamplingParams
 from minitri.devices.gpu import fused_modules
 from minitri.devices.gpu.fused_modules import FusedLayers
-from tests.cascades import GREEDY, Rig, near_copy, plain_tokens, random_prompt
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import GREEDY, Rig, near_copy, plain_tokens, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated

@@ -8,8 +8,8 @@ from minitri.core.caches.full import FullCache
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.offload.streams import CudaClock
 from minitri.core.runner import ModelRunner
-from tests.cascades import Rig, near_copy, random_prompt
-from tests.conftest import tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config
 
 REBUILD = 1000.0
 CONFIG = tiny_config(num_layers=1, context_length=512)

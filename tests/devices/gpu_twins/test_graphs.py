@@ -11,11 +11,11 @@ from minitri.core.errors import InputError
 from minitri.core.graphs import GraphPool
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams, StepPlan
-from tests.cascades import Rig, near_copy, plain_tokens
-from tests.conftest import CPU, new_cache, tiny_config, tiny_model
-from tests.core.decoding.test_switching_plans import AR, forced
+from tests.conftest import tiny_model
+from tests.core.rigs import CPU, Rig, near_copy, new_cache, plain_tokens, tiny_config
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
 from tests.devices.gpu_twins.offload import offloaded
+from tests.engine.test_switching_plans import AR, forced
 
 CONFIG = tiny_config(num_layers=3)
 

@@ -12,8 +12,8 @@ from minitri.core import memory
 from minitri.core.offload import allocation
 from minitri.core.offload import host_memory as module
 from minitri.core.offload.host_memory import HostMemory
-from tests.cascades import random_prompt, tiny_engine
-from tests.conftest import CPU
+from tests.cascades import tiny_engine
+from tests.core.rigs import CPU, random_prompt
 from tests.devices.gpu_twins.offload import offloaded
 
 

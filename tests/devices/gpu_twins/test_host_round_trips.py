@@ -16,8 +16,8 @@ from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.graphs import GraphPool
 from minitri.core.settings import SpeculationConfig
-from tests.cascades import GREEDY, WARM, Rig, near_copy, random_prompt
-from tests.conftest import CPU, tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import CPU, GREEDY, WARM, Rig, near_copy, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import SIZED_BY_DATA, WAITS, is_masked
 from tests.devices.gpu_twins.conftest import as_on_a_gpu
 from tools.bench import launches

@@ -12,7 +12,7 @@ from minitri.core.caches.full import FullCache
 from minitri.core.model.attention import attend_math
 from minitri.core.model.cache import BlockKV, gather_path
 from minitri.devices.cpu.kernels import load_kernels
-from tests.core.model.test_attention import random_case
+from tests.devices.test_attention import random_case
 
 L, K, S, D = 32, 32, 122_880, 128
 HUGE = 2**31 + 64

@@ -6,8 +6,9 @@ import torch
 
 from minitri import End, GenerationConfig, PrefillProgress, Request, SpeculationConfig
 from minitri.core.prefill import prefill
-from tests.cascades import WARM, Rig, random_prompt, tiny_engine
-from tests.conftest import new_cache, tiny_model
+from tests.cascades import tiny_engine
+from tests.conftest import tiny_model
+from tests.core.rigs import WARM, Rig, new_cache, random_prompt
 from tests.devices.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
 
 PROMPT = random_prompt(CONFIG, 200)

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minitri.core.model.cache import BlockKV
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK, METHODS
-from tests.cascades import WARM, Rig, near_copy, random_prompt
-from tests.conftest import fill, new_cache, tiny_model
+from tests.conftest import fill, tiny_model
+from tests.core.rigs import WARM, Rig, near_copy, new_cache, random_prompt
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL
 from tests.devices.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
 from tools.paper.baselines.policies import NAMES, policy_of

@@ -24,7 +24,8 @@ from minitri.core.roofline import GPU as GPU_MACHINE
 from minitri.core.roofline import Machine, Workload, copy_bytes, num_weights, weights_per_pass
 from minitri.core.settings import StepPlan
 from minitri.files.named_models import MODELS
-from tests.conftest import new_cache, tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import new_cache, tiny_config
 from tests.devices.gpu_twins.offload import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)

@@ -24,8 +24,8 @@ from minitri.devices.gpu.quantized_copies import (
     dequantize,
     quantize,
 )
-from tests.cascades import GREEDY, WARM, Rig, near_copy, plain_tokens
-from tests.conftest import CPU, tiny_config, tiny_model
+from tests.conftest import tiny_model
+from tests.core.rigs import CPU, GREEDY, WARM, Rig, near_copy, plain_tokens, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU, PROMPTS, SMALL, as_on_a_gpu
 from tests.devices.gpu_twins.test_attention_backends import needs_triton
 

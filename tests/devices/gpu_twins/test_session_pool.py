@@ -13,8 +13,8 @@ from minitri.core.graphs import GraphPool
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import METHODS
 from minitri.core.shape import MemoryShape
-from tests.cascades import random_prompt, tiny_engine
-from tests.conftest import CPU
+from tests.cascades import tiny_engine
+from tests.core.rigs import CPU, random_prompt
 from tests.devices.gpu_twins.conftest import as_on_a_gpu
 from tests.devices.gpu_twins.offload import offloaded
 

@@ -17,7 +17,8 @@ from minitri.files import open_models
 from minitri.files.checkpoint import load_model, open_checkpoint
 from minitri.files.named_models import ModelChoice
 from minitri.files.open_models import OpenModel
-from tests.conftest import CPU, new_cache, write_hf_folder
+from tests.conftest import write_hf_folder
+from tests.core.rigs import CPU, new_cache
 
 TOKENS = [3, 320, 160, 161, 0, 7]
 SHAPES = {

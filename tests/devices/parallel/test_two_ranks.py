@@ -22,8 +22,8 @@ from minitri import GenerationConfig, Grammar, InputError, SamplingParams, Specu
 from minitri.devices.parallel.ranks import join
 from minitri.engine import Engine
 from minitri.files import open_models
-from tests.cascades import Rig
 from tests.conftest import write_hf_folder
+from tests.core.rigs import Rig
 from tests.devices.gpu_twins.offload import offloaded as hosted_cache
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]

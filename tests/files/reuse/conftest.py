@@ -2,7 +2,8 @@
 
 import pytest
 
-from tests.cascades import WARM, random_prompt, settings_of
+from tests.cascades import settings_of
+from tests.core.rigs import WARM, random_prompt
 
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "prefill_chunk": 32}
 

@@ -21,8 +21,9 @@ from minitri import InputError
 from minitri.apps.chat.__main__ import main as chat
 from minitri.files import kv_store
 from minitri.files.pool_files import origin_of
-from tests.cascades import random_prompt, tiny_engine
+from tests.cascades import tiny_engine
 from tests.conftest import write_hf_folder
+from tests.core.rigs import random_prompt
 from tests.files.reuse.conftest import say
 from tests.files.reuse.test_snapshots import DAMAGE
 

@@ -4,8 +4,8 @@ import pytest
 
 from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.model.block import read_block
-from tests.cascades import random_prompt, tiny_engine
-from tests.conftest import new_cache
+from tests.cascades import tiny_engine
+from tests.core.rigs import new_cache, random_prompt
 
 SETTINGS = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
 

@@ -13,7 +13,8 @@ from minitri import (
     SpeculationConfig,
     Token,
 )
-from tests.cascades import ends_of, random_prompt
+from tests.cascades import ends_of
+from tests.core.rigs import random_prompt
 
 WARM = SamplingParams(0.9, 30)
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}

@@ -12,8 +12,8 @@ from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Idle, PrefillProgress, Token
 from minitri.core.settings import METHODS
-from tests.cascades import ends_of, random_prompt, tiny_engine
-from tests.conftest import new_cache, tiny_config
+from tests.cascades import ends_of, tiny_engine
+from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.test_offloaded_cache import offloaded
 from tools.paper.baselines.policies import NAMES, policy_of
 

@@ -9,7 +9,7 @@ import torch
 from minitri import SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_of_rows
 from minitri.core.model.block import read_block
-from tests.conftest import new_cache
+from tests.core.rigs import new_cache
 from tools.paper.baselines.bounds import TopAttention, first_layers_whole
 from tools.paper.baselines.policies import NAMES, speculation_with
 from tools.paper.continuation import Continuation, expected_rate

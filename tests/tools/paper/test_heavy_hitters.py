@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.conftest import new_cache, tiny_config
+from tests.core.rigs import new_cache, tiny_config
 from tools.paper.baselines.policies import QUERIES_AT_ONCE, HeavyHitters
 
 CONFIG = tiny_config()

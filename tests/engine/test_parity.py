@@ -5,7 +5,8 @@ import torch
 
 import minitri
 from minitri.core.model.block import read_block
-from tests.conftest import new_cache, write_hf_folder
+from tests.conftest import write_hf_folder
+from tests.core.rigs import new_cache
 
 TOLERANCE = 2e-5
 """Largest allowed difference of logits of size about 5, float32."""

@@ -10,7 +10,6 @@ import itertools
 import pytest
 
 from minitri import SamplingParams, SpeculationConfig
-from tests.cascades import trimmed_copy
 from tests.chi_square import (
     FALSE_ALARM,
     SMALL,
@@ -22,6 +21,7 @@ from tests.chi_square import (
     p_value,
     target_model,
 )
+from tests.core.rigs import trimmed_copy
 
 NUM_SEEDS = 20_000
 FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)

@@ -8,8 +8,7 @@ from minitri.core.model.block import read_block
 from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams
-from tests.cascades import random_prompt
-from tests.conftest import new_cache, tiny_config, tiny_model
+from tests.core.rigs import new_cache, random_prompt, tiny_config, tiny_model
 
 FILTERED = SamplingParams(0.8, top_k=30, top_p=0.9, min_p=0.01)
 

@@ -7,7 +7,8 @@ import torch
 from minitri import GenerationConfig, InputError, Request, SpeculationConfig
 from minitri.core import stack
 from minitri.core.errors import FaultError
-from tests.cascades import WARM, ends_of, settings_of, tiny_engine
+from tests.cascades import ends_of, settings_of, tiny_engine
+from tests.core.rigs import WARM
 
 
 @pytest.mark.parametrize("coupled", [False, True])

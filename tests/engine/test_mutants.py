@@ -4,7 +4,7 @@ For each of `tests/mutants.py` there is a test that passes with the real code an
 bug, by an assertion or a clear error: not because the change does not run. The table says which.
 Most of them are slow:
 
-    python -m pytest -m slow tests/core/decoding/test_mutants.py
+    python -m pytest -m slow tests/engine/test_mutants.py
 """
 
 import functools

@@ -10,8 +10,8 @@ import torch
 from minitri import SamplingParams, SpeculationConfig
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.settings import StepPlan
-from tests.cascades import Rig, near_copy, random_prompt, settings_of, tiny_engine
-from tests.conftest import tiny_config, tiny_model
+from tests.cascades import settings_of, tiny_engine
+from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config, tiny_model
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)
 TRIFORCE = StepPlan("triforce", 1, 2)

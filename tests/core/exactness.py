@@ -16,13 +16,11 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Level, Output
 from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Proposal, verify, verify_block
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Clock, LevelStats, Stats
-from minitri.trees.tree_level import TreeLevel
-from minitri.trees.tree_shape import TreeShape
-from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk
 
 
 class Table:
@@ -88,28 +86,6 @@ class TableRunner:
         texts = [[*memory, token] for memory, token in pairs]
         return self.next_probs(texts, active).probs_BNV.squeeze(1)
 
-    def read_tree(self, sequences, active, blocks, shape, first):
-        T = len(blocks[0])
-        probs_BTV = torch.zeros(len(blocks), T, self.table.V, dtype=torch.float64)
-        self.blocks = blocks
-        above = []
-        for b, block in enumerate(blocks):
-            for i in range(T):
-                seen = shape.rule_TT[first + i, first : first + T].nonzero().flatten().tolist()
-                above += [seen[first == 0 :]] if b == 0 else []
-                context = (*self.memory[b], *(block[j] for j in seen))
-                probs_BTV[b, i] = self.table.row(context)
-        paths = paths_of(self.text_filters, sequences, active, blocks, above)
-        return self.filtered(probs_BTV, paths)
-
-    def keep_paths(self, paths, active):
-        for b, path in enumerate(paths):
-            if active[b]:
-                self.memory[b] += [self.blocks[b][node] for node in (0, *path)]
-
-    def is_greedy(self, b):
-        return False
-
     def crop(self, lengths):
         for row, length in zip(self.memory, lengths, strict=True):
             del row[length:]
@@ -134,9 +110,24 @@ def outcomes(
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
     numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
     is sampled just within the upper edge of its cell, or once at each of `edges`."""
-    chain, tokens = TreeShape(tuple(range(-1, proposal.counts[b]))), proposal.tokens[b]
-    found = walks(chain, tokens, proposal.probs_BNV[b], probs_BNV[b], edges)
-    return [(weight, [*tests, number]) for weight, (number, *tests) in found]
+    found, reached = [], 1.0
+    numbers = [0.5] * len(proposal.tokens[b])
+    for i, token in enumerate(proposal.tokens[b]):
+        p_V, q_V = probs_BNV[b, i], proposal.probs_BNV[b, i] / proposal.probs_BNV[b, i].sum()
+        accept = min(1.0, float(p_V[token] / q_V[token]))
+        if accept < 1:
+            rest_V = (p_V - q_V).clamp_min(0)
+            failed = [*numbers[:i], accept + (1 - accept) * EDGE, *numbers[i + 1 :]]
+            found += [
+                (reached * (1 - accept) * share, [*failed, number])
+                for share, number in cells(rest_V / rest_V.sum(), edges)
+            ]
+        if accept == 0:
+            return found
+        numbers[i] = accept * (1 - EDGE)
+        reached *= accept
+    rest = cells(probs_BNV[b, len(numbers)], edges)
+    return found + [(reached * share, [*numbers, number]) for share, number in rest]
 
 
 def outcomes_of_block(
@@ -176,51 +167,7 @@ def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[f
     return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
 
 
-def draws(probs_V, num_children, reached=1.0, numbers=()):
-    """Every way to draw different tokens: its probability, and numbers that lead there."""
-    if len(numbers) == num_children:
-        return [(reached, list(numbers))]
-    if float(probs_V.sum()) == 0:
-        return draws(probs_V, num_children, reached, (*numbers, 0.5))
-    shares, found = probs_V / probs_V.sum(), []
-    tokens = shares.nonzero().flatten().tolist()
-    for token, (share, number) in zip(tokens, cells(shares), strict=True):
-        left_V = probs_V.clone()
-        left_V[token] = 0
-        found += draws(left_V, num_children, reached * share, (*numbers, number))
-    return found
-
-
-def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=None):
-    """Every way through a tree, by the textbook: its probability, and a number for the token after
-    it, then one for the test of each node."""
-    found, rest_V = [], p_NV[node]
-    numbers = numbers or [0.5] * len(shape)
-    if shape.children[node]:
-        q_V = q_NV[node].clone()
-    for child in shape.children[node]:
-        token = tokens[child - 1]
-        if token == MISSING:
-            break
-        own_V = q_V / q_V.sum()
-        accept = min(1.0, float(rest_V[token] / own_V[token]))
-        if accept > 0:
-            passed = [*numbers]
-            passed[child] = accept * (1 - EDGE)
-            found += walks(shape, tokens, q_NV, p_NV, edges, child, reached * accept, passed)
-        if accept == 1:
-            return found
-        numbers[child] = accept + (1 - accept) * EDGE
-        reached *= 1 - accept
-        left_V = (rest_V - own_V).clamp_min(0)
-        rest_V = left_V / left_V.sum()
-        q_V[token] = 0
-    for share, number in cells(rest_V, edges):
-        found.append((reached * share, [number, *numbers[1:]]))
-    return found
-
-
-class ScriptedSource(IndependentTrees):
+class ScriptedSource(IndependentSource):
     """A random source that follows a script per row, and notes decisions beyond them."""
 
     def __init__(self, scripts: list[list[list[float]]], rule=verify) -> None:
@@ -250,15 +197,6 @@ class ScriptedSource(IndependentTrees):
 
     def numbers(self, counts, starts, active):
         return self.drawn
-
-    def draw(self, b, probs_V, num_children, position):
-        numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
-        return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
-
-    def walk(self, proposal, b, probs_NV, start):
-        own = proposal.shape, proposal.tokens[b], proposal.probs_BNV[b]
-        numbers = self.next_numbers(b, lambda: walks(*own, probs_NV))
-        return walk(proposal, b, probs_NV, exactly(numbers or [0.5] * len(proposal.shape)))
 
     def next_numbers(self, b, textbook):
         """What the script says; notes the outcomes of a decision that it says nothing of."""
@@ -294,36 +232,34 @@ def toy_cascade(
     gamma1,
     gamma2,
     *,
-    shape=None,
     plans=None,
     make_filters=lambda: None,
+    make_level=None,
 ) -> Cascade:
     """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
-    from the first step on, without `start`. With a `shape` the lowest stage guesses such trees."""
+    from the first step on, without `start`. A stage is made by `make_level(table, filters, source,
+    stats, meter)`; by default it guesses chains."""
     text_filters = [make_filters() for _ in range(batch_size)]
     names = {(False, False): "autoregressive", (False, True): "naive"}
     names |= {(True, False): "retrieval", (True, True): "triforce"}
     name = names[middle is not None, draft is not None]
     gammas = gamma1 if draft else 0, gamma2 if middle else 0
-    plans = plans or [StepPlan(name, *gammas, "1" if shape else "")]
+    plans = plans or [StepPlan(name, *gammas)]
     meter = Meter(Stats(), ScheduledTuner(plans), Clock())
 
     def make(table, name):
         if table is None:
             return None
-        runner, stats = TableRunner(table, batch_size, text_filters), LevelStats(name)
-        if shape is None:
-            return Level(runner, source, stats, meter)
-        level = TreeLevel(runner, source, stats, meter)
-        for part in ("read_tree", "keep_paths", "is_greedy"):
-            setattr(level, part, getattr(runner, part))
-        level.shape = lambda: shape if meter.tuner.plan.tree else None
-        return level
+        return (make_level or chain_level)(table, text_filters, source, LevelStats(name), meter)
 
     stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
     cascade = Cascade([list(PROMPT) for _ in range(batch_size)], meter, *stages)
     cascade.active = [True] * batch_size
     return cascade
+
+
+def chain_level(table, text_filters, source, stats, meter) -> Level:
+    return Level(TableRunner(table, len(text_filters), text_filters), source, stats, meter)
 
 
 def largest_error(
@@ -336,6 +272,7 @@ def largest_error(
     num_steps=1,
     rule=verify,
     by_definition=lambda table: table,
+    make_source=ScriptedSource,
     **settings,
 ) -> float:
     """How far the first `horizon` tokens of a cascade over random tables are from the target's
@@ -349,17 +286,21 @@ def largest_error(
         return toy_cascade(source, batch_size, *stages, gamma1, gamma2, **settings)
 
     exact = by_definition(target)
-    probs = output_distribution(build, horizon, exact, num_steps=num_steps, rule=rule)
+    probs = output_distribution(
+        build, horizon, exact, num_steps=num_steps, rule=rule, make_source=make_source
+    )
     return float((probs - target_distribution(exact, horizon)).abs().max())
 
 
-def output_distribution(build, horizon: int, target: Table, *, num_steps, rule) -> torch.Tensor:
+def output_distribution(
+    build, horizon: int, target: Table, *, num_steps, rule, make_source
+) -> torch.Tensor:
     """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps of
     what `build(source, batch_size)` makes, all random numbers; then the exact target goes on."""
     total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:
-        source = ScriptedSource([script for _, script in paths], rule)
+        source = make_source([script for _, script in paths], rule)
         cascade = build(source, len(paths))
         for _ in range(num_steps):
             cascade.step()

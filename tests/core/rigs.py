@@ -1,0 +1,184 @@
+"""Tiny models, and runs over them with every part in reach: a `Generation` without events."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from minitri.core.caches.full import FullCache
+from minitri.core.config import ModelConfig
+from minitri.core.decoding.level import Emitted
+from minitri.core.errors import NotFiniteError
+from minitri.core.graphs import GraphPool
+from minitri.core.memory import Models, allocate
+from minitri.core.model.attention import Attend, attend_math
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.requests import Request
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.shape import MemoryShape
+from minitri.core.stack import Stack
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams()
+WARM = SamplingParams(temperature=0.9, top_k=20, top_p=0.95)
+
+
+def tiny_config(**changes) -> ModelConfig:
+    values = {"num_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4}
+    values |= {"num_kv_heads": 2, "head_dim": 8, "vocab_size": 64, "context_length": 256}
+    return ModelConfig(**{**values, **changes})
+
+
+def tiny_model(
+    config: ModelConfig,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    attend: Attend = attend_math,
+) -> Llama:
+    generator = torch.Generator().manual_seed(seed)
+    model = Llama(config, dtype=dtype, device=CPU, attend=attend)
+    for parameter in model.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return model.eval()
+
+
+def new_cache(
+    config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
+) -> FullCache:
+    return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
+
+
+def begin(
+    models: Models,
+    requests: list[Request],
+    speculation: SpeculationConfig,
+    *,
+    make_filters=lambda request: None,
+    **memory,
+) -> Stack:
+    """A stack over memory of its own, one row for each request, whose prompts are token ids."""
+    first = requests[0]
+    lengths = tuple(len(request.prompt) for request in requests)
+    shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
+    stack = Stack(allocate(models, shape, **memory), shape)
+    for b, request in enumerate(requests):
+        stack.admit(b, request.prompt, request, make_filters(request))
+    return stack
+
+
+class Rig:
+    """One run, step by step; a row that has `num_new` tokens is retired."""
+
+    def __init__(
+        self,
+        target: Llama,
+        prompts: list[list[int]],
+        *,
+        draft: Llama | None = None,
+        retrieval_model: Llama | None = None,
+        num_new: int = 40,
+        sampling: SamplingParams = GREEDY,
+        seed: int = 0,
+        prefill_chunk: int = 16,
+        full: FullCache | None = None,
+        graphs: GraphPool | None = None,
+        make_filters=lambda request: None,
+        **speculation,
+    ) -> None:
+        self.prompts, self.num_new = prompts, num_new
+        self.speculation = SpeculationConfig(**speculation)
+        generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
+        requests = [
+            Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
+        ]
+        models = Models(target, retrieval_model or target, draft)
+        memory = {"full": full, "graphs": graphs, "make_filters": make_filters}
+        self.session = begin(models, requests, self.speculation, **memory)
+        memory = self.memory = self.session.memory
+        self.full, self.cascade = memory.full, self.session.cascade
+        self.sequences, self.stats = self.session.sequences, self.session.stats
+        self.small = memory.retrieval_cache
+        runners = {"target": memory.target, "retrieval": memory.retrieval, "draft": memory.draft}
+        self.runners = {name: runner for name, runner in runners.items() if runner is not None}
+        for b in range(len(prompts)):
+            for _ in self.session.prefill(b):
+                pass
+
+    def start(self) -> dict[int, Emitted]:
+        return self._retire_finished(self.session.start(list(range(len(self.prompts)))))
+
+    def step(self) -> dict[int, Emitted]:
+        return self._retire_finished(self.session.step())
+
+    @torch.inference_mode()
+    def run(self, after_step=lambda rig: None) -> list[list[int]]:
+        """The new tokens of all rows, `num_new` each; calls `after_step` after each step."""
+        self.start()
+        after_step(self)
+        while any(self.cascade.active):
+            self.step()
+            after_step(self)
+        return self.new_tokens()
+
+    def new_tokens(self) -> list[list[int]]:
+        return [
+            sequence[len(prompt) :][: self.num_new]
+            for sequence, prompt in zip(self.sequences, self.prompts, strict=True)
+        ]
+
+    def num_verdicts(self) -> int:
+        """Rounds that ended with one: all but the draft's, which verify nothing."""
+        stages = self.stats.stages
+        return sum(stage.num_rounds for stage in stages[1:] or stages)
+
+    def _retire_finished(self, emitted: dict[int, Emitted]) -> dict[int, Emitted]:
+        if not all(row.tokens for row in emitted.values()):
+            raise NotFiniteError
+        for b, new in enumerate(self.new_tokens()):
+            if self.cascade.active[b] and len(new) >= self.num_new:
+                self.cascade.retire(b)
+        return emitted
+
+
+def plain_tokens(target: Llama, prompts: list[list[int]], **settings) -> list[list[int]]:
+    """What the target says alone."""
+    return Rig(target, prompts, method="autoregressive", **settings).run()
+
+
+def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:
+    """A drafter that says nearly what the model says."""
+    generator = torch.Generator().manual_seed(seed)
+    copy = Llama(model.config, dtype=torch.float32, device=CPU, attend=model.attend).eval()
+    for ours, theirs in zip(copy.parameters(), model.parameters(), strict=True):
+        ours.copy_(theirs + noise * torch.randn(theirs.shape, generator=generator))
+    return copy
+
+
+def trimmed_copy(target: Llama, token_ids: Iterable[int]) -> Llama:
+    """The target with a head over some tokens, which has no embeddings of its own."""
+    ids = torch.tensor([*token_ids])
+    config = replace(target.config, draft_of="target", head_size=len(ids))
+    copy = Llama(config, dtype=torch.float32, device=CPU, target=target, attend=target.attend)
+    names = dict(target.named_parameters())
+    for name, weight in copy.named_parameters():
+        if name in names:
+            weight.copy_(names[name])
+    copy.lm_head.token_ids.copy_(ids)
+    copy.lm_head.linear.weight.copy_(target.lm_head.weight[ids])
+    return copy.eval()
+
+
+def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
+    """A new full cache that has read these tokens at once, and the logits (T, V) after each."""
+    cache = new_cache(model.config, capacity=len(tokens) + 1)
+    hidden_BTE = read_block(model, [tokens], cache)
+    cache.advance([len(tokens)])
+    return cache, model.logits(hidden_BTE[0])
+
+
+def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(config.vocab_size, (length,), generator=generator).tolist()
