@@ -1,4 +1,4 @@
-"""The rooms of the package: who may import whom, how long a file may be."""
+"""The structure of the package: rooms in an order, what each may import, how long it may be."""
 
 import ast
 import io
@@ -12,158 +12,117 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGE = ROOT / "minitri"
-MAY_IMPORT = {
-    "errors": "",
-    "log": "",
-    "folders": "errors",
-    "fields": "errors",
-    "grammar": "errors fields",
-    "settings": "errors fields grammar",
-    "config": "errors fields",
-    "stats": "fields",
-    "requests": "errors fields settings stats loading",
-    "model": "errors config settings",
-    "parallel": "errors config model",
-    "filters": "errors config grammar settings stats decoding loading",
-    "decoding": "errors settings stats filters",
-    "drafters": "errors settings stats filters decoding",
-    "trees": "settings stats decoding model runner",
-    "roofline": "config model",
-    "caches": "errors log config settings stats model decoding",
-    "cpu": "settings errors folders log model caches",
-    "gpu": "errors log config settings stats model decoding caches roofline",
-    "prefill": "model decoding caches gpu",
-    "runner": "errors settings filters model decoding caches gpu",
-    "memory": "errors settings model drafters caches gpu runner prefill",
-    "stack": "settings stats filters model decoding drafters trees caches roofline gpu runner "
-    "prefill memory requests",
-    "loading": "errors log config fields folders settings model caches cpu gpu parallel",
-    "generation": "errors fields settings stats filters model decoding gpu loading requests "
-    "memory stack",
-    "worker": "errors log settings requests generation",
-    "engine": "errors settings model drafters gpu loading requests prefill memory generation "
-    "worker",
-    "loader": "errors config drafters loading parallel engine",
+ROOMS = {
+    "core": (6_000, {"core"}),
+    "devices": (2_350, {"core", "devices"}),
+    "text": (900, {"core", "text"}),
+    "files": (1_800, {"core", "devices", "text", "files"}),
+    "trees": (380, {"core", "trees"}),
+    "": (820, {"core", "devices", "text", "files", "trees", ""}),
+    "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
-"""By room or file, the others that it may import. Programs and cli may import all."""
-FILES = sorted(file for file in PACKAGE.rglob("*.py") if file != PACKAGE / "__init__.py")
+"""Of each folder of the package, "" being its top: the most lines, and the rooms it may import."""
+ENTRIES = {"generate.py", "__main__.py"}
+"""Start programs, so they alone import `apps` from above."""
+FOREIGN = ["tokenizers", "sentencepiece", "safetensors", "jinja2", "huggingface_hub", "numpy"]
+FILES = sorted((ROOT / "minitri").rglob("*.py"))
+
+
+def room_of(name: str) -> str:
+    """The room of a module such as minitri.core.model.llama: core."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 and parts[1] in ROOMS else ""
 
 
 def module_name(file: Path) -> str:
-    return ".".join(file.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
 def imported(file: Path) -> set[str]:
-    """Everything a file imports, at its top or inside functions."""
-    names = set()
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0
-            names.add(node.module or "")
-    return names
+    """The modules that a file imports, at its top or inside functions."""
+    nodes = list(ast.walk(ast.parse(file.read_text("utf-8"))))
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)}
 
 
-def ours(file: Path) -> set[str]:
-    names = (name for name in imported(file) if name.startswith("minitri."))
-    return {name.removeprefix("minitri.") for name in names}
+def num_lines(file: Path) -> int:
+    return len(file.read_text("utf-8").splitlines())
 
 
-@pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_a_room_imports_only_what_it_may(file):
-    room = module_name(file).split(".")[0]
-    if room not in MAY_IMPORT:
-        programs = {"generate", "chat", "serve", "bench", "plan", "selftest", "audit", "__main__"}
-        assert room in {"cli", "cluster", *programs}
-        return
-    others = {name.split(".")[0] for name in ours(file)} - {room}
-    assert others <= set(MAY_IMPORT[room].split())
-    assert room != "caches" or "model.llama" not in ours(file)
+def num_tokens(file: Path) -> int:
+    """Tokens of Python without comments, docstrings and layout."""
+    source = file.read_text("utf-8")
+    values = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    strings = [value for value in values if isinstance(value, ast.Constant)]
+    docstrings = {(it.lineno, it.col_offset) for it in strings if isinstance(it.value, str)}
+    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    layout.add(tokenize.ENDMARKER)
+    return sum(token.type not in layout and token.start not in docstrings for token in tokens)
+
+
+def test_a_room_imports_only_the_rooms_above_it():
+    for file in FILES:
+        own = room_of(module_name(file))
+        names = {name for name in imported(file) if name.split(".")[0] == "minitri"}
+        allowed = ROOMS[own][1] | ({"apps"} if own == "" and file.name in ENTRIES else set())
+        assert {room_of(name) for name in names} <= allowed, file
 
 
 def test_imports_make_no_circle():
     """Imports inside functions count."""
-    graph = {module_name(file): ours(file) for file in FILES}
-    assert len(list(TopologicalSorter(graph).static_order())) >= len(FILES)
+    graph = {module_name(file): imported(file) for file in FILES if file.name != "__init__.py"}
+    assert len(list(TopologicalSorter(graph).static_order())) >= len(graph)
 
 
-def test_the_code_is_short_enough_to_read():
-    """Limits only fall. Tokens are those of Python without comments, docstrings and layout."""
-    texts = [file.read_text(encoding="utf-8") for file in FILES]
-    assert sum(text.count("\n") for text in texts) <= 18_340
-    assert sum(map(num_tokens, texts)) <= 127_396
-    assert sum(map(num_packed, texts)) <= 47
-    files = [file for name in ("minitri", "tests", "tools", "docs") for file in python_files(name)]
-    assert sum(file.read_text(encoding="utf-8").count("fmt" + ": skip") for file in files) <= 25
-    assert sum(map(num_lines, python_files("tests"))) <= 24_466
-    assert sum(num_lines(file) for file in PACKAGE.rglob("cpu/*.[ch]*")) <= 1_988
+def test_the_core_needs_torch_and_nothing_else():
+    files = [file for file in FILES if room_of(module_name(file)) == "core"]
+    roots = {name.split(".")[0] for file in files for name in imported(file)}
+    assert roots <= {"minitri", "torch", *sys.stdlib_module_names}
+    blocked = f"import sys; sys.modules |= dict.fromkeys({FOREIGN!r}); import minitri.core.generation"
+    subprocess.run([sys.executable, "-W", "ignore", "-c", blocked], check=True)
 
 
-def test_what_a_run_needs_is_short_enough_to_read():
-    """The modules that importing the engine reads."""
-    program = "import sys, minitri.engine; print(*sys.modules)"
-    run = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True
-    )
-    seen = set(run.stdout.split())
-    files = [file for file in FILES if f"minitri.{module_name(file)}" in seen]
-    files = [file for file in files if file.name != "__init__.py"]
-    assert len(files) <= 53
-    assert sum(map(num_lines, files)) <= 7_719
+def test_tests_of_the_core_import_the_core_alone():
+    for file in (ROOT / "tests/core").rglob("*.py"):
+        names = {name for name in imported(file) if name.split(".")[0] in ("minitri", "tests")}
+        assert all(name.startswith(("minitri.core", "tests.core")) for name in names), file
 
 
-def python_files(folder: str) -> list[Path]:
-    return sorted((ROOT / folder).rglob("*.py"))
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_is_short_enough_to_read(room):
+    """Budgets only fall."""
+    lines = [num_lines(file) for file in FILES if room_of(module_name(file)) == room]
+    assert sum(lines) <= ROOMS[room][0]
 
 
-def num_packed(text: str) -> int:
-    """Assignments such as `a, b = x, y`."""
-    nodes = ast.walk(ast.parse(text))
-    pairs = ((it.targets[0], it.value) for it in nodes if isinstance(it, ast.Assign))
-    return sum(all(isinstance(side, ast.Tuple) for side in pair) for pair in pairs)
+def test_all_of_it_is_short_enough_to_read():
+    assert sum(map(num_lines, FILES)) <= 16_000
+    assert sum(map(num_tokens, FILES)) <= 110_000
+    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_000
+    assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
+    assert (ROOT / "README.md").stat().st_size <= 9 * 1024
+    for file in FILES:
+        assert num_lines(file) <= 320, file
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                assert (node.end_lineno or 0) - node.lineno < 60, node.name
 
 
-def num_tokens(source: str) -> int:
-    docstrings = {
-        (node.value.lineno, node.value.col_offset)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    }
-    layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return sum(
-        token.type not in layout | {tokenize.ENDMARKER} and token.start not in docstrings
-        for token in tokens
-    )
-
-
-def num_lines(file: Path) -> int:
-    return len(file.read_text(encoding="utf-8").splitlines())
-
-
-@pytest.mark.parametrize("file", FILES, ids=module_name)
-def test_no_file_and_no_function_is_too_long_to_read(file):
-    assert num_lines(file) <= 320
-    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 60, node.name
-
-
-def test_no_folder_has_more_files_than_one_sees_at_once():
-    """At the top stand the programs, too."""
-    for folder in {file.parent for file in FILES}:
-        files = [file for file in folder.glob("*.py") if file.name != "__init__.py"]
-        assert len(files) <= (22 if folder == PACKAGE else 12)
-
-
-def test_no_two_modules_have_one_name():
-    names = Counter(file.name for file in FILES)
-    shared = {"__init__.py", "__main__.py"}
-    assert {name for name, count in names.items() if count > 1} <= shared
+def test_names_and_folders_are_found_at_a_glance():
+    """One name for one module, and in the core one definition for one name."""
+    files = [file for file in FILES if file.name not in ("__init__.py", "__main__.py")]
+    names = Counter(file.name for file in files)
+    assert [name for name, count in names.items() if count > 1] == []
+    folders = Counter(file.parent for file in files)
+    assert [folder for folder, count in folders.items() if count > 14] == []
+    defined: Counter[str] = Counter()
+    for file in files:
+        if room_of(module_name(file)) == "core":
+            nodes = ast.parse(file.read_text("utf-8")).body
+            kinds = (ast.FunctionDef, ast.ClassDef)
+            defined.update({node.name for node in nodes if isinstance(node, kinds)})
+    assert [name for name, count in defined.items() if count > 1] == []
 
 
 def test_transformers_is_never_imported(folder):
