@@ -69,7 +69,7 @@ def load(
     defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
         before_weights(tokenizer, config)
-    loaded, retrieval_model = target.load_with_copy()
+    loaded, retrieval_model = target.load_target()
     draft_model = opened_draft.load_drafter(loaded) if opened_draft is not None else None
     fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
     join().check_same("model files", (config, defaults, fingerprints))

@@ -359,7 +359,7 @@ files/test_native_weights.py::test_repacked_numbers_are_the_dequantized_ones[Q6_
   groups of Q6_K in the order of the file | _of_6_bits: others << 4 => others.flip(3) << 4
 files/test_native_weights.py::test_weights_stay_quantized_where_memory_is_short
   weights dequantized for which there is no memory
-    OpenModel._is_native: needed <= free => needed <= 2 * free
+    plan_weights: num_bytes > free_bytes => num_bytes > 2 * free_bytes
 text/test_text_filters.py
 ::test_both_levels_together_give_the_filtered_distribution[sizes1-params0-words0]
   counts without the guesses

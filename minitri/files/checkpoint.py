@@ -1,16 +1,15 @@
-"""Weights from disk into a `Llama`: from a Hugging Face folder or a GGUF file.
+"""Weights of a checkpoint, a Hugging Face folder or a GGUF file, loaded into a `Llama`.
 
-Every tensor is copied into its place, a view of a parameter, so memory holds one copy of them. Some
-drafters borrow the embedding table of their target (`ModelConfig.draft_of`); with another target
-they would guess badly without any error, so their files keep a sample of the right table.
+Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
+A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With the table of
+another target it would guess badly without any error, so its files hold a sample to compare.
 """
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +24,7 @@ from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.choose import attention_for, kernels_for
 from minitri.devices.cpu.build import identity
 from minitri.devices.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
+from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.cpu.products import is_kernel_faster
 from minitri.devices.gpu.fused_modules import fuse_if_possible
@@ -36,20 +36,30 @@ from minitri.files.hf_folder import Folder
 from minitri.files.snapshots import checksum
 
 MIN_SIMILARITY = 0.9
-"""Least median cosine of a drafter's sample of embeddings: copies of one model differ a little."""
+"""Least median cosine of a drafter's embedding sample: copies of one model differ a little."""
 NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.linear.weight": "lm_head.weight",
     "embedding_sample": "target.embedding_sample",
 }
-"""What files call tensors outside the layers, as far as they do not call them as `Llama` does."""
+"""Names in files of the tensors outside the layers, where `Llama` calls them otherwise."""
 
 Checkpoint = Folder | GgufFile
 
 
+@dataclass(frozen=True)
+class Runtime:
+    """Device, number type, attention backend and ranks that a model is loaded for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    attention: str = "auto"
+    ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, by its ending, or else a Hugging Face folder. Raises `InputError`."""
+    """Opens a file as GGUF, a folder in the Hugging Face layout. Raises `InputError`."""
     if path.is_file():
         if path.suffix == ".gguf":
             return GgufFile(path)
@@ -62,57 +72,133 @@ def open_checkpoint(path: Path) -> Checkpoint:
 def load_model(
     checkpoint: Checkpoint,
     config: ModelConfig,
+    runtime: Runtime,
     *,
-    dtype: torch.dtype,
-    device: torch.device,
-    attention: str = "auto",
     target: Llama | None = None,
-    native: bool = False,
+    in_blocks: bool = False,
     progress: bool = False,
-    ranks: Ranks = Ranks(),  # noqa: B008
 ) -> Llama:
     """A model that is ready to run. Raises `InputError` for files that do not fit the config.
 
-    `target` lends its embeddings to a drafter without; `native` leaves weights quantized."""
+    `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
+    quantized as a GGUF file stores them. `progress` draws a bar on standard error."""
+    model = build(config, runtime, target)
+    kernels = accelerate(model)
+    packed = keep_blocks(model, checkpoint, kernels) if in_blocks else {}
+    fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
+    if target is not None and config.draft_of is not None:
+        check_drafter(model, target, checkpoint.path)
+    return finish(model)
+
+
+def build(config: ModelConfig, runtime: Runtime, target: Llama | None) -> Llama:
+    """A model with empty weights. Raises `InputError` if they do not fit into memory."""
+    dtype, device, ranks = runtime.dtype, runtime.device, runtime.ranks
+    make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
     lender = target if config.draft_of is not None else None
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "target": lender}
-    options["attend"] = attention_for(device, dtype, config, attention)
+    attend = attention_for(device, dtype, config, runtime.attention)
     advice = "use a smaller model or dtype, or check the sizes in the config"
+    # A size may also be beyond that of any tensor.
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
-        # There may be no memory, or sizes may be beyond those of any tensor.
-        make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
-        model = make(config, **options)
-    kernels = kernels_for(device, config) if ranks.count == 1 else None
-    by = device.type
+        return make(config, dtype=dtype, device=device, target=lender, attend=attend)
+
+
+def accelerate(model: Llama) -> Kernels | None:
+    """Puts a whole model on the compiled CPU kernels, where they run; returns them."""
+    is_whole = model.execution.ranks.count == 1
+    kernels = kernels_for(model.device, model.config) if is_whole else None
+    computed_by = model.device.type
     if kernels is not None:
         use_kernels(model, kernels)
-        by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
-        by += f" {is_kernel_faster(kernels, dtype)}"
-    model.execution = replace(model.execution, computed_by=by)
-    packed: dict[str, Tensor] = {}
-    if native and kernels is not None and isinstance(checkpoint, GgufFile):
+        computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
+        computed_by += f" {is_kernel_faster(kernels, model.dtype)}"
+    model.execution = replace(model.execution, computed_by=computed_by)
+    return kernels
+
+
+def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -> dict[str, Tensor]:
+    """Makes matrices quantized, and empty, where a GGUF file stores blocks that the kernels read.
+
+    Returns the places to fill by the names of tensors. Raises `InputError` if there are none."""
+    kept: list[str] = []
+    if kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()
         split_projections(model, forms, kernels)
         kept = keep_quantized(model, placements(model), forms)
-        packed = {name: it for name, it in placements(model).items() if name in kept}
-    if native and not packed:
+    if not kept:
         raise InputError(
             f"weights=native needs a GGUF file with matrices of {', '.join(FORMS)} and the "
-            f"compiled kernels, which {config.name} on {device} does not have; leave it out"
+            f"compiled kernels, which {model.config.name} on {model.device} does not have; leave "
+            "it out"
         )
-    _fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
-    if lender is not None:
-        _check_drafter(model, lender, checkpoint.path)
-    if kernels is None and can_pack(dtype, device):
-        pack_linears(model)
-    model = fuse_if_possible(model).eval()
-    if isinstance(model, SplitLlama):
-        model.add_up()
-    return model
+    places = placements(model)
+    return {name: places[name] for name in kept}
 
 
-def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` unless the target's table is the one that the drafter was made with."""
+def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
+    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights,
+    but for a head that is tied in the model and buffers of the rotary embedding."""
+    missing = placements(model)
+    unexpected = []
+    checksums = dict[str, int]()
+    disable = None if progress else True  # None: where standard error is no terminal
+    with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
+        for name, tensor in tensors:
+            if name in missing:
+                part = share(name, tensor, model.execution.ranks)
+                _copy(part, missing.pop(name), f"{path}: {name}")
+                checksums[name] = checksum({}, tensor)
+                bar.update()
+            elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                unexpected.append(name)
+    if missing or unexpected:
+        names = shorten(", ".join([*unexpected, *missing]))
+        raise InputError(
+            f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
+            "weights and config belong to different models, or the download is incomplete"
+        )
+    fingerprint = hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
+    model.execution = replace(model.execution, fingerprint=fingerprint)
+
+
+def placements(model: Llama) -> dict[str, Tensor]:
+    """The view of a parameter that each tensor of a checkpoint fills, by the tensor's name."""
+    config = model.config
+    kv = config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size
+    fused = {  # the tensors that fill a fused projection, and how many rows each of them has
+        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
+    }
+    names = dict(NAMES)
+    if config.tie_word_embeddings:
+        names["lm_head.weight"] = names["embed_tokens"]
+    places: dict[str, Tensor] = {}
+    for path, tensor in model.state_dict().items():
+        if path.startswith("layers."):
+            block, module, kind = path.rsplit(".", 2)
+            sizes = fused.get(module, {module: len(tensor)})
+            for name, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
+                places[f"model.{block.removesuffix('.qkv_proj')}.{name}.{kind}"] = rows
+        else:
+            places[names.get(path, path)] = tensor
+    return places
+
+
+def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
+    if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
+        raise InputError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} where the config asks for "
+            f"{place.dtype} {tuple(place.shape)}; use a checkpoint that is not quantized, and its "
+            "own config"
+        )
+    with explain(f"{name} is no plain tensor"):
+        place.copy_(tensor)
+
+
+def check_drafter(model: Llama, target: Llama, path: Path) -> None:
+    """Raises `InputError` unless a drafter was made for this target's embedding table, and its
+    head has a row each of different tokens."""
     config = model.config
     lent = target.config
     similarity = 0.0
@@ -134,60 +220,11 @@ def _check_drafter(model: Llama, target: Llama, path: Path) -> None:
         )
 
 
-def placements(model: Llama) -> dict[str, Tensor]:
-    """Where every tensor of a checkpoint goes: its name, and the view of a parameter it fills."""
-    config = model.config
-    q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    fused = {  # the tensors that fill a fused projection, and how many rows each of them has
-        "qkv_proj": {"q_proj": q, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
-    }
-    names = dict(NAMES)
-    if config.tie_word_embeddings:
-        names["lm_head.weight"] = names["embed_tokens"]
-    places: dict[str, Tensor] = {}
-    for path, tensor in model.state_dict().items():
-        if path.startswith("layers."):
-            block, module, kind = path.rsplit(".", 2)
-            sizes = fused.get(module, {module: len(tensor)})
-            for name, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
-                places[f"model.{block.removesuffix('.qkv_proj')}.{name}.{kind}"] = rows
-        else:
-            places[names.get(path, path)] = tensor
-    return places
-
-
-def _fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    missing = placements(model)
-    unexpected = []
-    checksums = dict[str, int]()
-    disable = None if progress else True  # None: where standard error is no terminal
-    with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
-        for name, tensor in tensors:
-            if name in missing:
-                part = share(name, tensor, model.execution.ranks)
-                _copy(part, missing.pop(name), f"{path}: {name}")
-                checksums[name] = checksum({}, tensor)
-                bar.update()
-            elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
-                unexpected.append(name)
-    digest = hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
-    model.execution = replace(model.execution, fingerprint=digest)
-    if missing or unexpected:
-        names = shorten(", ".join([*unexpected, *missing]))
-        raise InputError(
-            f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
-            "weights and config belong to different models, or the download is incomplete"
-        )
-
-
-def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
-    if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
-        found, wanted = (f"{it.dtype} {tuple(it.shape)}" for it in (tensor, place))
-        raise InputError(
-            f"{name} is {found} where the config asks for {wanted}; use a checkpoint that is not "
-            "quantized, and its own config"
-        )
-    with explain(f"{name} is no plain tensor"):
-        place.copy_(tensor)
+def finish(model: Llama) -> Llama:
+    """The filled model, with the layers that its device computes fastest, for inference only."""
+    if not model.execution.is_row_invariant and can_pack(model.dtype, model.device):
+        pack_linears(model)
+    model = fuse_if_possible(model).eval()
+    if isinstance(model, SplitLlama):
+        model.add_up()
+    return model

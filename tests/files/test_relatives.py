@@ -10,7 +10,7 @@ from minitri import InputError
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import read_config
 from minitri.files.hf_folder import Folder
-from minitri.files.open_models import load_tokenizer
+from minitri.files.tokenizer_config import load_tokenizer
 from tests.cascades import settings_of
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import WARM

@@ -11,7 +11,7 @@ import minitri
 from minitri import Grammar, InputError
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
-from minitri.files.open_models import load_tokenizer
+from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.text_stream import IncrementalDecoder
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary

@@ -14,7 +14,7 @@ from minitri.core.model.execution import Ranks
 from minitri.devices.parallel.group import RankGroup, leave
 from minitri.devices.parallel.ranks import join
 from minitri.files import open_models
-from minitri.files.checkpoint import load_model, open_checkpoint
+from minitri.files.checkpoint import Runtime, load_model, open_checkpoint
 from minitri.files.named_models import ModelChoice
 from minitri.files.open_models import OpenModel
 from tests.conftest import write_hf_folder
@@ -71,7 +71,7 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
     config = checkpoint.config("tiny")
 
     def logits(ranks):
-        model = load_model(checkpoint, config, dtype=torch.float32, device=CPU, ranks=ranks)
+        model = load_model(checkpoint, config, Runtime(CPU, torch.float32, ranks=ranks))
         tokens = [token % config.vocab_size for token in TOKENS]
         cache = new_cache(model.config, dtype=torch.float32)
         return model.logits(read_block(model, [tokens], cache)), model.num_bytes

@@ -1,0 +1,52 @@
+"""The weight plan: in which form a model's weights are held, decided once before any is read."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from minitri.files.checkpoint import Checkpoint
+from minitri.files.gguf.file import GgufFile
+from minitri.files.named_models import ModelChoice
+
+
+@dataclass(frozen=True)
+class WeightPlan:
+    """The forms of a target's weights and of those that propose with the retrieval cache."""
+
+    target: Literal["dense", "blocks"]
+    """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
+    proposer: str
+    """same: the target. blocks: the same file's. int4, int8: a copy that is quantized here."""
+    reason: str = ""
+    """Why blocks, where nobody asked for them."""
+
+
+def plan_weights(
+    choice: ModelChoice,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    has_kernels: bool,
+    free_bytes: float,
+) -> WeightPlan:
+    """The plan for a model on the compiled CPU kernels (`has_kernels`), or without them.
+
+    By default matrices of a GGUF file are dense if there is memory for them and for a copy."""
+    proposer = choice.draft_weights
+    if proposer in ("auto", "drafter"):
+        proposer = "int4" if has_kernels and proposer == "auto" else "same"
+    if choice.weights == "native":
+        return WeightPlan("blocks", proposer)
+    if not (has_kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
+        return WeightPlan("dense", proposer)
+    num_bytes = checkpoint.num_weights() * dtype.itemsize
+    if proposer == "int4":
+        num_bytes += checkpoint.num_bytes()  # as many as the copy has, or more
+    if num_bytes > free_bytes:
+        kind = str(dtype).removeprefix("torch.")
+        reason = f"in {kind} they and their copy take {num_bytes / 1e9:.1f} GB"
+        reason += f", and {free_bytes / 1e9:.1f} GB of memory are free"
+        return WeightPlan("blocks", "same" if choice.draft_weights == "auto" else proposer, reason)
+    has_few_bits = proposer == "int4" and checkpoint.is_in_few_bits()
+    return WeightPlan("dense", "blocks" if has_few_bits else proposer)
