@@ -18,17 +18,27 @@ from torch import Tensor
 
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
-from minitri.core.generation import CLOSED, Generation, make_rows
+from minitri.core.generation import CLOSED, Generation
 from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, Models, check_process, running
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.prefill import score
-from minitri.core.requests import ALONE, Completion, Event, Request, check_run, settings_of
+from minitri.core.requests import (
+    ALONE,
+    Completion,
+    Event,
+    Prompt,
+    Request,
+    Row,
+    check_run,
+    settings_of,
+)
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.pool_files import load_snapshot, open_store, save_held
-from minitri.text.prompt_ids import Prompt, as_seeds, check_prompt, encode_prompt, split_prompts
+from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
+from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -230,7 +240,7 @@ class Engine:
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, pool, self.tokenizer)
+        return Generation([], shape, pool, self._make_row)
 
     def _run(
         self,
@@ -244,12 +254,15 @@ class Engine:
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
         run = replace(run, max_new_tokens=max(it.generation.max_new_tokens for it in requests))
-        lengths = sorted((len(row.prompt) for row in rows), reverse=True)[:batch_size]
+        lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
+
+    def _make_row(self, number: int, request: Request) -> Row:
+        return make_row(number, request, self.model, self.tokenizer)
 
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
@@ -266,7 +279,7 @@ class Engine:
         sampling, generation, speculation = settings_of(**settings)
         request = Request(prompt, seed, sampling, generation)
         [row] = make_rows([request], self.model, self.tokenizer)
-        num_tokens = len(row.prompt) + generation.max_new_tokens
+        num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
         speculation = replace(speculation, timed=not speculation.coupled)
@@ -276,7 +289,7 @@ class Engine:
         return self._worker, row.request, shape
 
     def _open_shared(self, shape: MemoryShape) -> Generation:
-        return Generation([], self._pool.fitting(shape), self._pool, self.tokenizer)
+        return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
 
     @property
     def held_tokens(self) -> list[int]:

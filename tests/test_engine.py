@@ -12,6 +12,7 @@ import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.model.block import read_block
 from minitri.core.requests import Row
+from minitri.text.reader import TextReader
 from tests.cascades import texts_of
 from tests.core.rigs import new_cache
 from tests.strategies import WRONG
@@ -53,7 +54,8 @@ def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
     texts, ends = ((half, "\ufffd"), (begun, "EN")), (([2], "eos"), ([], "length"))
     for (tokens, shown), (last, reason) in itertools.product(texts, ends):
         generation = GenerationConfig(len(tokens + last), stop=("END",))
-        row = Row(0, Request([5], generation=generation), [5], engine.tokenizer)
+        reader = TextReader(engine.tokenizer, [5], stop=generation.stop)
+        row = Row(0, Request([5], generation=generation), [5], reader)
         text = "".join(row.push(token, "bonus", (2,)).text for token in tokens + last)
         assert (text, row.text, row.finish_reason) == (shown, shown, reason)
 

@@ -132,7 +132,7 @@ def test_every_client_s_long_prompt_gets_its_turn_among_its_short_ones(narrow):
 def test_a_client_that_has_gone_is_forgotten(run):
     until(run, End, ask(run, 3, 1, client="gone"))
     until(run, End, ask(run, 3, 1, client="other"))
-    assert run._turns.keys() == {"other"}
+    assert run._scheduler.turns.keys() == {"other"}
 
 
 def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):
@@ -142,7 +142,7 @@ def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):
     texts = set()
     for _ in range(2):
         with engine.open(batch_size=2, generation=GenerationConfig(reserve=400)) as run:
-            assert not run._events.gi_frame.f_locals["stack"].tuner._use_clock
+            assert not run._stack.tuner._use_clock
             texts.add(until(run, End, run.submit(request))[-1].text)
     assert len(texts) == 1
 

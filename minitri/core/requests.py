@@ -1,21 +1,29 @@
-"""What a run is asked for and what it tells: requests, the row of a batch that each becomes, and
-typed events in the order in which they happen."""
+"""Requests and events: what a run is asked for, and what it reports while it runs.
 
-import html
-from collections.abc import Container, Mapping
+A `Request` is a prompt with its settings. In a run it becomes a `Row`, which collects the tokens of
+its output. The caller sees typed events in the order in which they happen: `PrefillProgress` and
+`Token`, one `End` per request, `Idle` while an open run has nothing to do. Nothing here knows a
+tokenizer: the text of a token is made by a `Reader` that the caller of the core hands in.
+"""
+
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.fields import brief, expect, with_fields
 from minitri.core.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import LogProbs, RowStats, Stats
-from minitri.text.prompt_ids import Prompt
-from minitri.text.text_stream import IncrementalDecoder, StopScanner
-from minitri.text.tokenizer import Tokenizer
 
-SHADES = {"draft": "#bde7bd", "retrieval": "#b5e3ea", "recovered": "#f4bcbc", "bonus": "#f3e2a9"}
-"""Colors of tokens in HTML, by their origins."""
+if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
+    from minitri.core.decoding.text_filters import TextFilters
+
+Prompt = str | Sequence[int]
+"""A text, or token ids; the core itself reads token ids only."""
+Reader = Callable[[int | None], tuple[str, bool]]
+"""Turns a row's tokens into text: called with each token in order, then with None at the end of the
+output. Returns the text that is now final, and whether a stop string is complete; None releases
+text that was held back because it could have been part of a character or of a stop string."""
 
 
 @dataclass(frozen=True)
@@ -70,17 +78,6 @@ class End:
     error: Exception | None = None
     prompt_scores: tuple[LogProbs, ...] = field(default=(), repr=False)
     """Log-probabilities of the prompt's tokens but the first, if `Request.score_prompt` asks."""
-
-    def _repr_html_(self) -> str:
-        text = "".join(_shaded(it.text, it.origin) for it in self.tokens if it.text)
-        legend = " ".join(_shaded(origin, origin) for origin in SHADES)
-        return f'<pre style="white-space:pre-wrap">{text}</pre><small>{legend}</small>'
-
-
-def _shaded(text: str, origin: str) -> str:
-    """Text as HTML on the color of an origin."""
-    style = f"background:{SHADES[origin]};color:black"
-    return f'<span style="{style}" title="{origin}">{html.escape(text)}</span>'
 
 
 @dataclass(frozen=True)
@@ -146,20 +143,27 @@ CANCELLED = "cancelled"
 
 
 class Row:
-    """The output of one request: its tokens, its text, and whether it is done."""
+    """The output of one request: its tokens so far, and why it ended."""
 
-    def __init__(self, number: int, request: Request, ids: list[int], tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        number: int,
+        request: Request,
+        prompt_ids: list[int],
+        reader: Reader = lambda _: ("", False),
+        make_filters: "Callable[[], TextFilters | None]" = lambda: None,
+    ) -> None:
+        """By default tokens have no text. `make_filters` is called when the row gets its
+        place in the batch, as filters hold tensors of the size of the vocabulary."""
         self.number = number
-        self.tokenizer = tokenizer
-        self.arrived = 0  # when: after so many admissions
         self.request = request
-        self.prompt = ids
+        self.prompt_ids = prompt_ids
+        self.make_filters = make_filters
         self.tokens: list[Token] = []
         self.finish_reason: str | None = None
         self.prompt_scores: list[LogProbs] = []
-        self.stats = RowStats(len(ids))
-        self._decoder = IncrementalDecoder(tokenizer, ids, request.shown)
-        self._scanner = StopScanner(request.generation.stop)
+        self.stats = RowStats(len(prompt_ids))
+        self._read = reader
 
     @property
     def token_ids(self) -> list[int]:
@@ -170,33 +174,40 @@ class Row:
         return "".join(token.text for token in self.tokens)
 
     def push(self, token_id: int, origin: str, eos: tuple[int, ...], *logprobs: Any) -> Token:
-        """Takes in a token, with the text that may be shown now. May set `finish_reason`."""
+        """Appends a token and returns its event; sets `finish_reason` if it is the last one."""
         generation = self.request.generation
         self.stats.num_generated_tokens += 1
         self.stats.by_origin[origin] += 1
         text = ""
+        is_stop = False
         if token_id in eos and not generation.ignore_eos:
             self.finish_reason = "eos"
         else:
-            text = self._decoder.push(token_id)
+            text, is_stop = self._read(token_id)
             if self.stats.num_generated_tokens == generation.max_new_tokens:
                 self.finish_reason = "length"
-        if self.finish_reason:
-            text += self._decoder.flush()
-        text = self._scanner.push(text)
-        if self._scanner.found:
+        if self.finish_reason and not is_stop:
+            rest, is_stop = self._read(None)
+            text += rest
+        if is_stop:
             self.finish_reason = "stop"
-        elif self.finish_reason:
-            text += self._scanner.flush()
         self.tokens.append(Token(self.number, token_id, text, origin, *logprobs))
         return self.tokens[-1]
 
     def end(self, stats: Stats, error: Exception | None = None) -> End:
-        """Of a row that is finished, in a run with these statistics."""
-        reason = self.finish_reason or CANCELLED
-        output = (reason, self.text, tuple(self.token_ids), self.request.seed or 0)
-        scores = tuple(self.prompt_scores)
-        return End(self.number, *output, tuple(self.tokens), stats, self.stats, error, scores)
+        """The last event of the row, with the statistics of its run."""
+        return End(
+            self.number,
+            self.finish_reason or CANCELLED,
+            self.text,
+            tuple(self.token_ids),
+            self.request.seed or 0,
+            tuple(self.tokens),
+            stats,
+            self.stats,
+            error,
+            tuple(self.prompt_scores),
+        )
 
 
 def settings_of(

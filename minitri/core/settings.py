@@ -12,7 +12,6 @@ from typing import Any
 
 from minitri.core.errors import MAX_COUNT, check_unicode
 from minitri.core.fields import between, brief, check_fields, one_of, refuse
-from minitri.text.grammar import Grammar
 
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
@@ -98,7 +97,7 @@ class SamplingParams:
     several times."""
     min_tokens: int = between(0, 0)
     """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
-    grammar: Grammar | None = None
+    grammar: Any = None
     """What the whole output must be, if it is not cut by its length; needs minitri[grammar]."""
 
     def __post_init__(self) -> None:
@@ -108,7 +107,7 @@ class SamplingParams:
             refuse(self, "logit_bias", "it must map token ids to numbers from -100 to 100")
         object.__setattr__(self, "logit_bias", bias)
         object.__setattr__(self, "bad_words", _texts(self, "bad_words"))
-        if not isinstance(self.grammar, Grammar | None):
+        if self.grammar is not None and not hasattr(self.grammar, "kind"):
             refuse(self, "grammar", "it must be a minitri.Grammar")
         if 0 < self.temperature < MIN_TEMPERATURE:
             refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")

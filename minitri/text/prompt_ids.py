@@ -7,9 +7,9 @@ from typing import Any
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, shorten
+from minitri.core.requests import Prompt
 from minitri.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
 MAX_STRETCH = 32
 """Times its context to which RoPE is advised to stretch a model."""
 MAX_SEED = 2**32 - 1

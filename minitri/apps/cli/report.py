@@ -61,7 +61,7 @@ def answer(row: Row) -> dict[str, Any]:
         "finish_reason": row.finish_reason or "interrupted",
         "seed": row.request.seed,
         "temperature": row.request.sampling.temperature,
-        "num_prompt_tokens": len(row.prompt),
+        "num_prompt_tokens": len(row.prompt_ids),
     }
     if row.request.generation.logprobs is not None:
         found["logprobs"] = [token.logprob for token in row.tokens]

@@ -47,7 +47,7 @@ def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
         signal.signal(signal.SIGINT, before)
         is_stopped = True
 
-    total = len(run.rows[0].prompt)
+    total = len(run.rows[0].prompt_ids)
     before = signal.signal(signal.SIGINT, stop)
     try:
         hidden = args.quiet or None

@@ -2,14 +2,21 @@
 
 from collections import deque
 
-from minitri.core.generation import make_row
 from minitri.core.requests import Event, Idle, Request, Row
 from minitri.core.stats import Stats
+from minitri.text.rows import make_row
+from minitri.text.tokenizer import Tokenizer
 
 
-def say(row: Row, text: str, *, tokens: list[int] | None = None, ends: int = 2) -> list[Event]:
+def say(
+    row: Row,
+    tokenizer: Tokenizer,
+    text: str,
+    *,
+    tokens: list[int] | None = None,
+    ends: int = 2,
+) -> list[Event]:
     """The events of a row that says this text, in the tokens that are given, and ends."""
-    tokenizer = row._decoder._decode.func.__self__
     ids = tokenizer.encode_marked(text) if tokens is None else tokens
     events: list[Event] = []
     for token in [*ids, ends]:
@@ -33,9 +40,9 @@ class ScriptedRun:
     def submit(self, request: Request) -> int:
         number = len(self.prompts)
         row = make_row(number, request, self._engine.model, self._engine.tokenizer)
-        self.prompts.append(row.prompt)
+        self.prompts.append(row.prompt_ids)
         self.requests.append(request)
-        self._events += say(row, self.texts.popleft())
+        self._events += say(row, self._engine.tokenizer, self.texts.popleft())
         return number
 
     def cancel(self, number: int) -> None:

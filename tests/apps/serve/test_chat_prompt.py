@@ -2,12 +2,13 @@
 
 import pytest
 
-from minitri import InputError, Request
+from minitri import End, InputError, Request
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
 from minitri.apps.serve.chats.tools import read_tools
 from minitri.core.requests import Row
 from minitri.text.chat_template import ChatTemplate
+from minitri.text.reader import TextReader
 from tests.apps.serve.scripted import say
 from tests.apps.serve.templates import FAMILIES, QWEN, THINKING
 
@@ -49,10 +50,20 @@ class Model:
     def answer(self, prompt: ChatPrompt, text: str, tokens: list[int] | None = None) -> list[int]:
         """Answers, and returns all tokens then."""
         request = Request(prompt.token_ids, shown=prompt.shown, max_new_tokens=400)
-        row = Row(0, request, prompt.token_ids, self.engine.tokenizer)
-        *_, end = say(row, text, tokens=tokens)
+        end = self.say(request, text, tokens=tokens)
         prompt.keep(prompt.parser().push(end.text, is_last=True), end)
         return [*prompt.token_ids, *end.token_ids]
+
+    def say(self, request: Request, text: str, **how) -> End:
+        """The end of an output that says this text."""
+        reader = TextReader(
+            self.engine.tokenizer,
+            request.prompt,
+            stop=request.generation.stop,
+            shown=request.shown,
+        )
+        row = Row(0, request, request.prompt, reader)
+        return say(row, self.engine.tokenizer, text, **how)[-1]
 
 
 @pytest.fixture
@@ -115,10 +126,8 @@ def test_the_next_prompt_begins_with_the_very_tokens_of_prompt_and_answer(
 
 def test_an_answer_that_was_cut_goes_on_with_its_end(model):
     prompt = model.prompt(USER)
-    row = Row(
-        0, Request(prompt.token_ids, max_new_tokens=5), prompt.token_ids, model.engine.tokenizer
-    )
-    *_, end = say(row, "It is warm in Köln, and sunny.")
+    request = Request(prompt.token_ids, max_new_tokens=5)
+    end = model.say(request, "It is warm in Köln, and sunny.")
     assert end.finish_reason == "length"
     prompt.keep(prompt.parser().push(end.text, is_last=True), end)
     later = model.prompt(USER, {"role": "assistant", "content": end.text}, USER)
@@ -172,8 +181,7 @@ def test_a_prompt_that_the_template_writes_in_another_way_is_read_anew(model, mo
 def test_calls_that_are_not_whole_and_texts_before_a_stop_are_not_kept(model):
     model.answer(model.prompt(USER), SAID["hermes"][:60])
     prompt = model.prompt(USER)
-    row = Row(0, Request([1], stop="warm"), [1], model.engine.tokenizer)
-    *_, end = say(row, "It is warm")
+    end = model.say(Request([1], stop="warm"), "It is warm")
     prompt.keep(prompt.parser().push(end.text, is_last=True), end)
     assert not model.kept._kept
 

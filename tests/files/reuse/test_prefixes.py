@@ -126,7 +126,7 @@ def interrupt(engine, document, monkeypatch, **settings):
     how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
     run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
-    session = run._events.gi_frame.f_locals["stack"]
+    session = run._stack
     target = session.cascade._target
 
     def crop(lengths):

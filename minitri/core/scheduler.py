@@ -1,0 +1,162 @@
+"""Scheduler: which request gets a place in the batch, whose prompt is read, which rows decode.
+
+A run is a sequence of *turns*. Each turn reads at most one chunk of one prompt, starts the rows
+whose prompts have been read, and decodes one step for the rows that had started before. So a text
+waits for at most one chunk between two of its tokens, however long the prompts of others are.
+
+In an open run, which takes requests at any time, short prompts are read before long ones. Every 4th
+choice goes to the oldest request, so that a long prompt is read though short ones never end.
+
+The scheduler counts tokens and rows; it holds no tensor and calls no model.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from minitri.core.requests import CANCELLED, Row
+
+OLDEST_EVERY = 4
+"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Read the next chunk of the prompt of row b."""
+
+    b: int
+
+
+@dataclass(frozen=True)
+class Start:
+    """Sample the first token of these rows, whose prompts have been read."""
+
+    rows: list[int]
+
+
+@dataclass(frozen=True)
+class Step:
+    """Decode one step for all rows that have started."""
+
+
+class Scheduler:
+    """Waiting and running requests of one run, and the order in which they are served."""
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        num_places: int,
+        *,
+        longest_chunk: int,
+        is_open: bool,
+        is_offloaded: bool,
+        is_captured: bool,
+    ) -> None:
+        """`longest_chunk` tokens of a prompt are read between two steps; longer prompts are long.
+        `is_offloaded`: K and V are in host memory, so a closed run reads whole prompts, layer by
+        layer. `is_captured`: CUDA graphs have one set of filters, so only equal ones run together.
+        """
+        self.running: dict[int, Row] = {}
+        """Rows by their places in the batch, the oldest first."""
+        self.unread: dict[int, int] = {}
+        """Tokens left to read of prompts that are not read yet, by places, the oldest first."""
+        self.turns: dict[str, tuple[int, int]] = {}
+        """By client: number of its latest admission, and how many admissions it had."""
+        self._num_places = num_places
+        self._longest_chunk = longest_chunk
+        self._is_open = is_open
+        self._is_offloaded = is_offloaded
+        self._is_captured = is_captured
+        self._waiting = dict.fromkeys(rows, 0)  # and the number of admissions when they came
+        self._num_admitted = 0
+        self._num_chunks = 0
+
+    def add(self, row: Row) -> None:
+        """Queues a request."""
+        self._waiting[row] = self._num_admitted
+
+    def cancel(self, number: int) -> None:
+        """Drops a waiting request, or marks a running one, which leaves before the next turn."""
+        for row in [*self._waiting]:
+            if row.number == number:
+                del self._waiting[row]
+        for row in self.running.values():
+            if row.number == number:
+                row.finish_reason = CANCELLED
+
+    @property
+    def free_places(self) -> list[int]:
+        return [b for b in range(self._num_places) if b not in self.running]
+
+    def next_row(self) -> Row | None:
+        """The waiting request that gets the next free place; None if there is none, or no place.
+
+        First is the client with the fewest running rows, then the one that was served least
+        recently. Of its requests an open run prefers the shortest; long prompts that are being read
+        take at most half of the places."""
+        if len(self.running) == self._num_places:
+            return None
+        num_rows = Counter(row.request.client for row in self.running.values())
+        clients = num_rows.keys() | {row.request.client for row in self._waiting}
+        self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
+        waiting = [*self._waiting]
+        num_long = sum(num_left > self._longest_chunk for num_left in self.unread.values())
+        if self._is_open and num_long >= max(1, self._num_places // 2):
+            waiting = [row for row in waiting if len(row.prompt_ids) <= self._longest_chunk]
+
+        def rank(row: Row) -> tuple[int, int, int]:
+            client = row.request.client
+            latest, count = self.turns.get(client, (self._waiting[row], 0))
+            is_for_oldest = not self._is_open or count % OLDEST_EVERY == 0
+            return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
+
+        first = min(waiting, key=rank, default=None)
+        if first is not None and self._is_captured:
+            others = {row.request.sampling for row in self.running.values()}
+            if others - {first.request.sampling}:
+                return None
+        return first
+
+    def admit(self, b: int, row: Row) -> None:
+        """Gives a waiting request the free place b."""
+        del self._waiting[row]
+        self._num_admitted += 1
+        _, count = self.turns.get(row.request.client, (0, 0))
+        self.turns[row.request.client] = (self._num_admitted, count + 1)
+        self.running[b] = row
+        self.unread[b] = len(row.prompt_ids)
+
+    def remove(self, b: int) -> None:
+        """Frees the place of a request that has ended."""
+        del self.running[b]
+        self.unread.pop(b, None)
+
+    def note_read(self, b: int, num_left: int) -> None:
+        """Records how many tokens of a prompt are left to read."""
+        self.unread[b] = num_left
+        if not num_left:
+            del self.unread[b]
+
+    def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
+        """The work of one turn; each piece must be done before the next is asked for. `active` says
+        which rows have started."""
+        has_started = [*active]
+        if self.unread:
+            yield Chunk(self._next_to_read())
+            # A closed run reads on where no row waits, or where whole prompts are read at once.
+            interleaves = any(has_started) and not self._is_offloaded
+            if self.unread and not (self._is_open or interleaves):
+                return
+        ready = [b for b in self.running if not has_started[b] and b not in self.unread]
+        if ready:
+            yield Start(ready)
+        if any(has_started):
+            yield Step()
+
+    def _next_to_read(self) -> int:
+        """The place of the prompt to read on in: the oldest; in an open run mostly the one with the
+        fewest tokens left."""
+        self._num_chunks += 1
+        if self._is_open and self._num_chunks % OLDEST_EVERY:
+            return min(self.unread, key=self.unread.__getitem__)
+        return next(iter(self.unread))

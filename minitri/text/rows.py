@@ -1,0 +1,51 @@
+"""Rows of requests: prompts become token ids, seeds are drawn, settings are checked."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+
+from minitri.core.errors import InputError
+from minitri.core.fields import expect
+from minitri.core.model.llama import Llama
+from minitri.core.requests import Request, Row
+from minitri.text.filters import text_filters
+from minitri.text.prompt_ids import as_seeds, check_prompt, draw_seed, encode_prompt
+from minitri.text.reader import TextReader
+from minitri.text.tokenizer import Tokenizer
+
+
+def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
+    """The rows of a run, numbered from 0. Raises `InputError`, which names the request if there are
+    several."""
+    rows = []
+    for number, request in enumerate(requests):
+        try:
+            rows.append(make_row(number, request, model, tokenizer))
+        except InputError as error:
+            where = f"request {number}: " if len(requests) > 1 else ""
+            raise InputError(f"{where}{error}") from None
+    return rows
+
+
+def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> Row:
+    """The row of a request, which is checked; without a seed it draws one, the same on all ranks.
+    Raises `InputError`."""
+    expect(request, Request)
+    expect(request.speculation, bool)
+    expect(request.owner, str)
+    expect(request.client, str)
+    expect(request.score_prompt, bool)
+    prompt_ids = encode_prompt(request.prompt, tokenizer)
+    check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
+    draw = model.execution.ranks.ask_first
+    [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
+    # Tokens and grammar are checked before any work; the row's own filters are made later.
+    text_filters(request.sampling, [], tokenizer, model.config)
+    reader = TextReader(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown)
+    return Row(
+        number,
+        replace(request, seed=seed),
+        prompt_ids,
+        reader,
+        functools.partial(text_filters, request.sampling, prompt_ids, tokenizer, model.config),
+    )
