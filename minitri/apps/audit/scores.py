@@ -1,11 +1,11 @@
-"""How far texts depart from the log-probabilities that are told of them: four scores.
+"""Scores of how far texts depart from the log-probabilities that a server reports for them.
 
-Only the likeliest tokens of a place are told, so scores are of the token *given that it is one of
-those*: what it must follow is known at every temperature. `likelihood` is its share of the largest
-probability, against too sharp or too flat a distribution. `learned` is how much too often it came
-so far after the same token, against what departs in the same way again and again, as traces of a
-drafter do. `repeated` is whether a lookup guesses it, which a recovered token is not. `copied` is
-the share of concurrent answers, the same so far, that went on with it.
+Only the likeliest tokens of a place are reported, so scores are of the token *given that it is one
+of those*, whose distribution is known at every temperature. `likelihood` is its probability over
+the largest one; it detects distributions that are too sharp or too flat. `learned` is how much too
+often the token came so far after the same token; it detects departures that recur, such as traces
+of a drafter. `repeated` is 1 for the guess of a lookup, which a recovered token never is. `copied`
+is the share of concurrent answers, equal so far, that continued with the token.
 """
 
 import math
@@ -19,15 +19,15 @@ from minitri.apps.selftest.martingale import Martingale
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
 BEYOND = ""
-"""Stands for all tokens that are not told."""
+"""Name of all tokens that are not reported, taken together."""
 MATCH_SIZES = range(4, 200)  # in characters
 
 
 class Departures:
-    """The scores of texts against the told probabilities raised to a power."""
+    """Scores of texts, against the reported probabilities raised to a power."""
 
     def __init__(self, bursts: Bursts, power: float, beyond: bool = False) -> None:
-        """`beyond`: tokens that are not told count."""
+        """`beyond`: tokens that are not reported count as one token."""
         self.likelihood = Martingale()
         self.learned = Martingale()
         self.repeated = Martingale()
@@ -43,9 +43,9 @@ class Departures:
                     probs = known(place, power, beyond)
                     token = place.token if place.token in probs else BEYOND
                     if token in probs:
-                        shares = {it: others[(*names, it)] for it in probs}
+                        shares = {name: others[(*names, name)] for name in probs}
                         if total := sum(shares.values()):
-                            shared = {it: count / total for it, count in shares.items()}
+                            shared = {name: count / total for name, count in shares.items()}
                             self.copied.add(token, probs, shared)
                         self._take(names[-1], token, probs)
                         if guess := looked_up(said, probs):
@@ -56,46 +56,47 @@ class Departures:
 
     def _take(self, before: str, token: str, probs: dict[str, float]) -> None:
         best = max(probs.values())
-        self.likelihood.add(token, probs, {it: prob / best for it, prob in probs.items()})
-        excess = {it: math.tanh(self._excess((before, it))) for it in probs}
-        self.learned.add(token, probs, {it: (1 + one) / 2 for it, one in excess.items()})
+        self.likelihood.add(token, probs, {name: prob / best for name, prob in probs.items()})
+        learned = {name: (1 + math.tanh(self._excess((before, name)))) / 2 for name in probs}
+        self.learned.add(token, probs, learned)
         self._seen[before, token] += 1
-        for it, prob in probs.items():
-            self._expected[before, it] = self._expected.get((before, it), 0.0) + prob
+        for name, prob in probs.items():
+            self._expected[before, name] = self._expected.get((before, name), 0.0) + prob
 
     def _excess(self, pair: tuple[str, str]) -> float:
-        """How much too often it came, in standard deviations."""
+        """How much too often a pair came so far, in standard deviations."""
         expected = self._expected.get(pair, 0.0)
         return (self._seen[pair] - expected) / math.sqrt(1 + expected)
 
     @property
     def worst(self) -> Martingale:
-        """Of the scores of texts alone."""
-        return min(self.likelihood, self.learned, self.repeated, key=lambda it: it.p_value)
+        """Test with the smallest p-value, concurrent answers left out."""
+        return min(self.likelihood, self.learned, self.repeated, key=lambda test: test.p_value)
 
     @property
     def factor(self) -> float:
-        """How many times as often as told those came that came too often; 0 if none stands out."""
-        pairs = [it for it in self._expected if self._excess(it) > 3]
-        expected = sum(self._expected[it] for it in pairs)
-        return sum(self._seen[it] for it in pairs) / (expected or 1.0)
+        """Observed / expected frequency of the most over-represented tokens; 0 without any."""
+        pairs = [pair for pair in self._expected if self._excess(pair) > 3]
+        expected = sum(self._expected[pair] for pair in pairs)
+        return sum(self._seen[pair] for pair in pairs) / (expected or 1.0)
 
 
 def looked_up(said: str, tokens: Iterable[str]) -> str:
-    """The token after the latest of the longest earlier matches of the end; "" if there is none."""
+    """Token after the latest of the longest earlier matches of a text's end; "" without a match."""
     follows = ""
     for size in MATCH_SIZES:
         if (place := said.rfind(said[-size:], 0, -1)) < 0:
             break
         follows = said[place + size :]
-    return max((it for it in tokens if follows.startswith(it)), key=len, default="")
+    return max((token for token in tokens if follows.startswith(token)), key=len, default="")
 
 
 def known(place: Place, power: float, beyond: bool) -> dict[str, float]:
-    """What the token must follow, given that it is known."""
-    tops = {it: power * log for it, log in place.top.items() if not IS_ODD.fullmatch(it)}
-    weights = {it: math.exp(log) for it, log in tops.items()}
+    """Distribution of the token at a place, given that it is one of those reported."""
+    weights = {
+        name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
+    }
     if beyond:
         weights[BEYOND] = max(0.0, 1 - sum(weights.values()))
     total = sum(weights.values())
-    return {it: weight / total for it, weight in weights.items() if total}
+    return {name: weight / total for name, weight in weights.items() if total}

@@ -1,1 +1,1 @@
-"""Many engines on a cluster of Ray: a file of prompts, or the endpoints of a server."""
+"""A file of prompts, answered by many engines on a Ray cluster."""

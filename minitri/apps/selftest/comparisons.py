@@ -1,8 +1,8 @@
-"""The comparisons of the self-test: one engine, one prompt, all methods.
+"""Comparisons of the self-test: one engine, one prompt, every speculative method.
 
-Rounding explains why two texts part if both tokens score within `bound` of the best one there:
-twice the largest difference between logits computed alone and at the end of a block, but at least
-the spacing of the dtype's numbers, divided by the temperature where tokens are sampled.
+Rounding explains a difference between two texts if both tokens score within `bound` of the best
+one: twice the largest difference between logits of a single token and of a whole block, but at
+least the spacing of the dtype, divided by the temperature where tokens are sampled.
 """
 
 import argparse
@@ -27,53 +27,63 @@ from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.core.stats import num_common
 
-Result = dict[str, Any]
-"""What was found out about a method, by the names of columns."""
+Row = dict[str, Any]
+"""Result of one comparison, by the columns of the report."""
 
 WINDOW = 64
+"""Prompt tokens of each text of the statistical test."""
 NEW_TOKENS = 64
-"""Of the statistical test: tokens that a text begins with, and tokens that it goes on for."""
+"""Sampled tokens of each text of the statistical test."""
 
 
 def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
-    """Whether no difference is explained by rounding."""
+    """Whether rounding is the same in every pass, so that it explains no difference."""
     return engine.model.execution.is_row_invariant and not args.tree
 
 
 def compare_texts(
     engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
-) -> Iterator[Result]:
-    """Greedy and coupled texts of every method against those of autoregressive decoding."""
+) -> Iterator[Row]:
+    """Compares greedy and coupled texts of every method with those of autoregressive decoding."""
     settings = arguments.speculation_of(args)
-    same = {"generation": arguments.taken(GenerationConfig, args), "seed": args.seed}
+    generation = arguments.taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
-        texts: list[list[int]] = []
+        expected: list[int] = []
         for method in ("autoregressive", *methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            how = {"temperature": temperature, "speculation": speculation}
-            texts.append(list(engine.complete(prompt, **how, **same).token_ids))
+            end = engine.complete(
+                prompt,
+                temperature=temperature,
+                speculation=speculation,
+                generation=generation,
+                seed=args.seed,
+            )
+            tokens = list(end.token_ids)
+            expected = expected or tokens
             if method == "autoregressive":
                 continue
-            expected, *_, got = texts
-            n = num_common(expected, got)
-            found: Result = {"mode": mode, "method": method, "verdict": "equal"}
-            found |= {"num_tokens": len(got), "num_equal_tokens": n}
-            if n < len(got):
+            n = num_common(expected, tokens)
+            row: Row = {"mode": mode, "method": method, "verdict": "equal"}
+            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
+            if n < len(tokens):
                 engine.release()
-                what = (prompt + got[:n], [expected[n], got[n]], speculation.max_block)
-                found |= explain(engine.model, *what, temperature, args.seed)
-                is_tie = found["score_gap"] <= found["bound"] and not is_bitwise(engine, args)
-                found["verdict"] = "tie" if is_tie else "BUG"
-            yield found
+                pair = [expected[n], tokens[n]]
+                block = speculation.max_block
+                row |= explain(
+                    engine.model, prompt + tokens[:n], pair, block, temperature, args.seed
+                )
+                is_tie = row["score_gap"] <= row["bound"] and not is_bitwise(engine, args)
+                row["verdict"] = "tie" if is_tie else "BUG"
+            yield row
 
 
 def explain(
     model: Llama, sequence: list[int], tokens: list[int], block: int, temperature: float, seed: int
-) -> Result:
-    """Compares the scores after `sequence` of two `tokens`, the expected one and the one that came.
+) -> Row:
+    """Compares the scores after `sequence` of the expected and the emitted token.
 
-    `score_gap` is how far the worse of them scores below the best of all; `bound`, what rounding
-    explains of that. Blocks have `block` tokens.
+    `score_gap` is how far the worse of them scores below the best token, `bound` how much of that
+    rounding explains. Blocks have `block` tokens.
     """
     widths = (1, min(block, len(sequence)))
     logits_2V = torch.stack([last_logits(model, sequence, width)[-1] for width in widths])
@@ -90,8 +100,8 @@ def explain(
 
 
 def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Tensor:
-    """What the token at a position is the argmax of, in float64 and up to a constant: the logits,
-    or the logarithm of the distribution plus Gumbel noise."""
+    """Scores whose argmax is the token at a position, in float64 and up to a constant: the logits,
+    or for T > 0 log-probabilities plus Gumbel noise."""
     if not temperature:
         return logits_V.double()
     tokens = torch.arange(len(logits_V), device=logits_V.device)
@@ -101,24 +111,24 @@ def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Te
 
 def compare_samples(
     engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
-) -> Iterator[Result]:
-    """The statistical test of every method; none at temperature 0."""
+) -> Iterator[Row]:
+    """Runs the statistical test of every method; nothing at temperature 0."""
     sampling = arguments.taken(SamplingParams, args)
     settings = arguments.speculation_of(args)
-    is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
-    num_rows = -(-args.num_samples // NEW_TOKENS)
-    prompts = windows(prompt, num_rows, WINDOW)
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = settings.budget or 4 * settings.chunk_size
+    num_rows = -(-args.num_samples // NEW_TOKENS)
+    prompts = windows(prompt, num_rows, WINDOW)
     if not prompts or not sampling.temperature:
         return
+    is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
+    alarm = "BUG" if is_exact else "unclear"
     log.info("a false alarm in the samples has odds of 1 in %.0f", 1 / FALSE_ALARM)
     for method in methods:
         speculation = dataclasses.replace(settings, method=method, budget=budget)
         p_values = run_test(
             engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=args.seed
         )
-        alarm = "BUG" if is_exact else "unclear"
         yield {
             "mode": "sampled",
             "method": method,

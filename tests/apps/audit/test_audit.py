@@ -182,5 +182,5 @@ def test_what_is_noticed_is_an_alarm():
         test.add(token, probs, {"a": 1.0, "b": 0.0, "c": 0.5})
     assert test.p_value > 0.1
     assert abs(test.mean) < 0.1
-    least = test.noticed(1e-7) * test.num_tokens - 3 * test.variance**0.5
+    least = test.detectable(1e-7) * test.num_tokens - 3 * test.variance**0.5
     assert Martingale(least, test.variance).p_value == pytest.approx(1e-7, rel=0.01)
