@@ -180,7 +180,13 @@ def allocate(
             small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
         if any(plan.uses_retrieval for plan in plans):
             num_heads = queries_LBTHD.shape[3]
-            cache = RetrievalCache(full, speculation, num_heads=num_heads, budgets=shape.budgets)
+            cache = RetrievalCache(
+                full,
+                speculation,
+                num_heads=num_heads,
+                budgets=shape.budgets,
+                make_slots=target.execution.make_slots,
+            )
             longest = 1 + max(plan.gamma1 for plan in plans)
             options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
             small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)

@@ -63,8 +63,8 @@ class KVStore:
                     found.append(self._read(path, tokens[i * BLOCK :][:BLOCK]))
         if (num_found := len(found) * BLOCK) <= num_held:
             return held
-        keys_LBKTD = torch.cat([it.keys for it in found], 3)
-        values_LBKTD = torch.cat([it.values for it in found], 3)
+        keys_LBKTD = torch.cat([it.keys[:] for it in found], 3)
+        values_LBKTD = torch.cat([it.values[:] for it in found], 3)
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_found])
 
     def write(self, source: HeldRow) -> None:

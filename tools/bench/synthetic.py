@@ -333,7 +333,7 @@ def random_model(config: ModelConfig, setup: Setup) -> Llama:
 def fill_cache(full: FullCache) -> None:
     """Random K and V in every slot."""
     slots = (full.keys, full.values)
-    tensors = [it.units.view(it.dtype) if isinstance(it, Tiles) else it for it in slots]
+    tensors = [it.units.view(it.dtype) if isinstance(it, Tiles) else it[:] for it in slots]
     if isinstance(full, OffloadedFullCache):
         tensors += [full.host_LBSPKD, full.latest_LBTPKD]
     for tensor in tensors:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
-from minitri.core.model.cache import Cache
+from minitri.core.model.cache import Cache, plain_slots
+from minitri.core.model.execution import MakeSlots
 from minitri.core.settings import round_up_to_stride
 from minitri.core.stats import num_common
-from minitri.devices.cpu.tiles import empty_slots
 
 
 class FullCache(Cache):
@@ -30,12 +30,12 @@ class FullCache(Cache):
         *,
         dtype: torch.dtype,
         device: torch.device,
-        pair: int = 0,
+        make_slots: MakeSlots | None = None,
     ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
-        return cls(*empty_slots(shape, dtype, device, pair=pair))
+        return cls(*(make_slots or plain_slots)(shape, dtype, device))
 
     @property
     def on_chip(self) -> int:

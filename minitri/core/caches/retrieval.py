@@ -14,16 +14,15 @@ chunk, N chunks, C of them kept, W observation window, R = H / K times the token
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import make_policy
-from minitri.core.model.cache import Cache
+from minitri.core.model.cache import Cache, plain_slots
+from minitri.core.model.execution import MakeSlots
 from minitri.core.settings import SpeculationConfig, round_up_to_stride
-from minitri.devices.cpu.tiles import empty_slots
 
 
 @dataclass
@@ -51,19 +50,20 @@ class RetrievalCache(Cache):
         *,
         budgets: list[int],
         num_heads: int,
+        make_slots: MakeSlots | None = None,
     ) -> None:
-        """Empty; `commit` fills it."""
+        """Empty; `commit` fills it. `make_slots` allocates K and V, by default as tensors."""
         L, B, K, _, D = full.shape
         self._full = full
         self._policy = make_policy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        where: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
-        pair = getattr(full.keys, "pair", 0)
-        super().__init__(*empty_slots((L, B, K, slots, D), **where, pair=pair))
+        make = make_slots or plain_slots
+        super().__init__(*make((L, B, K, slots, D), full.keys.dtype, full.device))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        self._queries = [torch.empty(L, 0, num_heads, D, **where) for _ in budgets]
+        no_queries = torch.empty(L, 0, num_heads, D, dtype=full.keys.dtype, device=full.device)
+        self._queries = [no_queries for _ in budgets]
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property

@@ -10,10 +10,39 @@ Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 
 import copy
 from dataclasses import dataclass
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
+
+
+class Slots(Protocol):
+    """Keys or values (..., S, D): a tensor, or another layout that is indexed like one."""
+
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def stride(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __setitem__(self, index: Any, values: Any, /) -> None: ...
+
+
+def plain_slots(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Empty keys and values of this shape as tensors."""
+    keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return keys, values
 
 
 class BlockKV(NamedTuple):
@@ -40,7 +69,7 @@ class Filled:
 class Cache:
     """`keys` and `values` (L, B, K, S, D) of B rows."""
 
-    def __init__(self, keys: Tensor, values: Tensor, lengths: list[int] | None = None) -> None:
+    def __init__(self, keys: Slots, values: Slots, lengths: list[int] | None = None) -> None:
         self.keys, self.values = keys, values
         self._filled = [Filled(length) for length in lengths or [0] * keys.shape[1]]
 
@@ -121,7 +150,7 @@ class Cache:
             row.num_slots = num_slots
 
 
-def gather_path(slots_LBKSD: Tensor, b: int, start: int, path: list[int]) -> None:
+def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:
     """`Cache.keep_path` for keys or values of a block that begins at slot `start`."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     row_LKSD = slots_LBKSD[:, b]

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-    from minitri.core.model.cache import Cache
+    from minitri.core.model.cache import Cache, Slots
     from minitri.core.settings import SamplingParams
 
 T = TypeVar("T")
@@ -19,6 +20,10 @@ Round = Callable[
 """N guesses (B, N) of a draft model and the distributions (B, N, V) that they were sampled from,
 after what its cache holds and a block of each row; by uniform numbers (B, N), the filters of each
 row, and V. It leaves the lengths of the cache as they are."""
+
+
+MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
+"""Allocates keys and values of a shape (..., S, D)."""
 
 
 class Ranks:
@@ -57,8 +62,8 @@ class Execution:
     """Does what `gpu.graphs.Passes.round` does, in one call."""
     is_narrow: bool = False
     """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
-    kv_pair: int = 0
-    """As what K and V are best kept, see `empty_slots` in `devices/cpu/tiles.py`."""
+    make_slots: MakeSlots | None = None
+    """Allocates K and V of caches in the layout that the kernels read; None: plain tensors."""
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""

@@ -71,7 +71,7 @@ def allocate_full_cache(
         elif generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
-            return FullCache.allocate(*size, **where, pair=target.execution.kv_pair)
+            return FullCache.allocate(*size, **where, make_slots=target.execution.make_slots)
         placed = "KV cache: %d of %d layers on %s, the others in host memory"
         log.debug(placed, on_chip, config.num_layers, device)
         return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)

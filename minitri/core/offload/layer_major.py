@@ -10,6 +10,7 @@ Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E
 
 from collections.abc import Callable, Iterator
 
+import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
@@ -59,7 +60,7 @@ def read_by_layers(
         queries_LBTHD = None
         if watch is not None and start + chunk > end - max_queries:
             size = (L, 1, min(max_queries, len(piece)), config.num_heads, config.head_dim)
-            queries_LBTHD = full.keys.new_empty(size)
+            queries_LBTHD = torch.empty(size, dtype=full.keys.dtype, device=full.device)
             queries.append(queries_LBTHD)
         chunks.append(layer_by_layer(model, HostedRow(full, b, start), piece, queries_LBTHD))
     for done in range(L * len(chunks)):

@@ -224,7 +224,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
         reading=kernels.reading,
         probs=kernels.probs,
         is_narrow=not kernels.instructions.startswith("AVX-512"),
-        kv_pair=kernels.pairs[model.dtype],
+        make_slots=kernels.make_slots,
     )
 
 

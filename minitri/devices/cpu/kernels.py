@@ -22,10 +22,11 @@ from torch.nn import RMSNorm
 
 from minitri.core.errors import shorten
 from minitri.core.log import log
+from minitri.core.model.cache import Slots, plain_slots
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu.build import SOURCE, architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
-from minitri.devices.cpu.tiles import Tiles
+from minitri.devices.cpu.tiles import Tiles, can_tile, tiled_slots
 
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()
@@ -33,7 +34,6 @@ LOADING = threading.Lock()
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
 BLOCK = 64
 """Slots whose scores are computed at once: those of a cache in tiles are a multiple of it."""
-Slots = Tensor | Tiles
 
 
 class Kernels:
@@ -46,7 +46,7 @@ class Kernels:
         """The processor's, as far as the kernels use them."""
         has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
-        """By dtype, how many numbers a lane multiplies at once; see `empty_slots`."""
+        """By dtype, how many numbers a lane multiplies at once; see `tiled_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
         """Two float64, for a profile: what linear layers and attention of passes take."""
@@ -113,6 +113,14 @@ class Kernels:
         )
         self.call("attention", q_BTHD.dtype, is_short, arguments)
         return out_BTHD
+
+    def make_slots(
+        self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> tuple[Slots, Slots]:
+        """Keys and values (..., S, D), in tiles where the kernels can read them."""
+        if self.pairs[dtype] and can_tile(shape):
+            return tiled_slots(shape, dtype, self.pairs[dtype])
+        return plain_slots(shape, dtype, device)
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
         """Whether K and V lie alike, in tiles only of dtypes that allow it."""
@@ -254,7 +262,10 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
 
 def memory_of(slots: Slots) -> Tensor:
     """Where K or V lie."""
-    return slots.units if isinstance(slots, Tiles) else slots
+    if isinstance(slots, Tiles):
+        return slots.units
+    assert isinstance(slots, Tensor)
+    return slots
 
 
 def struct_of(*fields: Tensor | float | None) -> bytes:

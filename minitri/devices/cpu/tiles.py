@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitri.core.model.cache import Slots
+
 PANEL = 16
 """Slots of a tile of keys."""
 COLUMNS = 32
 """Numbers of which a head dim must be a multiple."""
 
 
-class Tiles:
+class Tiles(Slots):
     """Keys or values of some rows."""
 
     def __init__(self, units: Tensor, dtype: torch.dtype) -> None:
@@ -90,15 +92,16 @@ class Tiles:
         return rows, slots
 
 
-def empty_slots(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, *, pair: int
-) -> tuple[Any, Any]:
-    """Keys and values of this shape, (..., S, D); in tiles, if D allows them, for kernels whose
-    lanes multiply so many numbers at once (1 or 2, or 0: no tiles)."""
+def can_tile(shape: tuple[int, ...]) -> bool:
+    """Whether slots of this shape, (..., S, D), fill whole tiles."""
+    *_, S, D = shape
+    return D % COLUMNS == S % PANEL == 0
+
+
+def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:
+    """Empty keys and values (..., S, D) in tiles, for kernels that multiply `pair` (1 or 2) numbers
+    per lane."""
     *rows, S, D = shape
-    if not (pair and D % COLUMNS == S % PANEL == 0):
-        keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-        return keys, values
     keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
     values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)
     units = torch.int32 if pair == 2 else dtype

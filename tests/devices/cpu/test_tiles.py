@@ -17,7 +17,7 @@ from minitri.core.model.llama import Block
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.kernel_layers import use_kernels
 from minitri.devices.cpu.kernels import load_kernels
-from minitri.devices.cpu.tiles import Tiles, empty_slots
+from minitri.devices.cpu.tiles import Tiles, tiled_slots
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import CPU, tiny_config
 from tests.devices.test_attention import random_case
@@ -30,7 +30,7 @@ LENGTHS = [37, 70]
 
 def in_tiles(slots: torch.Tensor, which: int, pair: int) -> Tiles:
     """The same keys (0) or values (1) in tiles."""
-    tiles = empty_slots(tuple(slots.shape), slots.dtype, CPU, pair=pair)[which]
+    tiles = tiled_slots(tuple(slots.shape), slots.dtype, pair)[which]
     tiles[...] = slots
     return tiles
 
@@ -62,10 +62,10 @@ def test_tiles_are_read_and_written_like_a_tensor(dtype, pair, which):
     assert (tiles.shape, len(tiles), tiles.nbytes) == (plain.shape, 2, plain.nbytes)
 
 
-def test_tiles_are_made_where_kernels_can_read_them_only():
-    for shape, pair in [((3, 64, 24), 1), ((3, 64, 32), 0)]:
-        slots = empty_slots(shape, torch.float32, CPU, pair=pair)
-        assert all(isinstance(it, torch.Tensor) and it.shape == shape for it in slots)
+def test_tiles_are_made_where_kernels_can_read_them_only(kernels):
+    for shape, is_tiled in [((3, 64, 24), False), ((3, 24, 64), False), ((3, 64, 32), True)]:
+        slots = kernels.make_slots(shape, torch.float32, CPU)
+        assert all(isinstance(it, Tiles) is is_tiled and it.shape == shape for it in slots)
 
 
 @pytest.mark.parametrize("D", [32, 64, 128])
@@ -88,12 +88,13 @@ def test_attention_over_tiles_has_the_bits_of_plain_slots(kernels, D):
 
 def test_a_pass_over_tiles_has_the_bits_of_plain_slots(kernels):
     """What it computes, and what it writes and leaves alone."""
-    for dtype, pair in kernels.pairs.items():
+    for dtype in kernels.pairs:
         model = tiny_model(CONFIG, dtype=dtype)
         use_kernels(model, kernels)
         outs = []
-        for wanted in (0, pair):
-            cache = FullCache.allocate(CONFIG, 2, 128, dtype=dtype, device=CPU, pair=wanted)
+        for make_slots in (None, kernels.make_slots):
+            where = {"dtype": dtype, "device": CPU, "make_slots": make_slots}
+            cache = FullCache.allocate(CONFIG, 2, 128, **where)
             generator = torch.Generator().manual_seed(2)
             for slots in (cache.keys, cache.values):
                 slots[...] = torch.nan
@@ -106,7 +107,7 @@ def test_a_pass_over_tiles_has_the_bits_of_plain_slots(kernels):
             hidden = model.forward(Block(tokens, positions), cache)
             written = [slots[...].nan_to_num(9.0) for slots in (cache.keys, cache.values)]
             outs.append([hidden, *written])
-            assert isinstance(cache.keys, Tiles) is bool(wanted)
+            assert isinstance(cache.keys, Tiles) is (make_slots is not None)
         assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))
 
 
