@@ -212,7 +212,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
     """A flag for each of these fields of a settings class, by default all."""
     texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
     for field in dataclasses.fields(settings):
-        if (names and field.name not in names) or field.type == Grammar | None:
+        if (names and field.name not in names) or field.name == "grammar":
             continue
         text = texts[field.name]
         options: dict[str, Any] = {"default": field.default}
