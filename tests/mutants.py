@@ -29,7 +29,7 @@ core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_dis
     => probs_BV.argmax(1)
   acceptance number reused for the recovered token | _sample_next: -1 => last - 1
   padding counted as guesses
-    _num_passed: passes_BN & guesses.are_real_BN => passes_BN.int()
+    Guesses.num_passed_B: passes_BN & self.are_real_BN => passes_BN.int()
 engine/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
   reused noise
     IndependentSource.uniforms: self._by_row[b] => self._by_row[b].manual_seed(7)
@@ -87,7 +87,7 @@ core/decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
 core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
   q of the next guess | _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
-    _num_passed: (passes_BN & guesses.are_real_BN).cumprod(1) => passes_BN & guesses.are_real_BN
+    Guesses.num_passed_B: (passes_BN & self.are_real_BN).cumprod(1) => passes_BN & self.are_real_BN
 core/decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-2-1-4]
   a block's recovered token from the residual of single tests
     _sample_next: scale_B1 * p_BV => p_BV
@@ -98,7 +98,7 @@ core/decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_di
     => (scales_BN1[:, 1:N] * p_BNV[:, :N - 1]).sub_(q_BNV[:, :N - 1])
   a block's chances capped at 1 at the end only | verify_block: logs_BN.cummax(1).values => logs_BN
   a block ends at the first test that fails
-    verify_block: (passes_BN * lengths).amax => passes_BN.cumprod(1).sum
+    verify_block: (passes_BN * lengths_N).amax => passes_BN.cumprod(1).sum
 engine/test_random_source.py::test_a_rows_numbers_do_not_depend_on_its_neighbours[triforce]
   one generator for all rows
     IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
@@ -211,17 +211,16 @@ devices/gpu_twins/test_host_round_trips.py
 engine/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
-    _verdict: ~guesses.are_real_BN => guesses.probs_BNV.sum(2).isnan()
+    Guesses.are_finite_B: ~are_real_BN => self.q_BNV.sum(2).isnan()
 engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model-False]
   a row that is not finite goes on
-    decide: [*guessed[:num_accepted], next_token] if is_finite else []
-    => [*guessed[:num_accepted], next_token]
+    Verdict.to_host: [*tokens[:n], last] if finite else [] => [*tokens[:n], last]
   K and V that are not finite are kept for the next text
     Stack.retire: self.sequences[b] if is_sound else [] => self.sequences[b]
 engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[triforce--draft-False]
-  the target is not told that a guess is not finite | Level.propose: torch.nan => 1 / 320
+  the target is not told that a guess is not finite | decide: b in proposal.failed => False
 engine/test_drafters_that_fail.py
 ::test_one_row_of_four_fails_alone_and_leaves_nothing[naive-4-draft-False]
   a tree that is not finite fails all rows
@@ -233,7 +232,8 @@ devices/gpu_twins/test_capture_lint.py
     ModelRunner.read_tree: torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
     => F.pad(rule_TT, (0, pad, 0, pad), value=True)
   a captured tree keeps the shape that it was captured with
-    GraphPool.capture: zip(statics, inputs, strict=True) => zip(statics[:2], inputs)
+    GraphPool.capture: zip(buffers, tree_leaves(inputs), strict=True)
+    => zip(buffers[:2], tree_leaves(inputs))
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, shape.sampling, **options)
@@ -392,7 +392,7 @@ text/test_grammars.py::test_forced_text_is_a_guess_about_how_it_is_cut[sizes1-ve
   text that is forced is cut into tokens in one way
     compile_grammar: f"{text}\n{NOT_FORCED}" => text
   forced text accepted by halves
-    Proposal.with_certain: F.one_hot(ids_N, V + more_words) => F.one_hot(ids_N, V + more_words) / 2
+    Proposal.with_forced: F.one_hot(ids_N, V + more_words) => F.one_hot(ids_N, V + more_words) / 2
 text/test_engines.py
 ::test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do[triforce]
   a part of the rows has the penalties of others

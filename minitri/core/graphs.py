@@ -8,6 +8,7 @@ overwritten by the next run** of any function. Weights and caches must stay wher
 CPU the static buffers run eagerly, so that tests cover all but the graph itself.
 """
 
+import functools
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from minitri.core.decoding.random_source import sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor
@@ -45,18 +46,21 @@ class GraphPool:
             self._stream = torch.cuda.Stream(device)
 
     @torch.inference_mode()
-    def run(self, function: Function, *inputs: Tensor) -> Any:
-        """What the function gives for these inputs, on the host or not. Raises `InputError`."""
-        key = function, *((it.shape, it.dtype) for it in inputs)
+    def run(self, function: Function, *inputs: Any) -> Any:
+        """What the function gives for these tensors, or tuples of them, on the host or not. Raises
+        `InputError`."""
+        key = function, *((it.shape, it.dtype) for it in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
         if key in self._captured:
             return self._captured[key](*inputs)
-        return function(*(it.to(self._device, non_blocking=True) for it in inputs))
+        return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
-    def capture(self, function: Function, *examples: Tensor) -> Function:
+    def capture(self, function: Function, *examples: Any) -> Function:
         """The function, captured over copies of the examples. Raises `InputError`."""
-        statics = [it.to(self._device, non_blocking=True, copy=True) for it in examples]
+        copied = functools.partial(Tensor.to, device=self._device, non_blocking=True, copy=True)
+        statics = tree_map(copied, examples)
+        buffers = tree_leaves(statics)
         try:
             replay, output = self.record(lambda: function(*statics))
         except RuntimeError as error:  # no memory is one, too
@@ -66,8 +70,8 @@ class GraphPool:
             ) from error
         self.num_graphs += 1
 
-        def captured(*inputs: Tensor) -> Any:
-            for ours, theirs in zip(statics, inputs, strict=True):
+        def captured(*inputs: Any) -> Any:
+            for ours, theirs in zip(buffers, tree_leaves(inputs), strict=True):
                 ours.copy_(theirs, non_blocking=True)
             replay()
             return output

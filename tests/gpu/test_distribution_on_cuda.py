@@ -41,9 +41,10 @@ def test_a_wrong_verification_on_the_device_is_noticed(engine, monkeypatch):
     """A rejected guess is replaced by a sample from p itself, not from the residual."""
 
     def resample_from_p(p_BNV, uniforms_BN, guesses):
-        num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
+        verdict = verify(p_BNV, uniforms_BN, guesses)
         rows = torch.arange(len(p_BNV), device=p_BNV.device)
-        return num_accepted_B, sample(p_BNV[rows, num_accepted_B], uniforms_BN[:, -1])
+        p_BV = p_BNV[rows, verdict.num_accepted_B]
+        return verdict._replace(next_B=sample(p_BV, uniforms_BN[:, -1]))
 
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     assert is_alarm(run(engine, "naive"), 3)

@@ -1,14 +1,16 @@
-"""A level of the cascade (`cascade.py`): verifies the stage below it, proposes to the one above.
+"""Stages of the cascade (`cascade.py`): a level verifies the stage below it, and proposes to the
+level above.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -22,87 +24,85 @@ from minitri.core.stats import LevelStats
 
 @dataclass(frozen=True)
 class Output:
-    """What a pass of a model gives: distributions, and the logits they were made of."""
+    """The result of a model's pass: next-token distributions, and the logits they are made of."""
 
     probs_BNV: Tensor
     logits_BNV: Tensor
     filtered_BNV: Tensor | None = None
-    """The logits as filters that look at the text leave them; None: not told."""
+    """Logits after penalties, bias and grammar; None: `logits_BNV`."""
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
     ) -> "Emitted":
-        """What row b adds to its text, by the distributions at these places of its block."""
+        """New tokens of row b, sampled from the distributions at these places of its block."""
         return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
 
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """The tokens that a round added to a row, and where each of them came from."""
+    """The tokens that a round added to one row."""
 
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
     probs_NV: Tensor
-    """The verifier's distributions, which the tokens follow."""
+    """The verifier's distributions, from which the tokens are samples."""
     logits_NV: Tensor
     error: Exception | None = None
-    """Why the row cannot go on: it has no tokens then."""
+    """Why the row cannot go on; it has no tokens then."""
 
 
 class Stage:
-    """Something that proposes tokens: a `Level`, or a drafter without a model."""
+    """Anything that proposes tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
         self.gamma = 1
-        """Tokens to collect for a proposal, which a last round may overshoot."""
+        """Least number of tokens in a proposal, which the last round may exceed."""
         self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses the next tokens of the active rows; leaves `sequences` as they were."""
+        """Guesses the next tokens of the active rows; leaves `sequences` unchanged."""
         raise NotImplementedError
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before a step that uses it, when all `sequences` are certain."""
+        """Called before each step that uses the stage, when all of `sequences` is committed."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops what it knows of row b after the first `lengths[b]` tokens: it was rejected."""
+        """Drops all state of row b beyond its first `lengths[b]` tokens: they were rejected."""
 
     def reset(self, b: int) -> None:
-        """Drops all that it knows of row b."""
+        """Drops all state of row b."""
 
     def of_rows(self, rows: slice) -> Self:
-        """The same stage for these rows alone, counted from 0; they are the same ones there."""
+        """A view of this stage on a slice of the rows, which shares their state."""
         raise NotImplementedError
 
 
 class Runner(Protocol):
-    """A model with a cache, as a level sees it; see `runner.py`."""
-
-    def prepare(self, sequences: Rows, active: Active) -> None:
-        """See `Stage`, as for the other two."""
-
-    def crop(self, lengths: list[int]) -> None: ...
-    def reset(self, b: int) -> None: ...
-
-    def of_rows(self, rows: slice) -> "Runner": ...
+    """A model with a cache, as a level needs it; `ModelRunner` is one."""
 
     sampling: list[SamplingParams]
-    """The filters of each row."""
+    """Settings of each row."""
     text_filters: list[TextFilters | None]
-    """Those that look at its text."""
+    """Filters of each row that depend on its text."""
+
+    # As in `Stage`.
+    def prepare(self, sequences: Rows, active: Active) -> None: ...
+    def crop(self, lengths: list[int]) -> None: ...
+    def reset(self, b: int) -> None: ...
+    def of_rows(self, rows: slice) -> "Runner": ...
 
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Distributions (B, N + 1, V), or more, after each row's last token and its guesses. Reads
-        what the cache has not seen of the active rows; others get what means nothing."""
+        """Distributions (B, N + 1, V), or more, after each row's last token and each guess. Reads
+        all tokens of the active rows that the cache lacks; results of other rows are undefined."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Reads one more token of each active row, the last of those drafted (B,) after the
-        sequences, which the host need not know: (B, V)."""
+        """Distributions (B, V) after the last of the tokens (B,) drafted so far, which is read.
+        These follow the sequences, and the host need not know them."""
 
 
 class Level(Stage):
@@ -122,26 +122,25 @@ class Level(Stage):
         blocks: Rows = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
         origins: list[list[str]] = [[] for _ in sequences]
+        failed = set[int]()
         unfinished = active
-        while any(unfinished):
-            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
-                if unfinished[b] and not row.tokens:  # not finite, as the level above has to see
-                    nan_1V = F.pad(row.probs_NV, (0, 0, 0, 1), value=torch.nan)
-                    row = replace(row, tokens=[0], origins=[""], probs_NV=nan_1V)
-                    sequences[b] += row.tokens
-                blocks[b] += row.tokens
-                probs[b].append(row.probs_NV)
-                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
-            unfinished = [
-                on and len(block) < self.gamma for on, block in zip(active, blocks, strict=True)
-            ]
-        for sequence, block in zip(sequences, blocks, strict=True):
-            del sequence[len(sequence) - len(block) :]
+        with rewound(sequences):
+            while any(unfinished):
+                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                    if unfinished[b] and not row.tokens:
+                        failed.add(b)
+                    blocks[b] += row.tokens
+                    probs[b].append(row.probs_NV)
+                    origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+                unfinished = [
+                    on and len(block) < self.gamma and b not in failed
+                    for b, (on, block) in enumerate(zip(active, blocks, strict=True))
+                ]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
-        return Proposal.of(blocks, probs_BNV, origins)
+        return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses `gamma` tokens of every active row, one after the other, on the device."""
+        """Samples `gamma` tokens of every active row, one after the other, on the device."""
         tokens, probs = list[Tensor](), list[Tensor]()
         for i in range(self.gamma):
             self.stats.num_rounds += sum(active)
@@ -155,13 +154,14 @@ class Level(Stage):
         return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
 
     def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
-        """The proposal of a stage that guesses `gamma` tokens of every active row."""
+        """A proposal of `gamma` tokens for every active row."""
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """Lets the stage below guess for the rows that are `guessing`; verifies its guesses."""
+        """Lets the stage below guess for the rows that are `guessing`, and verifies that. Appends
+        the outcome to all active rows, as `verify` does."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
@@ -171,7 +171,7 @@ class Level(Stage):
             if any(guessing):
                 proposal = self.below.propose(sequences, guessing)
             if any(forced):
-                proposal = proposal.with_certain(forced, proposer)
+                proposal = proposal.with_forced(forced, proposer)
         with self._meter.round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.settle()
@@ -183,28 +183,29 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """What stands in the place of guesses from below where a grammar leaves one text."""
+        """Tokens that replace the guesses of the stage below, where a grammar leaves one text."""
         assert self.below is not None
         rows = forced_of(self.runner.text_filters, sequences, guessing)
         return [row[: self.below.gamma] for row in rows]
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """Verifies a proposal in one pass, and appends the outcome to the active rows: no token if
-        something is not finite."""
+        """Verifies a proposal in one pass, and appends the outcome to the active rows: at least one
+        token each, or none if a number is not finite."""
         output = self.runner.next_probs(sequences, active, proposal)
         starts = [len(sequence) for sequence in sequences]
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            own = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
-            origins = [*proposal.origins[b][: len(tokens) - 1], own]
             new = slice(len(tokens) if active[b] else 0)
+            last = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
+            origins = [*proposal.origins[b][: len(tokens) - 1], last]
             emitted.append(output.emitted(b, tokens[new], origins[new], new))
         self._append(sequences, emitted)
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Adds the outcome of a round to the texts; drops what was rejected."""
+        """Appends the outcome of a round to the texts; drops rejected guesses from all caches. The
+        last token has not been an input yet."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
@@ -216,7 +217,7 @@ class Level(Stage):
             self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops what was rejected, here and in the stages below."""
+        """Drops rejected tokens, here and in the stages below."""
         self.runner.crop(lengths)
         if self.below is not None:
             self.below.crop(lengths)
@@ -230,3 +231,14 @@ class Level(Stage):
         part.source = self.source.of_rows(rows)
         part.below = None
         return part
+
+
+@contextmanager
+def rewound(sequences: Rows) -> Iterator[None]:
+    """Texts that grow inside are cut to their old lengths at the end."""
+    lengths = [len(sequence) for sequence in sequences]
+    try:
+        yield
+    finally:
+        for sequence, length in zip(sequences, lengths, strict=True):
+            del sequence[length:]

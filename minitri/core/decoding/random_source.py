@@ -1,7 +1,7 @@
-"""Random sources: where the random numbers of a cascade come from, each row's from its own seed.
+"""Random sources: the random numbers of a cascade, each row's from its own seed.
 
-No independent number is used twice: a test that shares its number with the guess that it tests is
-biased. Coupled noise may be shared: what is emitted is always the verifier's own argmax.
+No independent number is used twice: a test that shares its number with the guess it tests is
+biased. Coupled noise may be shared, because the emitted token is always the verifier's argmax.
 """
 
 import copy
@@ -33,39 +33,41 @@ class RandomSource:
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
         self.run: Run = run_now
-        """Computes what the rule decides; a run that captures graphs sets another."""
+        """Calls the rule on the device; a run that captures graphs sets another function."""
         self._by_row: dict[int, Any] = {}  # seeds, or their generators
 
     def restart(self, b: int, seed: int) -> None:
-        """Gives row b to another text, with this seed."""
+        """Starts another text with this seed in row b."""
         self._by_row[b] = seed
 
     def of_rows(self, rows: slice) -> Self:
-        """The source of these rows alone, counted from 0; their numbers are not used twice."""
+        """A view of this source on a slice of the rows, which shares their generators."""
         part = copy.copy(self)
         part._by_row = {b - rows.start: state for b, state in self._by_row.items()}
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """What decides about `counts[b]` guesses that begin at position `starts[b]` of row b, and
-        about the token after them, (B, N + 1); on the host. Only active rows take numbers."""
+        """Random numbers (B, N + 1), on the host, for verifying `counts[b]` guesses that begin at
+        position `starts[b]` of row b, the last one for the token after them. Only active rows take
+        numbers from their generators."""
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """A token (B,) of each row, for position `starts[b]`; the host does not wait for it."""
+        """One token (B,) per row, for position `starts[b]`; the host does not wait for it."""
         numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
         return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """See `decide`; a proposal begins at position `starts[b]`. Inactive rows mean nothing."""
+        """The tokens that each row emits (see `decide`), from position `starts[b]` on; undefined
+        for inactive rows."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
-    """A token (B,) of each row, by uniform numbers (float64) or by keys of noise (int64)."""
+    """One token (B,) per row, by uniform numbers (float64) or by keys of Gumbel noise (int64)."""
     choose = sample if numbers_B.is_floating_point() else gumbel_argmax
     return choose(probs_BV, numbers_B)
 
@@ -74,7 +76,7 @@ class IndependentSource(RandomSource):
     """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
-        """`kind`: of verification, as in `SpeculationConfig`."""
+        """`kind` is `SpeculationConfig.verification`: `block` or `token`."""
         super().__init__(verify_block if kind == "block" else verify)
 
     def restart(self, b: int, seed: int) -> None:
@@ -93,7 +95,7 @@ class IndependentSource(RandomSource):
 
 
 class CoupledSource(RandomSource):
-    """Noise by seed and position, the same for every level that samples for a position."""
+    """Gumbel noise keyed by seed and position, shared by all levels."""
 
     def __init__(self) -> None:
         super().__init__(verify_coupled)
@@ -103,5 +105,5 @@ class CoupledSource(RandomSource):
         return torch.stack([self.keys(b, start + places_N) for b, start in enumerate(starts)])
 
     def keys(self, b: int, positions: Tensor) -> Tensor:
-        """The keys of the noise of some positions of row b."""
+        """Noise keys of positions of row b."""
         return noise_keys(self._by_row.get(b, 0), positions)

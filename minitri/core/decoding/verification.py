@@ -1,18 +1,20 @@
-"""Speculative sampling: the proposal, and the one decision that every level takes about it.
+"""Speculative sampling: what a stage proposes, and the rules by which a level verifies it.
 
-A proposal is tokens together with the distributions q that they were really sampled from. The
-decision accepts or corrects them such that every token it emits follows the verifier's distribution
-p exactly: `verify` token by token, `verify_block`, the default, all of them together;
-`verify_coupled` with common random numbers. Pure functions; randomness is an argument. Guesses stay
-on the device until then: the outcome is the only thing that the host waits for.
+A proposal is tokens together with the distributions q that they were really sampled from. A rule
+accepts or replaces them such that every emitted token follows the verifier's distribution p
+exactly: `verify` tests token by token, `verify_block`, the default, all tokens of a row together,
+and `verify_coupled` compares them with the verifier's own tokens under common random numbers.
+
+Rules are pure functions of tensors, random numbers included. Guesses stay on the device until they
+are verified: the verdict is the only thing in a round that the host waits for.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
 
 import functools
 import itertools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,7 +25,7 @@ from minitri.core.decoding.noise import gumbel_argmax
 from minitri.core.decoding.sampling import sample
 
 Rows = list[list[int]]
-"""Tokens on the host, a list for each row of the batch."""
+"""Tokens on the host, one list for each row of the batch."""
 Active = list[bool]
 """Which rows take part."""
 
@@ -33,57 +35,61 @@ class Proposal:
     """Guesses for every row, with the distributions that they were sampled from."""
 
     counts: list[int]
-    """Guesses n of each row."""
+    """Number n of guesses of each row."""
     tokens_BN: Tensor
     """Row b's tokens x_1 .. x_n; padded after n, N being the largest."""
     probs_BNV: Tensor
-    """Row i is q_i, the distribution of x_i given everything before it; padded after n."""
+    """q_1 .. q_n of each row: q_i is the distribution of x_i given everything before it."""
     origins: list[list[str]]
     """The stage that guessed each token, for display."""
+    failed: Collection[int] = field(default=frozenset(), kw_only=True)
+    """Rows for which a stage below met numbers that are not finite: they cannot go on."""
 
     @classmethod
-    def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **more: Any) -> Self:
-        """A proposal of tokens that the host knows."""
+    def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **fields: Any) -> Self:
+        """A proposal of tokens that the host knows; `fields` are its other ones."""
         counts = [len(row) for row in tokens]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
         tokens_BN = torch.tensor(padded, dtype=torch.int64)
         tokens_BN = tokens_BN.to(probs_BNV.device, non_blocking=True)
-        return cls(counts, tokens_BN, probs_BNV, origins, **more)
+        return cls(counts, tokens_BN, probs_BNV, origins, **fields)
 
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
         """The empty proposal, which a level without a stage below verifies."""
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
-    def with_certain(self, rows: Rows, origin: str) -> Self:
-        """This one with the tokens of these rows, where there are any, as certain guesses."""
-        tokens = [new or row for new, row in zip(rows, self.tokens, strict=True)]
-        origins = [[origin] * len(it) or was for it, was in zip(rows, self.origins, strict=True)]
+    def with_forced(self, forced: Rows, origin: str) -> Self:
+        """A copy in which the forced tokens of a row, if any, replace its guesses; their q is
+        one-hot."""
+        tokens = [new or old for new, old in zip(forced, self.tokens, strict=True)]
+        pairs = zip(forced, self.origins, strict=True)
+        origins = [[origin] * len(new) or old for new, old in pairs]
         _, N, V = self.probs_BNV.shape
         more_tokens = max(map(len, tokens)) - N
-        more_words = max(0, 1 + max(itertools.chain(*rows)) - V)
+        more_words = max(0, 1 + max(itertools.chain(*forced)) - V)
         probs_BNV = F.pad(self.probs_BNV, (0, more_words, 0, more_tokens))
-        for b, row in enumerate(rows):
+        for b, row in enumerate(forced):
             if row:
                 ids_N = torch.tensor(row, device=probs_BNV.device)
                 probs_BNV[b, : len(row)] = F.one_hot(ids_N, V + more_words)
-        return self.of(tokens, probs_BNV, origins)
+        return self.of(tokens, probs_BNV, origins, failed=self.failed)
 
     @functools.cached_property
     def tokens(self) -> Rows:
-        """Row b's tokens on the host, which waits for them."""
+        """The tokens on the host, which waits for them."""
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def depth(self, b: int) -> int:
-        """The most guesses about row b that can be accepted."""
+        """The largest number of guesses about row b that can be accepted."""
         return self.counts[b]
 
 
 class Guesses(NamedTuple):
-    """What a proposal says on the device: N tokens of each row, padded after the first n."""
+    """A proposal on the device; rows are padded after their first n tokens."""
 
     tokens_BN: Tensor
-    probs_BNV: Tensor
+    q_BNV: Tensor
     counts_B: Tensor
 
     @property
@@ -92,81 +98,100 @@ class Guesses(NamedTuple):
         places_N = torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device)
         return places_N < self.counts_B.unsqueeze(1)
 
+    def are_finite_B(self, p_BNV: Tensor) -> Tensor:
+        """Whether p and q are finite wherever a row has guesses, and p after them."""
+        are_real_BN = self.are_real_BN
+        q_are_finite_BN = self.q_BNV.sum(2).isfinite() | ~are_real_BN
+        p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(are_real_BN, (1, 0), value=True)
+        return p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
 
-Rule = Callable[[Tensor, Tensor, Guesses], tuple[Tensor, Tensor]]
-"""How many guesses of each row are accepted (B,), and the token after them (B,), by the verifier's
-p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1), without a question to the host."""
-Run = Callable[..., Tensor]
-"""Calls its first argument with the others, tensors, on a device: `run_now` or `GraphPool.run`."""
+    def token_probs_BN(self, probs_BNV: Tensor) -> Tensor:
+        """The probability of each guess at its place."""
+        tokens_BN1 = self.tokens_BN.unsqueeze(2)
+        return probs_BNV[:, : tokens_BN1.shape[1]].gather(2, tokens_BN1).squeeze(2)
+
+    def num_passed_B(self, passes_BN: Tensor) -> Tensor:
+        """Guesses of each row before the first that fails its test."""
+        return (passes_BN & self.are_real_BN).cumprod(1).sum(1)
 
 
-def run_now(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """What the function gives for these tensors, some of which may be on the host."""
-    return function(*(it.to(inputs[0].device, non_blocking=True) for it in inputs))
+class Verdict(NamedTuple):
+    """The decision about the guesses of each row, on the device."""
+
+    num_accepted_B: Tensor
+    next_B: Tensor
+    """The token after the accepted guesses: recovered, or bonus if all were accepted."""
+    finite_B: Tensor
+    """Whether all p and q that count are finite."""
+    tokens_BN: Tensor
+    """The guesses."""
+
+    def to_host(self) -> Rows:
+        """Accepted guesses and next token of each row, or none if not finite; in one copy."""
+        packed_B3 = torch.stack((self.num_accepted_B, self.next_B, self.finite_B), 1)
+        rows = torch.cat((packed_B3, self.tokens_BN), 1).tolist()
+        return [[*tokens[:n], last] if finite else [] for n, last, finite, *tokens in rows]
+
+
+Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
+"""Verifies guesses by the verifier's p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1);
+it asks nothing of the host."""
+Run = Callable[[Rule, Tensor, Tensor, Guesses], Verdict]
+"""Calls a rule with inputs of which only p is on the device: `run_now` or `GraphPool.run`."""
+
+
+def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> Verdict:
+    """The verdict of a rule, whose inputs are moved to the device."""
+    numbers_BN, *tensors = (
+        tensor.to(p_BNV.device, non_blocking=True) for tensor in (numbers_BN, *guesses)
+    )
+    return rule(p_BNV, numbers_BN, Guesses(*tensors))
 
 
 def decide(
-    rule: Rule, proposal: Proposal, probs_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
+    rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """Of each row the accepted guesses, and one token more; nothing if p or q is not finite."""
-    tokens_BN, q_BNV, V = proposal.tokens_BN, proposal.probs_BNV, probs_BNV.shape[2]
-    pad = probs_BNV.shape[1] - numbers_BN.shape[1]
-    if pad or q_BNV.shape[2] < V:  # by a captured pass, or of nothing
+    """The tokens that each row emits: accepted guesses and one more; none if a number is not
+    finite, here or in a stage below."""
+    tokens_BN, q_BNV, V = proposal.tokens_BN, proposal.probs_BNV, p_BNV.shape[2]
+    pad = p_BNV.shape[1] - numbers_BN.shape[1]
+    if pad or q_BNV.shape[2] < V:  # a captured pass has more places, an empty proposal no V
         tokens_BN = F.pad(tokens_BN, (0, pad))
         q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
         numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
-    guesses = (tokens_BN, q_BNV, torch.tensor(proposal.counts))
-    outcome = run(verdict_by(rule), probs_BNV, numbers_BN, *guesses).tolist()
-    tokens = Rows()
-    for num_accepted, next_token, is_finite, *guessed in outcome:
-        tokens.append([*guessed[:num_accepted], next_token] if is_finite else [])
-    return tokens
+    guesses = Guesses(tokens_BN, q_BNV, torch.tensor(proposal.counts))
+    emitted = run(rule, p_BNV, numbers_BN, guesses).to_host()
+    return [[] if b in proposal.failed else tokens for b, tokens in enumerate(emitted)]
 
 
-@functools.cache  # one function per rule, so that it is captured once
-def verdict_by(rule: Rule) -> Callable[..., Tensor]:
-    """`_verdict` of a rule."""
-    return functools.partial(_verdict, rule)
-
-
-def _verdict(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, *tensors: Tensor) -> Tensor:
-    """One tensor (B, 3 + N): guesses accepted, next token, whether all is finite, guesses."""
-    guesses = Guesses(*tensors)
-    q_are_finite_BN = guesses.probs_BNV.sum(2).isfinite() | ~guesses.are_real_BN
-    p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(guesses.are_real_BN, (1, 0), value=True)
-    are_finite_B = p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
-    outcome = (*rule(p_BNV, numbers_BN, guesses), are_finite_B.to(guesses.counts_B))
-    return torch.cat((torch.stack(outcome, 1), guesses.tokens_BN), 1)
-
-
-def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> tuple[Tensor, Tensor]:
+def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
     """x_i is accepted while u_i q_i(x_i) < p_i(x_i) (Leviathan et al. 2023, algorithm 1).
 
     The recovered token of the first rejection comes from norm(max(p_i - q_i, 0)), or from p_i if
     that vanishes in floating point; the bonus token, if all n are accepted, from p_{n+1}.
-    `uniforms_BN` are independent numbers in [0, 1), one per test, and last the one of that token.
+    `uniforms_BN` are independent numbers in [0, 1): one per test, and the last for that token.
     """
-    p_BN = _of_tokens(p_BNV, guesses)
-    q_BN = _of_tokens(guesses.probs_BNV, guesses)
-    num_accepted_B = _num_passed(uniforms_BN[:, :-1] * q_BN < p_BN, guesses)
+    p_BN = guesses.token_probs_BN(p_BNV)
+    q_BN = guesses.token_probs_BN(guesses.q_BNV)
+    num_accepted_B = guesses.num_passed_B(uniforms_BN[:, :-1] * q_BN < p_BN)
     return _sample_next(p_BNV, uniforms_BN, guesses, num_accepted_B)
 
 
-def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> tuple[Tensor, Tensor]:
+def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
     """`verify` for all guesses of a row together: no fewer are accepted in expectation.
 
     Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) accepts x_1 .. x_i for the
-    largest i with u_i < h_i; they stay with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1),
-    whatever else does. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the recovered
-    token comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. So the next token follows p_{i+1}.
+    largest i with u_i < h_i. They are kept with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i),
+    1), whatever follows. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
+    recovered token comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. So the next token follows
+    p_{i+1}.
     """
-    N = guesses.tokens_BN.shape[1]
+    q_BNV = guesses.q_BNV
+    N = q_BNV.shape[1]
     if not N:
         return verify(p_BNV, uniforms_BN, guesses)
-    q_BNV = guesses.probs_BNV
-    p_BN = _of_tokens(p_BNV, guesses)
-    q_BN = _of_tokens(q_BNV, guesses)
-    logs_BN = (p_BN.double() / q_BN.double()).log().cumsum(1)
+    ratios_BN = guesses.token_probs_BN(p_BNV).double() / guesses.token_probs_BN(q_BNV).double()
+    logs_BN = ratios_BN.log().cumsum(1)
     w_BN = (logs_BN - logs_BN.cummax(1).values.clamp_min(0)).exp()  # the running product, capped
     scales_BN1 = F.pad(w_BN, (1, 0), value=1.0).to(p_BNV.dtype).unsqueeze(2)  # from w_0 on
     left_BNV = (scales_BN1[:, 1:N] * p_BNV[:, 1:N]).sub_(q_BNV[:, 1:])
@@ -174,29 +199,19 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> tuple[
     have_next_BN = F.pad(guesses.are_real_BN[:, 1:], (0, 1))
     h_BN = (S_BN / (S_BN + 1 - w_BN)).where(have_next_BN & (w_BN < 1), w_BN)
     passes_BN = (uniforms_BN[:, :-1] < h_BN) & guesses.are_real_BN
-    lengths = torch.arange(1, N + 1, device=passes_BN.device)
-    num_accepted_B = (passes_BN * lengths).amax(1)
+    lengths_N = torch.arange(1, N + 1, device=passes_BN.device)
+    num_accepted_B = (passes_BN * lengths_N).amax(1)
     scale_B1 = scales_BN1.squeeze(2).gather(1, num_accepted_B.unsqueeze(1))
     return _sample_next(p_BNV, uniforms_BN, guesses, num_accepted_B, scale_B1)
 
 
-def verify_coupled(p_BNV: Tensor, keys_BN: Tensor, guesses: Guesses) -> tuple[Tensor, Tensor]:
+def verify_coupled(p_BNV: Tensor, keys_BN: Tensor, guesses: Guesses) -> Verdict:
     """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
     `keys_BN` name the Gumbel noise g of the positions."""
     choices_BN = gumbel_argmax(p_BNV, keys_BN)
-    num_accepted_B = _num_passed(choices_BN[:, :-1] == guesses.tokens_BN, guesses)
-    return num_accepted_B, choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
-
-
-def _of_tokens(probs_BNV: Tensor, guesses: Guesses) -> Tensor:
-    """The probability of each guess (B, N) at its place."""
-    tokens_BN1 = guesses.tokens_BN.unsqueeze(2)
-    return probs_BNV[:, : tokens_BN1.shape[1]].gather(2, tokens_BN1).squeeze(2)
-
-
-def _num_passed(passes_BN: Tensor, guesses: Guesses) -> Tensor:
-    """Guesses of each row (B,) before the first that fails its test."""
-    return (passes_BN & guesses.are_real_BN).cumprod(1).sum(1)
+    num_accepted_B = guesses.num_passed_B(choices_BN[:, :-1] == guesses.tokens_BN)
+    next_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
+    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV), guesses.tokens_BN)
 
 
 def _sample_next(
@@ -205,13 +220,14 @@ def _sample_next(
     guesses: Guesses,
     num_accepted_B: Tensor,
     scale_B1: Tensor | float = 1.0,
-) -> tuple[Tensor, Tensor]:
-    """A recovered token from max(scale p - q, 0), or a bonus token."""
+) -> Verdict:
+    """Samples the recovered token from max(scale p - q, 0), or the bonus token from p."""
     rows = torch.arange(len(p_BNV), device=p_BNV.device)
     residual_BV = p_BV = p_BNV[rows, num_accepted_B]
     if last := guesses.tokens_BN.shape[1]:
-        q_BV = guesses.probs_BNV[rows, num_accepted_B.clamp_max(last - 1)]
+        q_BV = guesses.q_BNV[rows, num_accepted_B.clamp_max(last - 1)]
         q_BV = q_BV.where((num_accepted_B < guesses.counts_B).unsqueeze(1), 0.0)
         left_BV = (scale_B1 * p_BV - q_BV).clamp_min(0)
         residual_BV = left_BV.where(left_BV.sum(1, keepdim=True) > 0, p_BV)
-    return num_accepted_B, sample(residual_BV, uniforms_BN[:, -1])
+    next_B = sample(residual_BV, uniforms_BN[:, -1])
+    return Verdict(num_accepted_B, next_B, guesses.are_finite_B(p_BNV), guesses.tokens_BN)

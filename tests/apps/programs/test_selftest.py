@@ -57,7 +57,8 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
 
 def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     def accept_all(p_BNV, uniforms_BN, guesses):
-        return guesses.counts_B, verify(p_BNV, uniforms_BN, guesses)[1]
+        verdict = verify(p_BNV, uniforms_BN, guesses)
+        return verdict._replace(num_accepted_B=guesses.counts_B)
 
     monkeypatch.setattr(random_source, "verify_block", accept_all)
     code, _, report = check("--method naive")
@@ -140,13 +141,14 @@ def test_sound_samples_are_consistent(check_samples, flags):
 
 def resample_from_p(p_BNV, uniforms_BN, guesses):
     """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
-    num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
-    return num_accepted_B, sample(p_BNV[range(len(p_BNV)), num_accepted_B], uniforms_BN[:, -1])
+    verdict = verify(p_BNV, uniforms_BN, guesses)
+    p_BV = p_BNV[range(len(p_BNV)), verdict.num_accepted_B]
+    return verdict._replace(next_B=sample(p_BV, uniforms_BN[:, -1]))
 
 
 def reuse_number(p_BNV, uniforms_BN, guesses):
     """The number of the last test is used again for the recovered or bonus token."""
-    num_accepted_B, _ = verify(p_BNV, uniforms_BN, guesses)
+    num_accepted_B = verify(p_BNV, uniforms_BN, guesses).num_accepted_B
     numbers_BN = uniforms_BN.clone()
     for b, count in enumerate(guesses.counts_B.tolist()):
         if count:

@@ -66,7 +66,7 @@ def test_a_step_waits_once_for_every_verdict(
             monkeypatch.setattr(torch.Tensor, "tolist", lambda it: (waits.note(), tolist(it))[1])
             for _ in range(3):
                 rig.session.step()
-    assert waits.places == ["decide"] * (rig.num_verdicts() - before)
+    assert waits.places == ["to_host"] * (rig.num_verdicts() - before)
 
 
 def test_the_table_of_launches_has_totals(monkeypatch, capsys):

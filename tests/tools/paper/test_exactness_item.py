@@ -57,8 +57,8 @@ def test_the_formula_is_what_the_codes_own_verification_samples(rule):
 
     def decide(proposer_V, verifier_V, tokens_B, uniforms_BN):
         guesses = Guesses(tokens_B[:, None], proposer_V.expand(B, 1, V), one_B)
-        num_accepted_B, next_B = verify(verifier_V.expand(B, 2, V), uniforms_BN, guesses)
-        return num_accepted_B == 1, next_B
+        verdict = verify(verifier_V.expand(B, 2, V), uniforms_BN, guesses)
+        return verdict.num_accepted_B == 1, verdict.next_B
 
     drafted_B = sample(q.expand(B, V), numbers_BN[:, 0])
     is_kept_B, corrected_B = decide(q, phat, drafted_B, numbers_BN[:, 1:3])
