@@ -19,7 +19,7 @@ from minitri.devices import choose as devices
 from minitri.devices.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form, packed_shape
-from minitri.files.gguf.blocks import FORMS, keeps_zeros, repack
+from minitri.files.gguf.blocks import FORMS, is_exact, repack
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.hf_folder import Folder
 from tests.cascades import settings_of, texts_of
@@ -123,7 +123,7 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         for dtype in (torch.float32, torch.bfloat16):
             found = load_kernels().dequantize(packed_NX, E, form, dtype)
             assert torch.equal(found[:70], wanted[order].to(dtype))
-        if keeps_zeros(matrix):
+        if is_exact(matrix):
             found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
             assert torch.equal(*(it.view(torch.int32) for it in (found, wanted[order])))
 

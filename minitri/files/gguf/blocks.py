@@ -1,10 +1,10 @@
-"""Quantized matrices of a GGUF file, repacked as `devices/cpu/quantized.py` lays them out.
+"""Quantized blocks of a GGUF file: repacked for the CPU kernels, or dequantized.
 
-A row is a chain of blocks. One of 32 weights holds their scale d, in Q4_1 and Q5_1 their offset m,
-both float16, in 5 bits the highest bit of each q, and the q: in less than 8 bits, 16 bytes whose
-low halves are the first 16 of them and whose high halves are the others. A weight is d (q - 8) in
-Q4_0, d (q - 16) in Q5_0, d q + m in Q4_1 and Q5_1, and d q in Q8_0. K-quants have blocks of 256. No
-number changes on the way: 8 d has the digits of d.
+A row is a chain of blocks. A block of 32 weights holds their scale d and, in Q4_1 and Q5_1, their
+offset m, both float16; in 5 bits, the highest bit of each q; then the q. Of less than 8 bits these
+are 16 bytes, whose low halves are the first 16 q and whose high halves are the others. A weight is
+d (q - 8) in Q4_0, d (q - 16) in Q5_0, d q + m in Q4_1 and Q5_1, and d q in Q8_0. K-quants have
+blocks of 256. Repacking changes no number: 8 d has the digits of d.
 
 Legend: N rows, G blocks of a row, X bytes of a block.
 """
@@ -12,48 +12,64 @@ Legend: N rows, G blocks of a row, X bytes of a block.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from minitri.devices.cpu.quantized import GROUP, Form, pack, rows_at_once
+from minitri.devices.cpu.kernels import Kernels
+from minitri.devices.cpu.quantized import GROUP, Form, pack, packed_shape, rows_at_once
 
 if TYPE_CHECKING:
     from minitri.files.gguf.container import StoredTensor
 
 FORMS = {"Q4_0": Form.Q4, "Q4_1": Form.Q4, "Q5_0": Form.Q5, "Q5_1": Form.Q5, "Q8_0": Form.Q8}
 FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
-"""Types that the kernels can read, and what they become."""
+"""GGUF's names of the types that the CPU kernels can read, and the kernels' forms of them."""
 
 
-def repack(stored: "StoredTensor", place_NX: Tensor, source_N: Tensor | None = None) -> None:
-    """Puts a matrix where the kernels are to read it, in order or the `source_N[n]`-th row n-th."""
+def repack(stored: "StoredTensor", place_NX: Tensor, rows_N: Tensor | None = None) -> None:
+    """Writes a matrix in the kernels' layout (`devices/cpu/quantized.py`) into a uint8 tensor; row
+    n is the file's row `rows_N[n]`, or its row n."""
     kind = stored.type.name
-    blocks = _blocks(stored, 256 if FORMS[kind].is_nested else GROUP, source_N)
+    blocks = _blocks(stored, 256 if FORMS[kind].is_nested else GROUP, rows_N)
     parts = place_NX.split(rows_at_once(stored.shape[1]))
     for blocks_NGX, place in zip(blocks, parts, strict=True):
         place.copy_(pack(FORMS[kind], *_numbers(kind, blocks_NGX)))
 
 
-def keeps_zeros(stored: "StoredTensor") -> bool:
-    """Whether what the kernels dequantize are the bits that the `gguf` package gives: in a matrix
-    but for Q4_0 and Q5_0, where zeros lose their signs, on which the weights' checksum depends."""
+def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
+    """A tensor of a file in float32, or in integers if it has such. Kernels are faster."""
+    import gguf
+
+    form = FORMS.get(stored.type.name)
+    if kernels is None or form is None or not is_exact(stored):
+        values = gguf.dequantize(stored.data, stored.type)
+        return torch.from_numpy(np.require(values, requirements="W"))  # no view of the file
+    N, E = stored.shape
+    packed_NX = torch.empty(packed_shape(N, E, form), dtype=torch.uint8)
+    repack(stored, packed_NX)
+    return kernels.dequantize(packed_NX, E, form, torch.float32)[:N]
+
+
+def is_exact(stored: "StoredTensor") -> bool:
+    """Whether kernels dequantize a tensor to the bits that the `gguf` package gives, on which the
+    checksum of the weights depends: matrices, but zeros of Q4_0 and Q5_0 lose their signs."""
     return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
 
 
-def _blocks(stored: "StoredTensor", num_weights: int, source_N: Tensor | None) -> Iterator[Tensor]:
-    """Blocks of so many weights, of some rows at a time."""
-    num_blocks = stored.shape[1] // num_weights
+def _blocks(stored: "StoredTensor", num_weights: int, rows_N: Tensor | None) -> Iterator[Tensor]:
+    """Blocks (N, G, X) of `num_weights`, of a few rows at a time."""
     num_rows = rows_at_once(stored.shape[1])
     for begin in range(0, stored.shape[0], num_rows):
-        some = slice(begin, begin + num_rows)
-        # The file is mapped for reading only.
-        rows = stored.data[some].copy() if source_N is None else stored.data[source_N[some].numpy()]
-        yield torch.from_numpy(rows).unflatten(1, (num_blocks, -1))
+        part = slice(begin, begin + num_rows)
+        # Copied, since the file is mapped for reading only.
+        rows = stored.data[part].copy() if rows_N is None else stored.data[rows_N[part].numpy()]
+        yield torch.from_numpy(rows).unflatten(1, (stored.shape[1] // num_weights, -1))
         stored.release()
 
 
 def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
-    """Of blocks the q (N, G, 32) and the factors that `pack` wants."""
+    """The q (N, G, 32) of blocks, and the factors that `pack` takes."""
     form = FORMS[kind]
     if form == Form.Q6_K:
         return _of_6_bits(blocks_NGX)
@@ -79,8 +95,9 @@ def _spread(bytes_X: Tensor, num_bits: int, dim: int) -> Tensor:
 
 
 def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
-    """Of Q4_K and Q5_K: bytes hold q of two successive groups, and the fifth bits of eight; scales
-    and minima, 8 of each, have four bits of the latter ones apart from two others."""
+    """The numbers of Q4_K and Q5_K. A byte holds q of two successive groups, or the fifth bits of
+    eight. There are 8 scales and 8 minima of 6 bits; of the latter 4 of each, 4 bits are in one
+    byte, 2 in another."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
     unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
     units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
@@ -94,8 +111,8 @@ def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
 
 
 def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
-    """Of Q6_K: in each half of a block bytes hold q of groups 0 and 2, 1 and 3, and the higher bits
-    of all four."""
+    """The numbers of Q6_K. In each half of a block a byte holds q of groups 0 and 2, or 1 and 3, or
+    the 2 higher bits of all four."""
     low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
     four = _spread(low.unflatten(2, (2, 2, 32)), 4, 3).flatten(3, 4)
     others = _spread(high.unflatten(2, (2, 32)), 2, 3)

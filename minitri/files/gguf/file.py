@@ -1,7 +1,7 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-Names and conventions become those of Hugging Face here. One trap: GGUF pairs neighbouring
-dimensions in the rotary embedding of a Llama, so the rows of its q and k stand in another order.
+Names and conventions become those of Hugging Face here. The rotary embedding of a Llama pairs
+neighbouring dimensions in GGUF, so the rows of its q and k are in another order.
 """
 
 import math
@@ -11,15 +11,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import explain, shorten
 from minitri.devices.cpu.kernels import Kernels
-from minitri.devices.cpu.quantized import Form, packed_shape
-from minitri.files.gguf.blocks import FORMS, keeps_zeros, repack
+from minitri.devices.cpu.quantized import Form
+from minitri.files.gguf.blocks import FORMS, dequantize, repack
 from minitri.files.gguf.vocabulary import read_vocabulary
 from minitri.files.hf_config import read_config, require
 from minitri.text.tokenizer import Backend
@@ -60,7 +59,7 @@ _ROPE_KEYS = {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }
-_RUNS = {
+_SUPPORTED = {
     "expert_count": 0,
     "attention.sliding_window": 0,
     "rope.scale_linear": 1.0,
@@ -69,6 +68,7 @@ _RUNS = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
+"""Settings of which one value is supported."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
@@ -99,26 +99,27 @@ class GgufFile:
     def config(self, name: str) -> ModelConfig:
         """The model's shape. Raises `InputError` for a model of another family."""
         with explain(f"{self.path.name} has damaged hyper-parameters"):
-            start = f"{self._architecture}."
-            settings = {key.removeprefix(start): it for key, it in self.metadata.items()}
+            prefix = f"{self._architecture}."
+            settings = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
-            first = "model.layers.0.self_attn"
+            attention = "model.layers.0.self_attn"
             config = read_config(
                 {
-                    **{name: settings.get(key) for name, key in _KEYS.items()},
+                    **{field: settings.get(key) for field, key in _KEYS.items()},
                     "model_type": self._architecture,
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
-                    "attention_bias": f"{first}.q_proj.bias" in self._tensors,
-                    "output_bias": f"{first}.o_proj.bias" in self._tensors,
+                    "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
+                    "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-                    "rope_parameters": {name: settings.get(it) for name, it in _ROPE_KEYS.items()},
+                    "rope_parameters": {f: settings.get(key) for f, key in _ROPE_KEYS.items()},
                 },
                 name,
             )
-            require(settings, _RUNS | {"rope.dimension_count": config.head_dim}, self.path.name)
+            supported = _SUPPORTED | {"rope.dimension_count": config.head_dim}
+            require(settings, supported, self.path.name)
             rope = config.rope
             if stored := self._tensors.get(_ROPE_DIVISORS):
                 if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
@@ -128,7 +129,7 @@ class GgufFile:
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
-        """The forms of the matrices whose numbers the CPU kernels can read, by name and shape."""
+        """Forms of the matrices that the CPU kernels can read, by name and shape."""
         return {
             (name, stored.shape): FORMS[stored.type.name]
             for name, stored in self._tensors.items()
@@ -136,8 +137,8 @@ class GgufFile:
         }
 
     def is_in_few_bits(self) -> bool:
-        """Whether the CPU kernels can read all matrices as they are, in 4 to 6 bits, or 8 those of
-        the vocabulary."""
+        """Whether the CPU kernels can read all matrices: those of layers in at most 6 bits, those
+        of the vocabulary in at most 8."""
         return all(
             FORMS.get(stored.type.name, Form.PLAIN).bits <= (6 if ".layers." in name else 8)
             for name, stored in self._tensors.items()
@@ -156,37 +157,26 @@ class GgufFile:
         packed: Mapping[str, Tensor] = MappingProxyType({}),
         kernels: Kernels | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Every weight under its Hugging Face name, one at a time, dequantized to float32, which
-        kernels do sooner; those that have a place in `packed` stay quantized, and are put there as
-        `devices/cpu/quantized.py` says."""
-        import gguf
-
+        """Weights under their Hugging Face names, one at a time: dequantized, or for those with a
+        place in `packed` that place, into which they are repacked."""
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
-                form = FORMS.get(stored.type.name)
-                order = self._order(name, stored.shape[0], config)
+                rows = self._rows(name, stored.shape[0], config)
                 if name in packed:
                     weight = packed[name]
-                    repack(stored, weight, order.argsort() if order is not None else None)
-                elif kernels is not None and form and keeps_zeros(stored):
-                    N, E = stored.shape
-                    packed_NX = torch.empty(packed_shape(N, E, form), dtype=torch.uint8)
-                    repack(stored, packed_NX)
-                    weight = kernels.dequantize(packed_NX, E, form, torch.float32)[:N]
+                    repack(stored, weight, rows)
                 else:
-                    values = gguf.dequantize(stored.data, stored.type)
-                    weight = torch.from_numpy(np.require(values, requirements="W"))  # no view
-                if order is not None and weight.is_floating_point():
-                    weight = weight[order.argsort()]
+                    weight = dequantize(stored, kernels)
+                    weight = weight if rows is None else weight[rows]
             yield name, weight
 
-    def _order(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
-        """Where the rows of a tensor belong, if not where they stand: those of q and k, pairs (0,
-        1), (2, 3), ... of each head, go to (i, i + D/2)."""
+    def _rows(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
+        """The order in which the rows of a tensor are to be read, or None. A head's rows of q and
+        k are stored as pairs (i, i + D/2)."""
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in heads:
             return None
-        return torch.arange(num_rows).view(heads[part], 2, -1).transpose(1, 2).flatten()
+        return torch.arange(num_rows).view(heads[part], -1, 2).transpose(1, 2).flatten()
