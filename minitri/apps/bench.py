@@ -1,9 +1,9 @@
-"""The benchmark: prefill and decoding speed of a method, or of all methods in turns.
+"""The benchmark: prefill and decoding speed of one method, or of several, interleaved.
 
-Every prompt is read once, cold, and every run starts after it; what a method reads again is added
-to its figure. The methods take turns, and another one begins each time, so that a machine whose
-speed drifts is as slow for one as for the other. At temperature 0, or coupled, all should write the
-same text. Prints a table of medians with the range over prompts and seeds, or JSON with --json.
+Every prompt is read once, cold, and every run starts after it; tokens that a method reads again are
+added to its prefill time. Runs of the methods are interleaved, each round in another order, so that
+a drifting machine is as slow for one as for the other. At temperature 0, or coupled, all should
+write the same text. Prints medians with the range over prompts and seeds, or JSON with --json.
 """
 
 from minitri.apps.cli.exits import clean_imports, program
@@ -40,27 +40,27 @@ with clean_imports():
         from minitri import Engine
 
 Result = dict[str, dict[str, Any]]
-"""Figures of every method and program, by its name."""
+"""Figures of every method and peer program, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a method or another program did after one prompt with one seed."""
+    """One run of a method or a peer program: one prompt, one seed."""
 
     tokens: list[int]
     prefill_seconds: float
     ms_per_token: float
     should_repeat: bool
-    """Whether every other run after this prompt with this seed should write the same text."""
+    """Whether other runs with this prompt and seed should write the same text."""
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchFlags:
-    """What this program alone is asked for."""
+    """Flags of `minitri bench`."""
 
     compare: bool = False
-    """All methods, or those of --method, in turns."""
+    """Compare all methods, or those of --method, in interleaved runs."""
     prompt_file: Sequence[str] = ()
     """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
     seeds: int = between(2, 1, 1000)
@@ -70,19 +70,19 @@ class BenchFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the benchmark."""
+    """All flags of the program."""
     parser = arguments.OneLineParser(
         "bench",
         "--prompt-tokens 8000 --new-tokens 64 --method triforce",
         "--compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
-        description="Prefill and decoding speed of a method or, with --compare, of all in turns.",
+        description="Prefill and decoding speed of one method or, with --compare, of several.",
     )
     add_flags(parser)
     return parser
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """What is measured, and on which prompts."""
+    """Adds the flags that the benchmark with peers (`tools/bench/`) has, too."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled")
     arguments.add_fields(parser, BenchFlags)
     add = parser.add_argument
@@ -101,7 +101,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
-    """The settings of every METHOD or METHOD:TREE that takes part, by its name."""
+    """Settings of every METHOD or METHOD:TREE to measure, by name."""
     settings = arguments.taken(SpeculationConfig, args, timed=True)
     names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
@@ -113,9 +113,9 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 def measure(
     args: argparse.Namespace,
-    find_others: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
+    find_peers: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
 ) -> None:
-    """Measures what the flags name, and other programs, and prints. Raises `InputError`."""
+    """Measures the methods of the flags, and peers, and prints. Raises `InputError`."""
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args)
@@ -124,8 +124,8 @@ def measure(
     if args.offload and args.on_chip is None:
         raise InputError("--offload needs --on-chip N here, the same for all methods")
     engine, prompts = load_engine(args, texts)
-    requests = [Request(it, sampling=sampling, generation=generation) for it in prompts]
-    result = summarise(compare(engine, requests, seeds, speculations, find_others(engine)))
+    requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
+    result = summarise(compare(engine, requests, seeds, speculations, find_peers(engine)))
     facts = where(engine.model)
     lengths = [len(prompt) for prompt in prompts]
     if args.json:
@@ -147,20 +147,20 @@ def compare(
     requests: Sequence[Request],
     seeds: Sequence[int],
     speculations: dict[str, SpeculationConfig],
-    others: Mapping[str, Callable[[Request], Run]],
+    peers: Mapping[str, Callable[[Request], Run]],
 ) -> dict[str, list[Run]]:
-    """Lets every method, and other programs, go on after every prompt with every seed."""
-    order = [*speculations, *others]
+    """Runs every method and peer after every prompt with every seed."""
+    order = [*speculations, *peers]
     done: dict[str, list[Run]] = {name: [] for name in order}
-    longest = max(speculations.values(), key=lambda it: it.max_block)  # its cache serves all
+    longest = max(speculations.values(), key=lambda one: one.max_block)  # its cache serves all
     for prompt in requests:
         seconds = read_cold(engine, prompt, longest)
         log.info("%d tokens read in %.1f s", len(prompt.prompt), seconds)
         for seed in seeds:
             request = dataclasses.replace(prompt, seed=seed)
             for name in order:
-                if name in others:
-                    run = others[name](request)
+                if name in peers:
+                    run = peers[name](request)
                 else:
                     run = run_method(engine, request, speculations[name], seconds)
                 done[name].append(run)
@@ -170,7 +170,7 @@ def compare(
 
 
 def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig) -> float:
-    """Has the engine read a prompt from its start and keep its K and V; returns the seconds."""
+    """Reads a prompt from its start into the prefix cache; returns the seconds."""
     engine.release()
     with engine.stream([request], speculation=speculation, generation=request.generation) as run:
         while isinstance(next(run), PrefillProgress):
@@ -181,15 +181,16 @@ def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig
 def run_method(
     engine: "Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
-    """Runs a method after a prompt read in `read_seconds`. All tokens of its steps count."""
+    """Runs a method after a prompt that was read in `read_seconds`."""
     run = engine.stream([request], speculation=speculation, generation=request.generation)
     [end] = run.results()
     stats = run.stats
+    # All tokens of its steps, those after the end of the text, too.
     num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
-    share_held = end.row_stats.num_cached_tokens / len(request.prompt)
+    share_cached = end.row_stats.num_cached_tokens / len(request.prompt)
     return Run(
         list(end.token_ids),
-        prefill_seconds=share_held * read_seconds + stats.prefill_seconds,
+        prefill_seconds=share_cached * read_seconds + stats.prefill_seconds,
         ms_per_token=1e3 * stats.decode_seconds / num_made,
         should_repeat=request.sampling.temperature == 0 or speculation.coupled,
         stats=stats,
@@ -202,24 +203,24 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def summarise(done: dict[str, list[Run]]) -> Result:
-    """Medians and ranges, with speedups over the first method, if there are others."""
+    """Medians and ranges; speedups over the first method, if there are several."""
     result = {}
     first = next(iter(done.values()))
-    for name, own in done.items():
-        pairs = list(zip(first, own, strict=True))
+    for name, runs in done.items():
+        pairs = list(zip(first, runs, strict=True))
         plans: Counter[str] = Counter()
         accepted: Counter[str] = Counter()
         tested: Counter[str] = Counter()
-        for run in own:
+        for run in runs:
             plans += run.stats.steps_per_plan
             for level in run.stats.levels:
                 accepted[level.name] += level.num_accepted_tokens
                 tested[level.name] += level.num_tested_tokens
         speedups = [one.ms_per_token / run.ms_per_token for one, run in pairs]
         result[name] = {
-            "ms_per_token": spread([run.ms_per_token for run in own]),
+            "ms_per_token": spread([run.ms_per_token for run in runs]),
             "speedup": spread(speedups) if len(done) > 1 else None,
-            "prefill_seconds": spread([run.prefill_seconds for run in own]),
+            "prefill_seconds": spread([run.prefill_seconds for run in runs]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
             "same_tokens": [
@@ -233,7 +234,7 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 
 def table(result: Result) -> str:
-    """The result for people."""
+    """The result as a table."""
     line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}{:>13}".format
     heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s", "same tokens")
     lines = [line("", *heads)]
@@ -249,14 +250,13 @@ def table(result: Result) -> str:
     return "\n".join(lines)
 
 
-def _range(found: dict[str, float] | None, digits: int) -> str:
-    if found is None:
-        return ""
-    return f"{{median:.{digits}f}} ({{min:.{digits}f}} to {{max:.{digits}f}})".format(**found)
+def _range(values: dict[str, float] | None, digits: int) -> str:
+    numbers = [f"{value:.{digits}f}" for value in (values or {}).values()]
+    return "{} ({} to {})".format(*numbers) if numbers else ""
 
 
 def conclusion(result: Result) -> str:
-    """What the result says, in a line."""
+    """The result in one line."""
     reference, *others = result
     if not others:
         speed = 1e3 / result[reference]["ms_per_token"]["median"]

@@ -1,7 +1,7 @@
-"""What of a model fits where, and how fast it can be: `python -m minitri plan`, loading nothing.
+"""Placement planner: `minitri plan` says what fits where and how fast it can be, loading nothing.
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
-them at boot, and milliseconds per token, as the autotuner expects them.
+them at boot, and milliseconds per token, as the autotuner predicts them.
 """
 
 from minitri.apps.cli.exits import clean_imports, program
@@ -11,7 +11,7 @@ with clean_imports():
     import dataclasses
     import functools
     import json
-    from typing import TYPE_CHECKING, Any
+    from typing import Any
 
     from minitri import InputError, ModelConfig
     from minitri.apps.cli import arguments
@@ -26,26 +26,20 @@ with clean_imports():
     from minitri.files.fetch import LOOKUPS, default_draft, locate_config
     from minitri.files.named_models import MODELS
 
-    if TYPE_CHECKING:
-        pass
-
-
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
-"""Of the guesses of a stage: about the paper's."""
+"""Assumed acceptance rate of each proposer, about the paper's."""
 HEAD = "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
 ROW = "{:20d} {:10.2f} {:12.2f} {:>5s} {:15.1f} {:12.1f} {:8.2f}  {}"
-PASS_HEAD = f"{'':16s}  weights MB       KV MB     link MB       GFLOP          ms"
-PASS_ROW = "{:16s}" + 5 * "{:12.3f}"
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanFlags:
-    """What this program alone is asked for."""
+    """Flags of `minitri plan`."""
 
     model: str = "llama2-7b-128k"
     """A named model, or a folder, file or hub repository ORG/NAME whose config is read."""
     dtype: str = one_of("bfloat16", *DTYPES)
-    """Of weights and KV cache."""
+    """Type of weights and KV cache."""
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
     gpu: str | None = one_of(None, "list", *SITES)
@@ -60,16 +54,14 @@ class PlanFlags:
     """Memory that may be page-locked, in GiB."""
     link_gb_s: int | None = between(None, 1)
     """How fast a GPU reads host memory, in GB/s. Default: by --gpu, else 25, for PCIe 4.0 x16."""
-    explain: bool = False
-    """Print bytes and FLOPs of each phase."""
     json: bool = False
-    """Print an object for programs."""
+    """Print one JSON object instead of the table."""
     draft_weights: str = one_of("same", "same", "int8", "int4")
-    """Of the retrieval level: the model's own, or a copy in 8 or 4 bits."""
+    """Weights of the retrieval level: the model's, or a copy in 8 or 4 bits."""
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the plan."""
+    """All flags of the program."""
     parser = arguments.OneLineParser(
         "plan",
         "--model llama2-7b-128k --context 124928 --gpu-memory 24",
@@ -87,17 +79,17 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def config_of(name: str) -> ModelConfig:
-    """The shape of a model, without its weights. Raises `InputError`."""
+    """Config of a model, read without its weights. Raises `InputError`."""
     if row := MODELS.get(name):
         return row.shape
-    found = locate_config(name)
+    files = locate_config(name)
     with clean_imports():  # PyTorch, for files only
         from minitri.files.checkpoint import open_checkpoint
-    return open_checkpoint(found.path).config(found.name)
+    return open_checkpoint(files.path).config(files.name)
 
 
-def demand_of(args: argparse.Namespace, num_rows: int = 1) -> Demand:
-    """What a run needs on each GPU. Raises `InputError`."""
+def demand_of(args: argparse.Namespace) -> Demand:
+    """Memory that a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     longest = config.context_length
     context = args.context or longest
@@ -109,16 +101,14 @@ def demand_of(args: argparse.Namespace, num_rows: int = 1) -> Demand:
     return Demand(
         config.share(args.gpus),
         None if draft in LOOKUPS else config_of(draft),
-        MemoryShape(
-            (context,) * num_rows, SamplingParams(), generation, arguments.speculation_of(args)
-        ),
+        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
 
 
 def site_of(args: argparse.Namespace) -> Site:
-    """Where it is to run, with what other flags say instead. Raises `InputError`."""
+    """Machine to plan for, changed by the flags of its parts. Raises `InputError`."""
     if args.cpu and args.gpu:
         raise InputError("--cpu and --gpu are two machines; give one of them")
     site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
@@ -133,8 +123,8 @@ def site_of(args: argparse.Namespace) -> Site:
 
 
 def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
-    """Layers whose KV lies where the model computes: on a CPU all. Raises `InputError` with what
-    is missing if nothing fits."""
+    """Most layers whose KV fits where the model computes; on a CPU all. Raises `InputError` if
+    nothing fits."""
     L = needs.config.num_layers
     room = site.gib * GIB - CONTEXT
     if not site.is_cpu:
@@ -186,27 +176,11 @@ def run_command(args: argparse.Namespace) -> None:
     print(f"\nGiB there with the KV of {best} layers:")
     for name, size in placements[best]["parts"].items():
         print(f"  {name:25s} {size / GIB:8.2f}")
-    if args.explain:
-        plan = placements[best]["predicted_ms"]["plan"]
-        print(f"\n{pass_table(workload(needs, best), plan, args.prefill_chunk, machine)}")
-        print(f"Constants: {machine}")
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """The bytes with KV of so many layers on the device, and how fast that can be."""
-    return {
-        "on_chip": on_chip,
-        "device_bytes": needs.on_device(on_chip),
-        "host_bytes": needs.on_host(on_chip),
-        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
-        "parts": needs.parts(on_chip),
-        "predicted_ms": predict(workload(needs, on_chip), site.machine, needs.speculation.plans),
-    }
-
-
-def workload(needs: Demand, on_chip: int) -> Workload:
-    """What each GPU decodes at the end of the context."""
-    return Workload(
+    """Bytes and predicted speed with the KV of `on_chip` layers on the device."""
+    work = Workload(  # of each GPU at the end of the context
         needs.config,
         needs.draft,
         needs.num_tokens,
@@ -215,10 +189,18 @@ def workload(needs: Demand, on_chip: int) -> Workload:
         hosted_share=1 - on_chip / needs.config.num_layers,
         pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
     )
+    return {
+        "on_chip": on_chip,
+        "device_bytes": needs.on_device(on_chip),
+        "host_bytes": needs.on_host(on_chip),
+        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
+        "parts": needs.parts(on_chip),
+        "predicted_ms": predict(work, site.machine, needs.speculation.plans),
+    }
 
 
 def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
-    """The fastest plan; milliseconds per token with it and without speculation."""
+    """The fastest step plan; milliseconds per token with it, and without speculation."""
     tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
     for stage, rate in ACCEPTANCE.items():
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
@@ -226,28 +208,6 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
     alone = 1e3 * work.seconds(machine, "target", 0)
     cascade = 1e3 / tuner.tokens_per_second(best)
     return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
-
-
-def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Machine) -> str:
-    """The passes of a step by this plan, of autoregressive decoding, and of an average chunk of the
-    prompt, whose K and V of hosted layers are written to host memory once."""
-    passes = {
-        "target": work.read("target", plan.gamma2 or plan.gamma1),
-        "autoregressive": work.read("target", 0),
-    }
-    if plan.uses_retrieval:
-        passes["retrieval"] = work.read("retrieval", plan.gamma1)
-    if plan.uses_drafter and work.draft is not None:
-        passes["draft"] = work.read("draft", 0)
-    half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
-    chunk = half.read("target", prefill_chunk - 1)
-    written = work.hosted_share * prefill_chunk * work.slot_bytes
-    passes["prefill chunk"] = dataclasses.replace(chunk, link_bytes=written)
-    lines = [PASS_HEAD]
-    for name, it in passes.items():
-        sizes = (it.weight_bytes / 1e6, it.kv_bytes / 1e6, it.link_bytes / 1e6, it.flops / 1e9)
-        lines.append(PASS_ROW.format(name, *sizes, 1e3 * it.seconds(machine)))
-    return "\n".join(lines)
 
 
 main = program(build_parser, run_command)

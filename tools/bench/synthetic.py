@@ -22,7 +22,7 @@ from torch import Tensor
 from minitri.apps.bench import spread
 from minitri.apps.cli.arguments import model_of, positive, speculation_of, taken
 from minitri.apps.cli.report import where
-from minitri.apps.plan import ACCEPTANCE, pass_table
+from minitri.apps.plan import ACCEPTANCE
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
 from minitri.core.decoding.random_source import IndependentSource
@@ -43,6 +43,7 @@ from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.files.fetch import default_draft
 from minitri.files.named_models import MODELS, unknown_model
 from tools.bench.bandwidth import copy_bandwidth, idle_share
+from tools.bench.pass_table import pass_table
 from tools.runs import begin
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)
@@ -196,13 +197,6 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     return {**result, "rows": rows}
 
 
-def phase_ms(stats: Any) -> dict[str, float]:
-    """Milliseconds per decoded token of each stage, and of commits, rebuilds included."""
-    seconds = {stage.name: stage.seconds for stage in stats.stages}
-    seconds["commit"] = stats.commit_seconds
-    return {name: 1e3 * it / max(stats.num_decoded_tokens, 1) for name, it in seconds.items()}
-
-
 class SyntheticSource(IndependentSource):
     """A random source with made-up verdicts: a guess is accepted at a given rate.
 
@@ -270,7 +264,6 @@ def decode(
         "ms_per_token": sum(times) / num_tokens,
         "ms_per_step": spread(times),
         "tokens_per_step": num_tokens / len(times),
-        "phase_ms_per_token": phase_ms(stats),
         "phase_ms": {name: 1e3 * value for name, value in seconds.items()},
         "idle_share": idle_share(session.step, PROFILED_STEPS) if on_gpu else None,
         "on_chip": session.memory.full.on_chip,

@@ -1,4 +1,4 @@
-"""Is the sampling of an OpenAI-compatible server lossless? `minitri audit http://127.0.0.1:8000`
+"""The audit: is an OpenAI-compatible server's sampling lossless? `minitri audit http://...`
 
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
 """
@@ -19,8 +19,8 @@ COLUMNS = "check verdict statistic p_value num_tokens notices"
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the audit."""
-    about = "Do texts follow the log-probabilities that a server tells, whatever its speculation?"
+    """All flags of the program."""
+    about = "Do texts follow the log-probabilities that a server reports, speculation or not?"
     parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
     parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
@@ -33,12 +33,12 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Does what the flags say; returns the exit code."""
+    """Runs all checks; returns the exit code."""
     key = args.api_key or os.environ.get("MINITRI_API_KEY")
     client = connect(args.url, key, args.model)
     rows = [*audit(client, args.num_tokens)]
-    says = [f"{it['verdict']} {it['check']}: {it['says']}" for it in rows if it["says"]]
-    is_lossless = all(it["verdict"] != "FAULT" for it in rows)
+    says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]
+    is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     report = {"url": client.url, "endpoint": client.kind[0], "model": client.fields["model"]}
     report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
     print(json.dumps(report) if args.json else "\n".join([as_table(COLUMNS, rows), "", *says]))

@@ -1,4 +1,4 @@
-"""A server of OpenAI's API as its clients see it: texts, token by token, with log-probabilities."""
+"""Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
 import json
 import urllib.error
@@ -11,23 +11,23 @@ from typing import Any, NamedTuple
 from minitri.core.errors import InputError, explain, shorten
 
 KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top in (20, 5)]
-"""Endpoints, and of how many likely tokens log-probabilities are asked for."""
+"""Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-"""What switches filters off, in the words of several servers."""
+"""Fields that switch filters off, in the spelling of several servers."""
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Which another server would get the key by."""
+    """Refuses redirects, which would send the key to another server."""
 
     def redirect_request(self, *_: Any) -> None:
-        """Follows none."""
+        """Returns nothing, so that the redirect is an error."""
 
 
 OPENER = urllib.request.build_opener(NoRedirects)
 
 
 class Place(NamedTuple):
-    """A token of a text, and the log-probabilities that are told of it and of the likeliest."""
+    """A token of a text with the log-probabilities reported for it and for the likeliest tokens."""
 
     token: str
     logprob: float
@@ -35,12 +35,13 @@ class Place(NamedTuple):
 
 
 Text = Sequence[Place]
-Bursts = Sequence[tuple[str, Sequence[Text]]]  # a prompt, and the answers to it at one time
+Bursts = Sequence[tuple[str, Sequence[Text]]]
+"""Prompts, each with its concurrent answers."""
 
 
 @dataclass
 class Client:
-    """Where requests go to, and what every one of them says."""
+    """Connection to one model of a server, with the fields of every request."""
 
     url: str
     key: str | None
@@ -48,7 +49,7 @@ class Client:
     fields: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, prompt: str, num_new: int, **fields: Any) -> Text:
-        """The tokens of an answer. Raises `InputError`."""
+        """Returns the tokens of an answer. Raises `InputError`."""
         endpoint, num_top = self.kind
         body = {"max_tokens": num_new, "top_p": 1.0, "prompt": prompt, "logprobs": num_top}
         if "chat" in endpoint:
@@ -59,22 +60,23 @@ class Client:
             logprobs = answer["choices"][0]["logprobs"] or {}
             if "content" in logprobs:  # as for chats
                 entries = logprobs["content"]
-                own = [(it["token"], it["logprob"]) for it in entries]
-                tops = [[(it["token"], it["logprob"]) for it in e["top_logprobs"]] for e in entries]
+                tokens = [named(entry) for entry in entries]
+                tops = [[named(one) for one in entry["top_logprobs"]] for entry in entries]
             else:
-                own = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
-                tops = [[*it.items()] for it in logprobs["top_logprobs"]]
-            best = [sorted(top, key=lambda it: -it[1])[:num_top] for top in tops]
-            if not all(log <= 0.01 for pairs in (own, *best) for _, log in pairs):
+                tokens = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
+                tops = [[*top.items()] for top in logprobs["top_logprobs"]]
+            best = [sorted(top, key=lambda pair: -pair[1])[:num_top] for top in tops]
+            if not all(log <= 0.01 for pairs in (tokens, *best) for _, log in pairs):
                 raise ValueError("logarithms of probabilities are not above 0")
             if not all(best):
                 raise ValueError("at some token it names no likely ones")
-            return [Place(*pair, dict(top)) for pair, top in zip(own, best, strict=True)]
+            return [Place(*pair, dict(top)) for pair, top in zip(tokens, best, strict=True)]
 
-    def burst(self, size: int, prompt: str, *asked: Any, **fields: Any) -> tuple[str, list[Text]]:
-        """A prompt that is sent as often."""
+    def burst(self, size: int, prompt: str, num_new: int, **fields: Any) -> tuple[str, list[Text]]:
+        """Sends a prompt `size` times at once; returns it with the answers."""
         with ThreadPoolExecutor(size) as threads:
-            return prompt, [*threads.map(lambda _: self.ask(prompt, *asked, **fields), range(size))]
+            answers = [threads.submit(self.ask, prompt, num_new, **fields) for _ in range(size)]
+            return prompt, [answer.result() for answer in answers]
 
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""
@@ -84,7 +86,7 @@ class Client:
             return False
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
-        """The JSON at a path, after a POST of `body` if there is one."""
+        """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
         headers = {"Content-Type": "application/json"}
         headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         data = None if body is None else json.dumps(body).encode()
@@ -100,14 +102,21 @@ class Client:
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None
 
 
+def named(entry: dict[str, Any]) -> tuple[str, float]:
+    """Token and log-probability of an entry of a chat's `logprobs`."""
+    return entry["token"], entry["logprob"]
+
+
 def connect(url: str, key: str | None, model: str | None) -> Client:
-    """A client of the server at a URL that has found out what it takes. Raises `InputError`."""
+    """Finds out which endpoint and fields a server takes. Raises `InputError`."""
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", key)
     with explain(f"{client.url}/models names no model", "give --model"):
         client.fields["model"] = model or client.call("/models")["data"][0]["id"]
     for client.kind in KINDS:
         if client.takes():
-            client.fields |= {it: one for it, one in NEUTRAL.items() if client.takes(**{it: one})}
+            for name, value in NEUTRAL.items():
+                if client.takes(**{name: value}):
+                    client.fields[name] = value
             return client
     client.ask("Once", 1)  # says why
-    raise InputError(f"{client.url} tells no log-probabilities; start it so that it does")
+    raise InputError(f"{client.url} reports no log-probabilities; start it so that it does")

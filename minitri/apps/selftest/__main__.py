@@ -1,12 +1,11 @@
-"""Does speculation change anything on *your* weights? `minitri selftest --model NAME`
+"""The self-test: does speculation change anything on *your* weights? `minitri selftest`
 
-Decodes one prompt autoregressively and with each speculative method, greedily and with seed-coupled
-sampling, and compares token by token. A difference is called a tie if rounding explains it
-(`comparisons.py`), and a BUG otherwise. Then the default mode, independent random numbers: of many
-short texts statistical tests tell whether they follow the model's distribution
-(`distribution_test.py`); where passes of other lengths round differently an alarm is unclear.
+Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
+token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. In the default
+mode, with independent random numbers, statistical tests of many short texts check that they follow
+the model's distribution (`distribution_test.py`); an alarm that rounding may cause is unclear.
 
-Exit codes: 0 all is well, 1 a bug. Prints a table, or with --json one JSON object.
+Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
 """
 
 from minitri.apps.cli.exits import clean_imports, program
@@ -35,14 +34,13 @@ VERDICTS = {
     "unclear": "rounding, or a bug; repeat with --dtype float32",
     "BUG": "speculation changes texts, which is a bug",
 }
-"""And what the worst of them means."""
+"""Verdicts, from best to worst, and the conclusion from the worst one."""
 COLUMNS = "mode method verdict num_tokens num_equal_tokens position score_gap bound least_p_value"
-"""What the table shows where a comparison has it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SelfTestFlags:
-    """What this program alone is asked for."""
+    """Flags of `minitri selftest`."""
 
     num_samples: int = between(2048, 0, 10**6)
     """Tokens per method in the statistical test; 0 leaves it out."""
@@ -51,7 +49,7 @@ class SelfTestFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the self-test."""
+    """All flags of the program."""
     parser = arguments.OneLineParser(
         "selftest",
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",
@@ -73,15 +71,15 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def table(results: list[dict[str, Any]]) -> str:
-    """The comparisons for people, and what they say, in a last line."""
+    """The comparisons as a table, with the conclusion in the last line."""
     counts = Counter(row["verdict"] for row in results)
-    found = [verdict for verdict in VERDICTS if verdict in counts]
-    says = ", ".join(f"{counts[verdict]} {verdict}" for verdict in found)
-    return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[found[-1]]}: {says}"
+    verdicts = [verdict for verdict in VERDICTS if verdict in counts]
+    summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
+    return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[verdicts[-1]]}: {summary}"
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Does what the flags say; returns the exit code."""
+    """Runs all comparisons; returns the exit code."""
     methods = list(dict.fromkeys(args.methods or METHODS[2:]))
     args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
     for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
@@ -90,8 +88,8 @@ def run_command(args: argparse.Namespace) -> int:
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
     results = []
-    what = (engine, prompt, args, methods)
-    for row in itertools.chain(compare_texts(*what), compare_samples(*what)):
+    setup = (engine, prompt, args, methods)
+    for row in itertools.chain(compare_texts(*setup), compare_samples(*setup)):
         log.info("%s, %s: %s", row["mode"], row["method"], row["verdict"])
         results.append(row)
     counts = Counter(row["verdict"] for row in results)

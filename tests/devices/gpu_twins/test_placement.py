@@ -27,6 +27,7 @@ from minitri.files.named_models import MODELS
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
 from tests.devices.gpu_twins.offload import offloaded
+from tools.bench.pass_table import pass_table
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 PLAN = StepPlan("triforce", 2, 6)
@@ -120,8 +121,7 @@ def test_a_plan_for_seven_billion_weights_after_122k_tokens(capsys, gib, best):
     small caches, 1.2 of activations (0.95 for hidden states of the prompt), 0.5 in reserve. What
     fits in the plan fits at boot, when CUDA has taken its context."""
     flags = ("--context", "124928", "--gamma1", "2", "--gamma2", "6", "--budget", "4096")
-    _, lines, _ = run(capsys, *flags, "--gpu-memory", gib, "--explain")
-    assert any(line.startswith("prefill chunk ") for line in lines)
+    _, lines, _ = run(capsys, *flags, "--gpu-memory", gib)
     assert "{" not in "".join(lines)
     code, [line], _ = run(capsys, *flags, "--gpu-memory", gib, "--json")
     result = json.loads(line)
@@ -224,7 +224,7 @@ def test_a_cascade_is_predicted_by_its_passes(monkeypatch):
     monkeypatch.setattr(plan, "ACCEPTANCE", {"draft": 0.0, "retrieval": 1.0})
     work, machine = Workload(SEVEN_B, DRAFT, 100_000, 4096), Machine(2e12, 2e12, 50e9)
     found = plan.predict(work, machine, [PLAN])
-    lines = plan.pass_table(work, PLAN, 1024, machine).splitlines()[1:]
+    lines = pass_table(work, PLAN, 1024, machine).splitlines()[1:]
     ms = {line[:16].rstrip(): float(line.split()[-1]) for line in lines}
     step = 6 * (2 * ms["draft"] + ms["retrieval"]) + ms["target"]
     assert found["cascade"] == pytest.approx(step / 7, rel=1e-3)
