@@ -18,6 +18,7 @@ from minitri.core.errors import InputError
 from minitri.core.model.llama import Llama
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
+from minitri.trees.tree_level import make_level
 from tests.core import rigs
 
 if not torch.cuda.is_available():
@@ -25,6 +26,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
+rigs.Rig.make_level = staticmethod(make_level)  # which `tests/core` does not import
 
 SENTENCES = [
     "She had been forced into prudence in her youth, she learned romance as she grew older.",

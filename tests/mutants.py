@@ -56,7 +56,7 @@ core/caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
 engine/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
-  guesses read one place too early | Passes.read: places_BN[:, 1:] => places_BN[:, :-1]
+  guesses read one place too early | Passes.forward: places_BN[:, 1:] => places_BN[:, :-1]
   a drafted token's noise is that of the first | Level._draft: len(sequence) + i => len(sequence)
 devices/cpu/test_draft_round.py::test_rounds_below_a_retrieval_level_have_these_bits
   a round in one call hands up the distribution of the guess before
@@ -75,7 +75,8 @@ core/test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
-    ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+    ModelRunner._distribution: probs_of_rows(filtered_BNV, self.sampling,
+        self.model.execution.probs)
     => probs_of_rows(logits_BNV.bfloat16().float(), self.sampling, self.model.execution.probs)
 core/caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
@@ -202,12 +203,12 @@ trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its
     IndependentSource.uniforms: self._by_row[b] => torch.Generator().manual_seed(b)
 test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
-    CoupledTrees.walk: start + torch.tensor(proposal.shape.depths)
+    walk_by_source: start + torch.tensor(proposal.shape.depths)
     => start + torch.tensor(proposal.shape.depths) + len(proposal.shape)
 devices/gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
-    DraftRunner.guess: it.clone() => torch.tensor(it.tolist())
+    DraftRunner.guess: tensor.clone() => torch.tensor(tensor.tolist())
 engine/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
@@ -236,8 +237,7 @@ devices/gpu_twins/test_capture_lint.py
     => zip(buffers[:2], tree_leaves(inputs))
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
-    allocate: ModelRunner(target, full, shape.sampling, **options)
-    => ModelRunner(models.retrieval, full, shape.sampling, **options)
+    target_runner#1: models.target => models.retrieval
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-4]
   the largest number of a group is cut off
     quantized_copies:quantize: most_NG > -least_NG => most_NG > least_NG
@@ -307,8 +307,8 @@ apps/serve/test_answers.py::test_a_call_without_speculation_says_the_same
   guesses for a request that wants none | Cascade.step: on and guess => on
 core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   a drafter's vocabulary cut after the softmax
-    ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
-    => probs_of_rows(self.model.logits(hidden_BNE), self.sampling)[..., : self.passes.vocab_size]
+    Passes.head: self.model.logits(hidden_BNE)[..., : self.vocab_size]
+    => self.model.logits(hidden_BNE)
 core/decoding/test_enumeration.py::test_blocks_at_both_levels_give_the_target_distribution[3-1-1-3]
   a block's last guess tested as if another followed
     verify_block: have_next_BN & (w_BN < 1) => guesses.are_real_BN & (w_BN < 1)
@@ -338,7 +338,7 @@ core/decoding/test_sampling.py::test_a_row_has_filters_of_its_own
     probs_of_rows: own == params[0] => own.form == params[0].form
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
-    IndependentTrees.walk: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
+    walk_by_source: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
 test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
   a part of the rows draws the numbers of others
     RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)
@@ -378,7 +378,8 @@ text/test_text_filters.py
 text/test_text_filters.py
 ::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
   bias after top-p
-    ModelRunner._run: probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+    ModelRunner._distribution: probs_of_rows(filtered_BNV, self.sampling,
+        self.model.execution.probs)
     => filtered_logits(probs_of_rows(logits_BNV, self.sampling).log(), self.text_filters,
         paths).softmax(-1)
 text/test_grammars.py::test_both_levels_together_give_the_masked_distribution[sizes0]

@@ -79,7 +79,9 @@ def test_the_core_needs_torch_and_nothing_else():
     files = [file for file in FILES if room_of(module_name(file)) == "core"]
     roots = {name.split(".")[0] for file in files for name in imported(file)}
     assert roots <= {"minitri", "torch", *sys.stdlib_module_names}
-    blocked = f"import sys; sys.modules |= dict.fromkeys({FOREIGN!r}); import minitri.core.generation"
+    blocked = (
+        f"import sys; sys.modules |= dict.fromkeys({FOREIGN!r}); import minitri.core.generation"
+    )
     subprocess.run([sys.executable, "-W", "ignore", "-c", blocked], check=True)
 
 

@@ -1,6 +1,7 @@
 """Runs without text and events, for measurements and tests."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minitri.core.decoding.level import Level
@@ -11,6 +12,7 @@ from minitri.core.requests import Request
 from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
+from minitri.trees.tree_level import make_level
 
 
 def begin(
@@ -31,6 +33,7 @@ def begin(
     prompts = [[int(token) for token in it.prompt] for it in requests]
     lengths = tuple(len(prompt) for prompt in prompts)
     shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
+    models = replace(models, make_level=make_level)
     stack = Stack(allocate(models, shape, **memory), shape)
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.caches.prefixes import PrefixCache, Store
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
+from minitri.core.drafters.draft_model import DraftRunner, MakeLevel, make_level
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool, graph_pool
@@ -29,8 +29,7 @@ from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand
-from minitri.core.prefill import empty_queries
-from minitri.core.runner import DraftRunner, ModelRunner
+from minitri.core.runner import ModelRunner
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
@@ -52,6 +51,8 @@ class Models:
     """The first level of the cascade."""
     drafter: Drafter | None = None
     """Guesses in its place; without both the last words are looked up in the text."""
+    make_level: MakeLevel = make_level
+    """Makes the levels of a cascade; that of `minitri.trees` makes some that guess trees."""
     lock: Any = field(default_factory=threading.RLock)
     """Held by the thread that computes."""
     process: int = field(default_factory=os.getpid)
@@ -125,8 +126,6 @@ class Memory:
     prefix: PrefixCache
     """What the rows of the full cache still hold of texts that have ended."""
     target: ModelRunner
-    queries_LBTHD: Tensor
-    """Those of the target's latest block, with which the retrieval cache is rebuilt."""
     graphs: GraphPool | None
     retrieval: ModelRunner | None = None
     retrieval_cache: RetrievalCache | None = None
@@ -158,8 +157,7 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    plans = speculation.plans
-    draft = models.draft if any(plan.uses_drafter for plan in plans) else None
+    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
     if full is None:
         full = allocate_full_cache(target, draft.config if draft else None, shape, host)
     reads_alike = not target.execution.is_row_invariant
@@ -167,42 +165,87 @@ def allocate(
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    queries_LBTHD = empty_queries(target, shape.num_rows, speculation.max_block)
-    options: dict[str, Any] = {"vocab_size": target.config.vocab_size, "graphs": graphs}
-    small: dict[str, Any] = {}
-    cache: RetrievalCache | None = None
-    try:
-        if draft is not None:
-            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-            # Of chains whole rounds are captured.
-            options["block_sizes"] = {speculation.max_block} if speculation.tree else ()
-            small["draft"] = DraftRunner(draft, window, shape.sampling, **options)
-        if any(plan.uses_retrieval for plan in plans):
-            num_heads = queries_LBTHD.shape[3]
+    drafting = draft_runner(draft, models, shape, graphs) if draft is not None else None
+    retrieval = cache = None
+    if any(plan.uses_retrieval for plan in speculation.plans):
+        with small_caches_fit(models):
             cache = RetrievalCache(
                 full,
                 speculation,
-                num_heads=num_heads,
                 budgets=shape.budgets,
+                num_heads=target.config.num_heads,
                 make_slots=target.execution.make_slots,
             )
-            longest = 1 + max(plan.gamma1 for plan in plans)
-            options["block_sizes"] = {1, speculation.max_block if speculation.tree else longest}
-            small["retrieval"] = ModelRunner(models.retrieval, cache, shape.sampling, **options)
-        if isinstance(full, OffloadedFullCache):
-            full.rebuilding = None if cache is None else (weakref.proxy(cache), queries_LBTHD)
-            options["graphs"] = None
-        options["block_sizes"] = {min(size, speculation.max_block) for size in TARGET_BLOCKS}
-        options["queries_LBTHD"] = queries_LBTHD
-        verifying = ModelRunner(target, full, shape.sampling, **options)
+        retrieval = retrieval_runner(cache, models, shape, graphs)
+    if isinstance(full, OffloadedFullCache):
+        full.subscribe(cache)
+    verifying = target_runner(full, cache, models, shape, graphs)
+    return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
+
+
+@contextlib.contextmanager
+def small_caches_fit(models: Models) -> Iterator[None]:
+    """Raises `InputError` where the caches of the lower stages find no memory."""
+    try:
+        yield
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
-            f"the small KV caches do not fit on {target.device} next to the full one "
+            f"the small KV caches do not fit on {models.target.device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
-    small["retrieval_cache"] = cache
-    return Memory(models, shape, full, prefix, verifying, queries_LBTHD, graphs, **small)
+
+
+def draft_runner(
+    draft: Llama, models: Models, shape: MemoryShape, graphs: GraphPool | None
+) -> DraftRunner:
+    """The draft model over a new streaming cache."""
+    speculation = shape.speculation
+    with small_caches_fit(models):
+        where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+        window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+    return DraftRunner(
+        draft,
+        window,
+        shape.sampling,
+        vocab_size=models.target.config.vocab_size,
+        graphs=graphs,
+        block_sizes={speculation.max_block} if speculation.tree else (),  # else rounds are captured
+    )
+
+
+def retrieval_runner(
+    cache: RetrievalCache, models: Models, shape: MemoryShape, graphs: GraphPool | None
+) -> ModelRunner:
+    """The target, or its copy in fewer bits, over the retrieval cache."""
+    speculation = shape.speculation
+    longest = 1 + max(plan.gamma1 for plan in speculation.plans)
+    return ModelRunner(
+        models.retrieval,
+        cache,
+        shape.sampling,
+        vocab_size=models.target.config.vocab_size,
+        graphs=graphs,
+        block_sizes={1, speculation.max_block if speculation.tree else longest},
+    )
+
+
+def target_runner(
+    full: FullCache,
+    cache: RetrievalCache | None,
+    models: Models,
+    shape: MemoryShape,
+    graphs: GraphPool | None,
+) -> ModelRunner:
+    """The target over the full cache; it leaves its queries to the retrieval cache."""
+    return ModelRunner(
+        models.target,
+        full,
+        shape.sampling,
+        vocab_size=models.target.config.vocab_size,
+        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
+        graphs=None if isinstance(full, OffloadedFullCache) else graphs,
+        block_sizes={min(size, shape.speculation.max_block) for size in TARGET_BLOCKS},
+    )
 
 
 class MemoryPool:

@@ -1,35 +1,98 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
-`ModelRunner.next_probs` feeds whatever the cache has not seen of each row in one forward pass;
-shorter rows are padded at the end, where nothing looks.
+`ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass; the blocks of
+shorter rows are padded at the end, and nothing reads the padding. `Passes` are the computations on
+the device, which CUDA graphs replay.
 
-Legend: B rows, T tokens read at once, N proposed tokens, E hidden size, V vocab, L layers, H query
+Legend: B rows, T tokens of a block, N proposed tokens, E hidden size, V vocab, L layers, H query
 heads, D head dim.
 """
 
 import copy
 from collections.abc import Collection
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.caches.streaming import StreamingCache
-from minitri.core.decoding.level import Level, Output
-from minitri.core.decoding.sampling import pad_vocabulary, probs_of_rows
+from minitri.core.decoding.level import Output
+from minitri.core.decoding.random_source import sample_by_number
+from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
-from minitri.core.graphs import Function, GraphPool, Passes
-from minitri.core.model.block import pack_block, read_block
+from minitri.core.graphs import Function, GraphPool
+from minitri.core.model.block import pack_block, take_rows, unpack_block
 from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import LONGEST_BLOCK, SamplingParams
 
 
+@dataclass(eq=False)
+class Passes:
+    """Computations of a model over a cache, as functions of tensors that a CUDA graph can hold.
+
+    The graphs refer to them, and they to no graph: a cycle would keep the cache after its run.
+    """
+
+    model: Llama
+    cache: Cache
+    filters: SamplingParams
+    """Graphs keep their form; temperature, top-p and min-p are read from `numbers_3`."""
+    vocab_size: int
+    """Vocabulary size of the target, and so of every distribution."""
+    queries_LBTHD: Tensor | None
+    """Filled with the rotated queries of the latest block."""
+
+    def __post_init__(self) -> None:
+        self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
+        self.numbers_3 = self.numbers_3.to(self.model.device)
+
+    def forward(
+        self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
+    ) -> Tensor:
+        """Final hidden states (B, N + 1, E) after the last committed token of each row, and after
+        each of the guesses that follow it; for `rule_TT` see `Llama.forward`."""
+        places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
+        block = unpack_block(packed_4BT)
+        if len(guesses_BN[0]):
+            block = block.with_guesses(places_BN[:, 1:], guesses_BN)
+        hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
+        return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
+
+    def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
+        """Final hidden states (B, 1, E) after one token, which replaces that of the block."""
+        # A drafter may lack the last tokens of the target's vocabulary.
+        tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
+        block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)
+        return self.model.forward(block, self.cache, None, self.queries_LBTHD)
+
+    def head(self, hidden_BNE: Tensor) -> Tensor:
+        """Logits (B, N, V) of the tokens that both the model and the target have."""
+        return self.model.logits(hidden_BNE)[..., : self.vocab_size]
+
+    def probs(self, logits_BNV: Tensor) -> Tensor:
+        """Distributions (B, N, V) by the filters whose numbers are on the device."""
+        probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
+        return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
+
+    def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """N tokens of each row, guessed one after the other, and the distributions (B, N, V) that
+        they were sampled from; see `sample_by_number`."""
+        last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
+        hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
+        tokens, probs = list[Tensor](), list[Tensor]()
+        for i, numbers_B in enumerate(numbers_BN.unbind(1)):
+            if i > 0:
+                hidden_B1E = self.forward_one(last_4B1 + i, tokens[-1])
+            probs.append(self.probs(self.head(hidden_B1E))[:, 0])
+            tokens.append(sample_by_number(probs[-1], numbers_B))
+        return torch.stack(tokens, 1), torch.stack(probs, 1)
+
+
 class ModelRunner:
-    """A model, its cache, and the filters that make its logits a distribution."""
+    """A model, its cache, and the filters that turn its logits into distributions."""
 
     def __init__(
         self,
@@ -42,36 +105,36 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs` passes over blocks of
-        `block_sizes` are captured, now, for filters of this form; others are padded to the next of
-        these sizes, and trees to the last."""
+        """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs`, passes over blocks of
+        `block_sizes` are captured now; other blocks are padded to the next of these sizes, and
+        trees to the last. Raises `InputError` if a capture fails."""
         self.model = model
         self.cache = cache
         B = len(cache.lengths)
         self.sampling = [sampling] * B
         """The filters of each row."""
         self.text_filters: list[TextFilters | None] = [None] * B
-        """Those that look at its text; passes of rows that have some are not captured."""
+        """The filters of each row that depend on its text, if it has any."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         self.block_sizes: list[int] = []
         if graphs is not None:
             # Longer blocks go by lengths on the host, which a graph would freeze.
-            self.block_sizes = sorted(it for it in block_sizes if it <= LONGEST_BLOCK)
-            for size in self.block_sizes:  # what this writes stands after the prefixes
+            self.block_sizes = sorted(size for size in block_sizes if size <= LONGEST_BLOCK)
+            for size in self.block_sizes:  # it writes to slots after the prefixes only
                 packed_4BT = pack_block(model, [[0]] * B, cache, size)
-                guesses_BT = torch.zeros(B, size - 1, dtype=torch.int64)
-                graphs.run(self.passes.probs, packed_4BT, guesses_BT)
+                guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
+                self._output(self.passes.forward, None, packed_4BT, guesses_BN)
 
     def next_probs(
-        self, sequences: list[list[int]], active: list[bool], guesses: Proposal | None = None
+        self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
         """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
         T = max(num_read)
-        size = min((it for it in self.block_sizes if it >= T), default=T)
+        size = min((size for size in self.block_sizes if size >= T), default=T)
         tokens_BN = guesses.tokens_BN
         if self.graphs is not None:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
@@ -79,7 +142,7 @@ class ModelRunner:
         paths = None
         if any(self.text_filters):
             paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
-        output = self._run(self.passes.read, self.passes.probs, paths, packed_4BT, tokens_BN)
+        output = self._output(self.passes.forward, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
 
@@ -90,23 +153,23 @@ class ModelRunner:
         if any(self.text_filters):
             tokens = torch.stack(drafted, 1).tolist()
             paths = [row[-1:] for row in paths_of(self.text_filters, sequences, active, tokens)]
-        inputs = (packed_4B1, drafted[-1])
-        output = self._run(self.passes.read_one, self.passes.probs_after, paths, *inputs)
+        output = self._output(self.passes.forward_one, paths, packed_4B1, drafted[-1])
         self.cache.advance([int(on) for on in active])
         return output.probs_BNV.squeeze(1)
 
     def read_tree(
         self,
-        sequences: list[list[int]],
-        active: list[bool],
-        blocks: list[list[int]],
+        sequences: Rows,
+        active: Active,
+        blocks: Rows,
         depths_T: Tensor,
         rule_TT: Tensor,
         *,
         has_root: bool,
     ) -> Output:
-        """Distributions (B, T, V), or more, after a tree's tokens, see `TreeLevel.read_tree`. The
-        first of them is the last of the sequences if it `has_root`, else it follows."""
+        """Distributions (B, T, V), or more, after each token of a block in which `rule_TT` says who
+        sees whom, `depths_T` positions after the next one. With `has_root` its first token is the
+        last of the sequences, else it follows them. Lengths of the cache stay as they are."""
         paths = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
@@ -117,49 +180,57 @@ class ModelRunner:
         depths_T = F.pad(depths_T, (0, pad))
         packed_4BT = pack_block(self.model, [row[:1] for row in blocks], self.cache, size, depths_T)
         guesses_BN = F.pad(torch.tensor(blocks)[:, 1:], (0, pad))
-        inputs = (packed_4BT, guesses_BN, rule_TT)
-        return self._run(self.passes.read, self.passes.probs, paths, *inputs)
+        return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, rule_TT)
 
-    def unread(self, sequences: list[list[int]], active: list[bool]) -> list[list[int]]:
-        """What the cache has not seen of each row; of a row that is not active any token."""
+    def unread(self, sequences: Rows, active: Active) -> Rows:
+        """The tokens of each row that the cache has not read; any token of a row not active."""
         return [
-            sequence[seen:] if on else sequence[-1:] or [0]
-            for sequence, seen, on in zip(sequences, self.cache.num_tokens, active, strict=True)
+            sequence[num_read:] if on else sequence[-1:] or [0]
+            for sequence, num_read, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
-    def _run(
-        self, read: Function, captured: Function, paths: list[Rows] | None, *inputs: Tensor
-    ) -> Output:
-        """What a pass gives: by its graph, or logits, and what the filters of each row make of
-        them; `paths` for those that look at the text."""
-        if self.graphs is not None and paths is None:
-            probs_BNV, logits_BNV = self.graphs.run(captured, *inputs).clone()  # to be overwritten
-            return Output(probs_BNV, logits_BNV[..., : self.model.config.vocab_size])
+    def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
+        """Distributions after one forward pass; `paths` lead to them, for filters of the text."""
+        run = self._run if self.graphs is None else self.graphs.run
+        hidden_BNE = run(forward, *inputs)
+        logits_BNV = self.passes.head(hidden_BNE)
+        return self._distribution(logits_BNV, paths)
+
+    def _run(self, function: Function, *inputs: Tensor) -> Tensor:
+        """Computes a function of tensors on the model's device, without a graph."""
         device = self.model.device
-        hidden_BNE = read(*(it.to(device, non_blocking=True) for it in inputs))
-        logits_BNV = self.passes.logits(hidden_BNE)
+        output: Tensor = function(*(tensor.to(device, non_blocking=True) for tensor in inputs))
+        return output
+
+    def _distribution(self, logits_BNV: Tensor, paths: list[Rows] | None) -> Output:
+        """Distributions by the filters of each row."""
         filtered_BNV = logits_BNV
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
-        probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
-        probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
+        if self.graphs is None:
+            probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
+            probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
+        else:
+            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()  # is overwritten
         return Output(probs_BNV, logits_BNV, filtered_BNV)
 
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """Before a step filters take in what is certain now."""
-        for own, sequence, on in zip(self.text_filters, sequences, active, strict=True):
-            if own is not None and on:
-                own.extend(sequence)
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        """Before a step: filters of the text read what was committed since the last one."""
+        for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
+            if filters is not None and on:
+                filters.extend(sequence)
 
     def crop(self, lengths: list[int]) -> None:
+        """Row b keeps at most its first `lengths[b]` tokens."""
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
+        """Empties row b."""
         self.cache.reset(b)
         self.text_filters[b] = None
 
     def of_rows(self, rows: slice) -> Self:
-        """A runner of these rows alone, which captures nothing."""
+        """A runner of these rows alone, on the same memory; not for captured passes."""
         part = copy.copy(self)
         part.cache = self.cache.of_rows(rows)
         part.sampling = self.sampling[rows]
@@ -173,7 +244,7 @@ class ModelRunner:
     def sample_by(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
-        """Row b has these filters from now on; captured passes apply them to all rows."""
+        """Gives row b these filters; captured passes apply them to all rows."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
         if self.graphs is not None:
@@ -184,65 +255,3 @@ class ModelRunner:
         """Whether captured passes, if there are any, can apply these filters."""
         is_same_form = sampling.form == self.passes.filters.form
         return self.graphs is None or sampling.temperature == 0 or is_same_form
-
-
-class DraftRunner(ModelRunner):
-    """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
-
-    cache: StreamingCache
-
-    def prepare(self, sequences: list[list[int]], active: list[bool]) -> None:
-        """A row that lacks more than a block, as after a prompt, reads its window by itself."""
-        super().prepare(sequences, active)
-        for b, sequence in enumerate(sequences):
-            if (
-                active[b]
-                and len(sequence) - self.cache.num_tokens[b] > self.cache.settings.max_block
-            ):
-                self._read_window(b, sequence[:-1])
-        self.cache.slide()
-
-    def guess(
-        self, sequences: list[list[int]], active: list[bool], numbers_BN: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
-        fresh = self.unread(sequences, active)
-        N = numbers_BN.shape[1]
-        if self.graphs is not None:
-            size = self.cache.settings.max_block  # always, so that graphs are few
-            packed_4BT = pack_block(self.model, fresh, self.cache, size)
-            guessed = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
-            tokens_BN, probs_BNV = (it.clone() for it in guessed)  # the next replay overwrites them
-        else:
-            guess = self.model.execution.round
-            assert guess is not None
-            filters = (self.sampling, self.passes.vocab_size)
-            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, *filters)
-        pairs = zip(fresh, active, strict=True)
-        self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
-        return tokens_BN, probs_BNV
-
-    def _read_window(self, b: int, tokens: list[int]) -> None:
-        """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
-        settings = self.cache.settings
-        sinks = settings.num_sink_tokens
-        window = tokens[:sinks] + tokens[sinks:][-settings.num_recent_tokens :]
-        self.cache.reset(b)
-        read_block(self.model, [window], self.cache.row(b))
-        self.cache.hold(b, len(window), len(tokens))
-
-
-class CapturedDraft(Level):
-    """A draft model, which has no stage below it, that guesses a round in one graph or call."""
-
-    runner: DraftRunner
-
-    def _draft(self, sequences: list[list[int]], active: list[bool]) -> Proposal:
-        if any(self.runner.text_filters):
-            return super()._draft(sequences, active)
-        starts = [len(sequence) for sequence in sequences]
-        numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
-        self.stats.num_rounds += self.gamma * sum(active)
-        with self._meter.round(self.stats, num_tokens=self.gamma):
-            guessed = self.runner.guess(sequences, active, numbers_BN)
-        return self.drafted(*guessed, active)

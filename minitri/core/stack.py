@@ -17,6 +17,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Emitted, Level, Stage
 from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Proposal
 from minitri.core.drafters.lookup import LookupDrafter
@@ -27,11 +28,10 @@ from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import Score, prefill, read_chunk
 from minitri.core.requests import Request
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
-from minitri.core.runner import CapturedDraft, DraftRunner, ModelRunner
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stats import LevelStats, Stats
-from minitri.trees.tree_level import TreeLevel
-from minitri.trees.walk import CoupledTrees, IndependentTrees
 
 
 class Stack:
@@ -39,76 +39,36 @@ class Stack:
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
         """The memory must fit the `shape` of the run; no row of it has a text. An open run takes
-        requests while it goes on."""
-        self._is_open = is_open
+        requests while it goes on. Raises `InputError` if a capture fails."""
+        models = memory.models
         self.memory = memory
         self.shape = shape
-        self.target = memory.models.target
-        self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self._prompt_lengths = [*shape.prompt_lengths]
-        least = self.target.execution.ranks.least  # shares may be uneven
-        models = memory.models
-        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
-        self._pass_bytes = {
-            stage: int(least(bytes_per_pass(it))) for stage, it in stages.items() if it is not None
-        }
-        kind = shape.speculation.verification  # of chains
-        self.source = CoupledTrees() if shape.speculation.coupled else IndependentTrees(kind)
-        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
-        if memory.graphs is not None:
-            self._capture(memory.graphs)
-        plans = shape.speculation.plans
-        use_clock = may_use_clock(memory.models, shape, is_open=is_open)
-        prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
-        self.tuner = Autotuner(plans, prior, use_clock=use_clock)
-        self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
-        drafter: Stage | None = None
-        if memory.draft is not None:
-            drafter = self._level("draft", memory.draft)
-        elif any(plan.uses_drafter for plan in plans):
-            drafter = self._without_model()
-        below = memory.retrieval
-        retrieval = self._level("retrieval", below) if below is not None else None
-        target = self._level("target", memory.target)
-        self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        self.target = models.target
+        self._is_open = is_open
         # Passes in graphs, and those that stream K and V from host memory, are over all rows.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
+        self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
+        self._prompt_lengths = [*shape.prompt_lengths]
+        self._pass_bytes = pass_bytes(models)
+        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+        use_clock = may_use_clock(models, shape, is_open=is_open)
+        prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
+        self.tuner = Autotuner(shape.speculation.plans, prior, use_clock=use_clock)
+        self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
+        self.source = random_source(shape.speculation)
+        drafter = self._drafter()
+        retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
+        target = self._level("target", memory.target)
+        self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        if memory.graphs is not None:
+            self._capture(memory.graphs)
 
-    def _capture(self, graphs: GraphPool) -> None:
-        """Captures verdicts and guesses of all shapes before the steps, which are timed."""
-        memory, B, V = self.memory, self.shape.num_rows, self.target.config.vocab_size
-        plans = self.shape.speculation.plans
-        nobody, starts = [False] * B, [0] * B
-        graphs.is_open = True
-        self.source.run = graphs.run
-        for size in {size for runner in memory.runners for size in runner.block_sizes}:
-            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
-            self.source.verify(Proposal.nothing(B), probs_BNV, starts, nobody)
-        for runner in memory.runners:
-            if self.shape.speculation.tree and runner.block_sizes:
-                tree = (torch.tensor([0]), torch.tensor([[True]]))
-                runner.read_tree([[]] * B, nobody, [[0]] * B, *tree, has_root=True)
-        if memory.draft is not None and not self.shape.speculation.tree:
-            for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
-                numbers_BN = self.source.numbers([gamma1 - 1] * B, starts, nobody)
-                memory.draft.guess([[0]] * B, nobody, numbers_BN)
-        if memory.retrieval is not None and any(plan.method == "retrieval" for plan in plans):
-            drafted = [torch.zeros(B, dtype=torch.int64)]
-            memory.retrieval.next_probs_after([[]] * B, drafted, nobody)
-        graphs.is_open = False
-        self.stats.num_graphs = graphs.num_graphs
-
-    def _level(self, name: str, runner: ModelRunner) -> Level:
-        """A stage with a model; stages are made from the lowest upwards."""
-        make = TreeLevel if self.shape.speculation.tree else Level
-        if make is Level and isinstance(runner, DraftRunner):
-            # In one call only uniform numbers decide.
-            by_call = runner.model.execution.round and not self.shape.speculation.coupled
-            make = CapturedDraft if self.memory.graphs is not None or by_call else Level
-        return make(runner, self.source, self._stats_of(name), self.meter)
-
-    def _without_model(self) -> Stage:
-        """The engine's drafter from outside, or lookup."""
+    def _drafter(self) -> Stage | None:
+        """The lowest stage: the draft model, the engine's drafter from outside, or lookup."""
+        if self.memory.draft is not None:
+            return self._level("draft", self.memory.draft)
+        if not any(plan.uses_drafter for plan in self.shape.speculation.plans):
+            return None
         drafter = self.memory.models.drafter
         common = (self._stats_of("draft"), self.meter)
         target = self.target
@@ -117,9 +77,28 @@ class Stack:
             return LookupDrafter(self.shape.num_rows, *common, **where)
         return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
 
+    def _level(self, name: str, runner: ModelRunner) -> Level:
+        """A stage with a model; stages are made from the lowest upwards."""
+        make_level = self.memory.models.make_level
+        common = (self.source, self._stats_of(name), self.meter)
+        return make_level(self.shape.speculation, runner, *common)
+
     def _stats_of(self, stage: str) -> LevelStats:
         self.stats.stages.append(LevelStats(stage))
         return self.stats.stages[-1]
+
+    def _capture(self, graphs: GraphPool) -> None:
+        """Captures verdicts and guesses of all shapes before the steps, which are timed."""
+        B, V = self.shape.num_rows, self.target.config.vocab_size
+        graphs.is_open = True
+        self.source.run = graphs.run
+        for size in {size for runner in self.memory.runners for size in runner.block_sizes}:
+            probs_BNV = torch.zeros(B, size, V, device=self.target.device)
+            self.source.verify(Proposal.nothing(B), probs_BNV, [0] * B, [False] * B)
+        for stage in self.cascade.stages:
+            stage.capture(self.shape.speculation.plans)
+        graphs.is_open = False
+        self.stats.num_graphs = graphs.num_graphs
 
     def admit(
         self,
@@ -238,7 +217,7 @@ class Stack:
         for b, row in emitted.items():
             if row.tokens:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
-                queries_LTHD = self.memory.queries_LBTHD[:, b, : len(row.tokens)]
+                queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
                 except (RuntimeError, MemoryError) as error:
@@ -249,6 +228,24 @@ class Stack:
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
+
+
+def random_source(speculation: SpeculationConfig) -> RandomSource:
+    """The random numbers of all stages of a run."""
+    if speculation.coupled:
+        return CoupledSource()
+    return IndependentSource(speculation.verification)
+
+
+def pass_bytes(models: Models) -> dict[str, int]:
+    """Bytes of weights that a pass of each stage reads, on the rank that reads least."""
+    stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+    least = models.target.execution.ranks.least  # shares may be uneven
+    return {
+        stage: int(least(bytes_per_pass(model)))
+        for stage, model in stages.items()
+        if model is not None
+    }
 
 
 def prior_seconds(

@@ -8,23 +8,36 @@ Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D 
 """
 
 import itertools
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from minitri.core.decoding.level import Emitted, Level, Output
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import CoupledSource, RandomSource
 from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.drafters import draft_model
 from minitri.core.model.cache import gather_path
 from minitri.core.runner import ModelRunner
+from minitri.core.settings import SpeculationConfig, StepPlan
+from minitri.core.stats import LevelStats
 from minitri.trees.tree_shape import TreeShape, shape_of
-from minitri.trees.walk import MISSING, CoupledTrees, IndependentTrees, TreeProposal, likeliest
+from minitri.trees.walk import MISSING, Source, TreeProposal, draw, likeliest, walk_by_source
 
 
 class TreeLevel(Level):
     """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
 
     runner: ModelRunner
-    source: IndependentTrees | CoupledTrees
+    source: Source
+
+    def capture(self, plans: Iterable[StepPlan]) -> None:
+        super().capture(plans)
+        if self.runner.block_sizes:
+            B = len(self.runner.sampling)
+            root = (torch.tensor([0]), torch.tensor([[True]]))
+            self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
 
     def shape(self) -> TreeShape | None:
         """The tree that the plan of this step asks for; None for chains."""
@@ -57,12 +70,13 @@ class TreeLevel(Level):
                             row[children[0] : children[-1] + 1] = tokens
         probs_BNV = torch.stack(probs, 1)
         active_B11 = torch.tensor(active).view(-1, 1, 1).to(probs_BNV.device, non_blocking=True)
+        is_coupled = isinstance(self.source, CoupledSource)
         return TreeProposal.of(
             [row[1:] for row in nodes],
             probs_BNV.where(active_B11, 0.0),  # else of whatever was read there
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[self.source.is_listed or self.is_greedy(b) for b in range(len(nodes))],
+            is_listed=[is_coupled or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
@@ -76,7 +90,17 @@ class TreeLevel(Level):
         if self.is_greedy(b):
             logits_BNV = output.logits_BNV if output.filtered_BNV is None else output.filtered_BNV
             return likeliest(logits_BNV[b, place], num_children)
-        return self.source.draw(b, output.probs_BNV[b, place], num_children, position)
+        return self.draw(b, output.probs_BNV[b, place], num_children, position)
+
+    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
+        """Tokens of a node's children by the random source; see `walk.draw`."""
+        return draw(self.source, b, probs_V, num_children, position)
+
+    def walk(
+        self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
+    ) -> tuple[list[int], int]:
+        """The accepted path of row b and the token after it; see `walk.walk`."""
+        return walk_by_source(self.source, proposal, b, probs_NV, start)
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
@@ -92,7 +116,7 @@ class TreeLevel(Level):
             path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b] and are_finite[b]:
                 start = len(sequences[b])
-                path, token = self.source.walk(proposal, b, output.probs_BNV[b], start)
+                path, token = self.walk(proposal, b, output.probs_BNV[b], start)
                 own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], own]
                 tokens = [*(block[node] for node in path), token]
@@ -130,6 +154,19 @@ class TreeLevel(Level):
     def is_greedy(self, b: int) -> bool:
         """Whether row b's distributions are one-hot."""
         return self.runner.sampling[b].temperature == 0
+
+
+def make_level(
+    speculation: SpeculationConfig,
+    runner: ModelRunner,
+    source: RandomSource,
+    stats: LevelStats,
+    meter: Meter,
+) -> Level:
+    """A `TreeLevel` for runs with trees, else a level of core; see `memory.Models`."""
+    if speculation.tree:
+        return TreeLevel(runner, source, stats, meter)
+    return draft_model.make_level(speculation, runner, source, stats, meter)
 
 
 def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:

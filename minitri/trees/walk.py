@@ -22,6 +22,7 @@ from minitri.core.decoding.sampling import sample
 from minitri.core.decoding.verification import Proposal
 from minitri.trees.tree_shape import TreeShape
 
+Source = IndependentSource | CoupledSource
 MISSING = -1
 """The token of a child that could not be drawn: its elder siblings are all the tokens there are."""
 
@@ -91,39 +92,24 @@ def walk(
             return path, int(sample(rest_V, uniforms[0].to(rest_V.device)))
 
 
-class IndependentTrees(IndependentSource):
-    """Fresh uniform numbers for every child and every test."""
-
-    is_listed = False
-    """Whether `draw` leaves nothing to chance."""
-
-    def draw(self, b: int, probs_V: Tensor, num_children: int, _position: int) -> list[int]:
-        """Tokens of a node's children, which stand at `position` of row b's text."""
-        return draw_children(probs_V, self.uniforms(b, num_children))
-
-    def walk(
-        self, proposal: TreeProposal, b: int, probs_NV: Tensor, _start: int
-    ) -> tuple[list[int], int]:
-        """`walk` for row b, whose text has `start` tokens."""
-        # A row without guesses takes as many numbers as it would without trees next to it.
-        count = len(proposal.shape) if proposal.depth(b) else 1
-        return walk(proposal, b, probs_NV, self.uniforms(b, count))
-
-
-class CoupledTrees(CoupledSource):
-    """Noise by seed and position, shared by all nodes there: the walk is the verifier's tokens."""
-
-    is_listed = True
-
-    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        key = self.keys(b, torch.tensor(position)).to(probs_V.device)
+def draw(source: Source, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
+    """Tokens of a node's children, for `position` of row b: drawn by fresh uniform numbers, or the
+    likeliest under the noise that coupled stages share there."""
+    if isinstance(source, CoupledSource):
+        key = source.keys(b, torch.tensor(position)).to(probs_V.device)
         return likeliest(gumbel_scores(probs_V, key), num_children)
+    return draw_children(probs_V, source.uniforms(b, num_children))
 
-    def walk(
-        self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
-    ) -> tuple[list[int], int]:
-        """With the noise of its position the token after every node is certain."""
-        keys_N = self.keys(b, start + torch.tensor(proposal.shape.depths)).to(probs_NV.device)
+
+def walk_by_source(
+    source: Source, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
+) -> tuple[list[int], int]:
+    """`walk` for row b, whose text has `start` tokens, by numbers of its random source."""
+    if isinstance(source, CoupledSource):  # the noise of a position determines the token there
+        keys_N = source.keys(b, start + torch.tensor(proposal.shape.depths)).to(probs_NV.device)
         tokens_N = gumbel_argmax(probs_NV[: len(keys_N)], keys_N)
-        certain_NV = F.one_hot(tokens_N, probs_NV.shape[1])
-        return walk(proposal, b, certain_NV, torch.zeros(len(keys_N)))
+        one_hot_NV = F.one_hot(tokens_N, probs_NV.shape[1])
+        return walk(proposal, b, one_hot_NV, torch.zeros(len(keys_N)))
+    # A row without guesses takes as many numbers as it would without trees next to it.
+    count = len(proposal.shape) if proposal.depth(b) else 1
+    return walk(proposal, b, probs_NV, source.uniforms(b, count))

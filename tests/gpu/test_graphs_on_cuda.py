@@ -10,12 +10,12 @@ from minitri.core.caches.full import FullCache
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.verification import Proposal
-from minitri.core.graphs import GraphPool, Passes
+from minitri.core.graphs import GraphPool
 from minitri.core.model.attention import attend_math
 from minitri.core.model.block import pack_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.streams import clock_of
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import BACKENDS, SamplingParams
 from minitri.devices.gpu.attention_backends import TOLERANCES, choose_attention
 from minitri.devices.gpu.fused_modules import fuse_if_possible
@@ -93,19 +93,23 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
         warm = SamplingParams(0.3 + 0.1 * cache.lengths[0], top_p=0.7 + 0.02 * cache.lengths[0])
         runner.sample_by(0, SamplingParams() if kept == 2 else warm)
         inputs = inputs_of(model, cache, blocks)
-        eager = runner.passes.probs(*(it.cuda() for it in inputs))
+        eager = runner.passes.forward(*(it.cuda() for it in inputs))
+        logits = runner.passes.head(eager)
+        probs = runner.passes.probs(logits)
         slots = [it[:, :, :, : cache.lengths[0] + size] for it in (cache.keys, cache.values)]
         exact = [it.clone() for it in slots]
         before = torch.cuda.memory_stats()["allocation.all.allocated"]
         with waits() as found:
-            replayed = pool.run(runner.passes.probs, *inputs)
+            replayed = pool.run(runner.passes.forward, *inputs)
+            replayed_probs = pool.run(runner.passes.probs, logits)
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
         assert not found
         assert torch.equal(replayed, eager)
+        assert torch.equal(replayed_probs, probs)
         assert all(map(torch.equal, slots, exact))
         cache.advance([kept, kept])
         cache.crop([length - cropped for length in cache.lengths])
-    assert pool.num_graphs == 2
+    assert pool.num_graphs == 4
 
 
 @pytest.mark.takes(seconds=5, gib=1)

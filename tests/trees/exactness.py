@@ -6,7 +6,7 @@ from minitri.core.decoding.text_filters import paths_of
 from minitri.core.settings import StepPlan
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape
-from minitri.trees.walk import MISSING, IndependentTrees, draw_children, walk
+from minitri.trees.walk import MISSING, draw_children, walk
 from tests.core import exactness
 from tests.core.exactness import EDGE, UPPER, ScriptedSource, TableRunner, cells, exactly
 
@@ -81,7 +81,7 @@ class TreeRunner(TableRunner):
         return False
 
 
-class ScriptedTrees(ScriptedSource, IndependentTrees):
+class ScriptedTrees(ScriptedSource):
     """A scripted random source for trees."""
 
     def draw(self, b, probs_V, num_children, position):
@@ -102,6 +102,7 @@ def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings
         level = TreeLevel(runner, source, stats, meter)
         for part in ("read_tree", "keep_paths", "is_greedy"):
             setattr(level, part, getattr(runner, part))
+        level.draw, level.walk = source.draw, source.walk
         level.shape = lambda: shape if meter.tuner.plan.tree else None
         return level
 

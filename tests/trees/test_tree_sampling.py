@@ -7,15 +7,16 @@ import pytest
 import torch
 
 from minitri import SamplingParams
+from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.trees.tree_shape import TreeShape, sequences
 from minitri.trees.walk import (
     MISSING,
-    CoupledTrees,
-    IndependentTrees,
     TreeProposal,
+    draw,
     draw_children,
     likeliest,
     walk,
+    walk_by_source,
 )
 from tests.cascades import settings_of, tiny_engine
 from tests.core.exactness import exactly
@@ -26,10 +27,10 @@ FORK = TreeShape((-1, 0, 0))
 
 def test_children_are_drawn_without_replacement():
     """Their order has the probability of drawing balls out of an urn."""
-    source, counts = IndependentTrees(), collections.Counter()
+    source, counts = IndependentSource(), collections.Counter()
     source.restart(0, 3)
     for _ in range(20_000):
-        counts[tuple(source.draw(0, PROBS, 2, 9))] += 1
+        counts[tuple(draw(source, 0, PROBS, 2, 9))] += 1
     for first, second in itertools.permutations((0, 2, 3), 2):
         chance = float(PROBS[first] * PROBS[second] / (1 - PROBS[first]))
         assert counts.pop((first, second)) / 20_000 == pytest.approx(chance, abs=0.012)
@@ -48,11 +49,11 @@ def proposal_of(shape, tokens, q_IV, *, is_listed=False):
 
 def test_a_row_that_guesses_nothing_takes_one_number():
     """As it does where no other row has a tree."""
-    source, fresh = IndependentTrees(), IndependentTrees()
+    source, fresh = IndependentSource(), IndependentSource()
     source.restart(0, 3)
     fresh.restart(0, 3)
     proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
-    source.walk(proposal, 0, PROBS.expand(3, 4), 9)
+    walk_by_source(source, proposal, 0, PROBS.expand(3, 4), 9)
     fresh.uniforms(0, 1)
     assert source.uniforms(0, 5).tolist() == fresh.uniforms(0, 5).tolist()
 
@@ -83,27 +84,27 @@ def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
 
 def test_coupled_children_share_the_noise_of_their_position():
     """The eldest is what a chain would have guessed, and the walk follows the verifier's token."""
-    source, q_V = CoupledTrees(), torch.rand(50, generator=torch.Generator().manual_seed(0))
+    source, q_V = CoupledSource(), torch.rand(50, generator=torch.Generator().manual_seed(0))
     q_V /= q_V.sum()
-    children = source.draw(0, q_V, 3, 17)
+    children = draw(source, 0, q_V, 3, 17)
     assert len(set(children)) == 3
-    assert source.draw(0, q_V, 1, 17) == children[:1]
+    assert draw(source, 0, q_V, 1, 17) == children[:1]
     assert source.sample(q_V.unsqueeze(0), [17], [True]).tolist() == children[:1]
     proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
-    path, _ = source.walk(proposal, 0, q_V.expand(4, 50), 17)
+    path, _ = walk_by_source(source, proposal, 0, q_V.expand(4, 50), 17)
     assert path == [3]
 
 
 def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
     drawn = []
-    real = IndependentTrees.uniforms
+    real = IndependentSource.uniforms
 
     def noting(source, b, count):
         numbers = real(source, b, count)
         drawn.extend(numbers.tolist())
         return numbers
 
-    monkeypatch.setattr(IndependentTrees, "uniforms", noting)
+    monkeypatch.setattr(IndependentSource, "uniforms", noting)
     settings = settings_of("naive", 150, SamplingParams(1.1), gamma1=2, tree="5")
     list(tiny_engine().generate([[5, 6, 7], [8, 9]], **settings))
     assert len(set(drawn)) == len(drawn) > 500

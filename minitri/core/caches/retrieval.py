@@ -14,6 +14,7 @@ chunk, N chunks, C of them kept, W observation window, R = H / K times the token
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,10 @@ class RetrievalCache(Cache):
         make = make_slots or plain_slots
         super().__init__(*make((L, B, K, slots, D), full.keys.dtype, full.device))
         # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        no_queries = torch.empty(L, 0, num_heads, D, dtype=full.keys.dtype, device=full.device)
-        self._queries = [no_queries for _ in budgets]
+        options: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
+        self._queries = [torch.empty(L, 0, num_heads, D, **options) for _ in budgets]
+        self.queries_LBTHD = torch.empty(L, B, speculation.max_block, num_heads, D, **options)
+        """Rotated queries of the latest block of the target, whose passes write them."""
         self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property
@@ -85,16 +88,15 @@ class RetrievalCache(Cache):
         self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
-    def select(
-        self, layer: int, queries_BHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor
-    ) -> None:
-        """Decides, by layer 0, which rows are rebuilt with the pass of the target under way, and
-        selects for them from this layer, by the queries of the first token of the pass."""
+    def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
+        """Selects from a layer of the full cache, in a pass of the target that has written this
+        layer's queries, for the rows that are due; layer 0 decides which."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)
             if row.is_planned:
-                self._select(layer, b, end, queries_BHD[b], keys_BKSD[b], values_BKSD[b])
+                query_HD = self.queries_LBTHD[layer, b, 0]
+                self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
         """Takes over what the full cache now holds of row b, and drops the block; returns whether

@@ -5,7 +5,7 @@ Legend: B rows, N proposed tokens, V vocab.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -18,7 +18,7 @@ from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.text_filters import TextFilters, forced_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
-from minitri.core.settings import SamplingParams
+from minitri.core.settings import SamplingParams, StepPlan
 from minitri.core.stats import LevelStats
 
 
@@ -65,6 +65,9 @@ class Stage:
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses the next tokens of the active rows; leaves `sequences` unchanged."""
         raise NotImplementedError
+
+    def capture(self, plans: Iterable[StepPlan]) -> None:
+        """Computes what steps of these plans need, without effect, for CUDA graphs to capture."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Called before each step that uses the stage, when all of `sequences` is committed."""
@@ -211,6 +214,12 @@ class Level(Stage):
             sequence += new.tokens
             lengths.append(len(sequence) - bool(new.tokens))
         self.crop(lengths)
+
+    def capture(self, plans: Iterable[StepPlan]) -> None:
+        if any(plan.method == self.stats.name for plan in plans):  # it guesses token by token
+            B = len(self.runner.sampling)
+            drafted = [torch.zeros(B, dtype=torch.int64)]
+            self.runner.next_probs_after([[]] * B, drafted, [False] * B)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         with self._meter.catching_up(self.stats):

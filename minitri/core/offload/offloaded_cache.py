@@ -14,6 +14,7 @@ Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head di
 """
 
 import functools
+import weakref
 from collections.abc import Iterator
 
 import torch
@@ -42,11 +43,6 @@ class StagingBuffer:
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
-    rebuilding: tuple[RetrievalCache, Tensor] | None = None
-    """A retrieval cache that selects from each layer while that is here, and the queries of the
-    pass under way, as far as it has come. A proxy: the cache holds this one, and a cycle would keep
-    both after the run."""
-
     def __init__(
         self,
         config: ModelConfig,
@@ -73,6 +69,13 @@ class OffloadedFullCache(FullCache):
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
         self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
 
+        self._subscriber: weakref.ref[RetrievalCache] | None = None
+
+    def subscribe(self, cache: RetrievalCache | None) -> None:
+        """Lets a retrieval cache, or none, select from each layer while that is on the device."""
+        # It refers to this cache; a cycle of strong references would keep both after the run.
+        self._subscriber = cache and weakref.ref(cache)
+
     @property
     def shape(self) -> tuple[int, ...]:
         _, B, K, S, D = self.keys.shape
@@ -89,9 +92,8 @@ class OffloadedFullCache(FullCache):
             on_device = super().update(layer, block)
         else:
             on_device = self.update_hosted(self._prefetch(layer), block, self._by_row())
-        if self.rebuilding is not None:
-            cache, queries_LBTHD = self.rebuilding
-            cache.select(layer, queries_LBTHD[layer, :, 0], *on_device)
+        if self._subscriber and (cache := self._subscriber()):
+            cache.select(layer, *on_device)
         return on_device
 
     def update_hosted(

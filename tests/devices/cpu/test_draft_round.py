@@ -8,8 +8,8 @@ import torch
 
 from minitri import InputError, SamplingParams
 from minitri.core.decoding.level import Level
+from minitri.core.drafters.draft_model import CapturedDraft
 from minitri.core.errors import NotFiniteError
-from minitri.core.runner import CapturedDraft
 from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu.kernel_layers import use_kernels
 from minitri.devices.cpu.kernels import load_kernels

@@ -152,11 +152,11 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
 
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
-    new = "self.graphs.run(captured, *inputs)"
+    new = "self.graphs.run(self.passes.probs, filtered_BNV)"
     old = f"{new}.clone()"
     how = {"method": "triforce", "sampling": WARM, "coupled": True, **SMALL}
     plain = tokens(None, **how)
-    with mutated(Mutant("rows not copied", "ModelRunner._run", old, new, "")):
+    with mutated(Mutant("rows not copied", "ModelRunner._distribution", old, new, "")):
         try:
             found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:

@@ -58,16 +58,16 @@ def engine_of(backend, weights="same"):
     return Engine(target, tokenizer, draft, retrieval_copy(target, weights))
 
 
-PASSES = {"probs", "verdict"}
+PASSES = {"forward", "probs", "verdict"}
 
 
 @pytest.mark.parametrize(
     ("speculation", "placement", "backend", "weights", "captured"),
     [
         ({"method": "autoregressive"}, {}, "triton", "same", PASSES),
-        ({"method": "auto"}, {}, "auto", "same", {*PASSES, "probs_after", "round"}),
+        ({"method": "auto"}, {}, "auto", "same", {*PASSES, "forward_one", "round"}),
         ({"method": "naive", "tree": "2x2"}, HOSTED, "flash", "same", PASSES),
-        ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "probs_after"}),
+        ({"method": "retrieval", "coupled": True}, {}, "flash", "int8", {*PASSES, "forward_one"}),
         ({"method": "triforce"}, {}, "math", "int4", {*PASSES, "round"}),
         ({"method": "triforce"}, {"cuda_graphs": False}, "triton", "int4", set()),
         ({"method": "triforce", "tree": "2x2"}, {}, "triton", "int8", PASSES),
@@ -104,7 +104,7 @@ PLACES = "places_BN[:, 1:]"
 
 @pytest.mark.parametrize(
     ("function", "tensor", "device"),
-    [("ModelRunner._run", "it", "device"), ("run_now", "tensor", "p_BNV.device")],
+    [("ModelRunner._run", "tensor", "device"), ("run_now", "tensor", "p_BNV.device")],
 )
 def test_numbers_that_stay_on_the_host_are_noticed(function, tensor, device, cuda):
     engine = engine_of("math")
@@ -120,7 +120,7 @@ def test_numbers_that_stay_on_the_host_are_noticed(function, tensor, device, cud
     ("function", "old", "new", "problem"),
     [
         ("Llama.forward", POSITIONS, f"{POSITIONS} + {POSITIONS}.tolist()[0][0]", "tolist"),
-        ("Passes.read", PLACES, f"torch.zeros({PLACES}.shape).long()", "same device"),
+        ("Passes.forward", PLACES, f"torch.zeros({PLACES}.shape).long()", "same device"),
         (
             "Passes.__post_init__",
             "self.numbers_3.to(self.model.device)",

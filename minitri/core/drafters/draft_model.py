@@ -1,0 +1,110 @@
+"""The draft model: guesses chains with a streaming cache, a whole round at once where it can.
+
+Legend: B rows, N guesses, V vocab.
+"""
+
+from collections.abc import Callable, Iterable
+
+from torch import Tensor
+
+from minitri.core.caches.streaming import StreamingCache
+from minitri.core.decoding.level import Level
+from minitri.core.decoding.meter import Meter
+from minitri.core.decoding.random_source import RandomSource
+from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.errors import InputError
+from minitri.core.model.block import pack_block, read_block
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import SpeculationConfig, StepPlan
+from minitri.core.stats import LevelStats
+
+
+class DraftRunner(ModelRunner):
+    """A draft model over a streaming cache: a prompt of any length costs it one short pass."""
+
+    cache: StreamingCache
+
+    def prepare(self, sequences: Rows, active: Active) -> None:
+        """Slides the windows; a row that lacks more than a block, as after a prompt, is read
+        afresh."""
+        super().prepare(sequences, active)
+        max_block = self.cache.settings.max_block
+        for b, sequence in enumerate(sequences):
+            if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
+                self._read_window(b, sequence[:-1])
+        self.cache.slide()
+
+    def guess(self, sequences: Rows, active: Active, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
+        """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
+        fresh = self.unread(sequences, active)
+        N = numbers_BN.shape[1]
+        if self.graphs is not None:
+            size = self.cache.settings.max_block  # always, so that graphs are few
+            packed_4BT = pack_block(self.model, fresh, self.cache, size)
+            output = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
+            tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # is overwritten
+        else:
+            guess = self.model.execution.round
+            assert guess is not None
+            filters = (self.sampling, self.passes.vocab_size)
+            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, *filters)
+        pairs = zip(fresh, active, strict=True)
+        self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
+        return tokens_BN, probs_BNV
+
+    def _read_window(self, b: int, tokens: list[int]) -> None:
+        """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
+        settings = self.cache.settings
+        sinks = settings.num_sink_tokens
+        window = tokens[:sinks] + tokens[sinks:][-settings.num_recent_tokens :]
+        self.cache.reset(b)
+        read_block(self.model, [window], self.cache.row(b))
+        self.cache.hold(b, len(window), len(tokens))
+
+
+class CapturedDraft(Level):
+    """A draft model as the lowest level, which guesses a whole round in one graph or call."""
+
+    runner: DraftRunner
+
+    def capture(self, plans: Iterable[StepPlan]) -> None:
+        B = len(self.runner.sampling)
+        nobody = [False] * B
+        for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
+            numbers_BN = self.source.numbers([gamma1 - 1] * B, [0] * B, nobody)
+            self.runner.guess([[0]] * B, nobody, numbers_BN)
+
+    def _draft(self, sequences: Rows, active: Active) -> Proposal:
+        if any(self.runner.text_filters):
+            return super()._draft(sequences, active)
+        starts = [len(sequence) for sequence in sequences]
+        numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
+        self.stats.num_rounds += self.gamma * sum(active)
+        with self._meter.round(self.stats, num_tokens=self.gamma):
+            guesses = self.runner.guess(sequences, active, numbers_BN)
+        return self.drafted(*guesses, active)
+
+
+MakeLevel = Callable[[SpeculationConfig, ModelRunner, RandomSource, LevelStats, Meter], Level]
+"""Makes a level of the cascade over a runner."""
+
+
+def make_level(
+    speculation: SpeculationConfig,
+    runner: ModelRunner,
+    source: RandomSource,
+    stats: LevelStats,
+    meter: Meter,
+) -> Level:
+    """A level that guesses chains, a draft model by whole rounds where it can. Raises `InputError`
+    for trees, which are no part of the core."""
+    if speculation.tree:
+        raise InputError(
+            f"tree is {speculation.tree!r} but the models have no levels for trees; give "
+            "Models(..., make_level=minitri.trees.tree_level.make_level)"
+        )
+    # A call of compiled kernels takes uniform numbers, not noise.
+    is_one_call = runner.model.execution.round is not None and not speculation.coupled
+    if isinstance(runner, DraftRunner) and (runner.graphs is not None or is_one_call):
+        return CapturedDraft(runner, source, stats, meter)
+    return Level(runner, source, stats, meter)
