@@ -1,4 +1,4 @@
-"""The command `minitri`, the same as `python -m minitri`: one of the programs, or a text to go on.
+"""The command `minitri`, or `python -m minitri`: runs a program, or continues a text.
 
 Imports next to nothing, so that its help is there at once.
 """
@@ -12,15 +12,15 @@ from minitri.core.errors import InputError
 
 HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
 
-  generate  a text goes on; what begins with none of these words is for it
+  generate  continues a text; arguments that begin with no program's name are for it
   chat      questions and answers, about documents if you like
   serve     the endpoints of OpenAI's API on this machine
   plan      what fits on a GPU or this machine, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
-  score     how likely does the model find a text? Log-probabilities, perplexity
-  pull      fetch a model before it is needed; list, remove: the models on this disk
+  score     log-probabilities and perplexity of a text
+  pull      downloads a model before it is needed; list, remove: the models on this disk
 
 examples:
   minitri "The sea was" -n 40           40 tokens more, by the default model
@@ -28,13 +28,19 @@ examples:
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
-ON_DISK = ("pull", "list", "remove")
-FOLDERS = ("chat", "serve", "selftest", "audit")
-PROGRAMS = ("generate", "plan", "bench", "score", *FOLDERS, *ON_DISK)
+PROGRAMS = {
+    "generate": "generate.main",
+    **{name: f"apps.{name}.main" for name in ("plan", "bench")},
+    **{name: f"apps.{name}.__main__.main" for name in ("chat", "serve", "selftest", "audit")},
+    "score": "apps.cli.scoring.main",
+    **{name: f"apps.cli.on_disk.{name}" for name in ("pull", "remove")},
+    "list": "apps.cli.on_disk.show",
+}
+"""The module and function of each program."""
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point of `minitri` and `python -m minitri`."""
+    """Runs the program that the first word names, or `generate`."""
     argv = sys.argv[1:] if argv is None else argv
     with clean_exits():
         is_lost = not argv and sys.stdin.isatty()
@@ -44,16 +50,15 @@ def main(argv: list[str] | None = None) -> None:
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        check_words(argv)
-    name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
-    if name in ON_DISK:
-        import_module("minitri.apps.cli.on_disk").PROGRAMS[name](argv)
-    home = {"generate": "generate", "score": "apps.cli.scoring"}.get(name, f"apps.{name}")
-    import_module(f"minitri.{home}" + ".__main__" * (name in FOLDERS)).main(argv)
+        check_program(argv)
+        name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
+        module, _, function = f"minitri.{PROGRAMS[name]}".rpartition(".")
+        run = getattr(import_module(module), function)
+    run(argv)
 
 
-def check_words(argv: list[str]) -> None:
-    """Raises `InputError` for the name of a program misspelled."""
+def check_program(argv: list[str]) -> None:
+    """Raises `InputError` if the first word is a program's name misspelled."""
     if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:
         from difflib import get_close_matches  # imports re
 

@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 from minitri.core.config import ModelConfig
 from minitri.core.drafters.plugin import Drafter
@@ -45,32 +47,62 @@ def load(
     prompt. Under torchrun each process holds a share of the model, and all must make the same
     calls. Raises `InputError`.
     """
-    if drafter is not None and (draft != "auto" or not callable(getattr(drafter, "guess", None))):
-        given = f"drafter is {shorten(repr(drafter), 60)} with draft {shorten(repr(draft), 60)}"
-        raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
-    model, draft = (
-        os.fsdecode(name) if isinstance(name, os.PathLike) else name for name in (model, draft)
+    opened = OpenEngine(
+        model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
+        draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,
+        dtype=dtype,
+        device=device,
+        attention=attention,
+        rope_scaling=rope_scaling,
+        weights=weights,
+        draft_weights=draft_weights,
+        drafter=drafter,
+        progress=progress,
     )
-    lookup = draft if drafter is None else "suffix"
-    choice = ModelChoice(
-        model, dtype, attention, weights, draft_weights, device, rope_scaling, lookup
-    )
-    join().check_same("models, or ways to load them", choice)
-    target = OpenModel(choice, progress=progress)
-    tokenizer = target.tokenizer
-    config = target.config
-    if tokenizer is None:
-        owner = shorten(config.draft_of)
-        raise InputError(
-            f"{config.name} is a drafter for {owner}, not a model; give it as draft=, and {owner} "
-            "as model="
-        )
-    opened_draft = open_drafter(choice, tokenizer, progress)
-    defaults = read_sampling(target.checkpoint.generation_config, config.name)
     if before_weights is not None:
-        before_weights(tokenizer, config)
-    loaded, retrieval_model = target.load_target()
-    draft_model = opened_draft.load_drafter(loaded) if opened_draft is not None else None
-    fingerprints = [it.execution.fingerprint for it in (loaded, draft_model) if it is not None]
-    join().check_same("model files", (config, defaults, fingerprints))
-    return Engine(loaded, tokenizer, draft_model, retrieval_model, drafter, defaults)
+        before_weights(opened.tokenizer, opened.config)
+    return opened.load()
+
+
+class OpenEngine:
+    """An engine whose files are open: config and tokenizer are read, the weights not yet.
+
+    So a program can check a prompt before the minutes that large weights take.
+    """
+
+    def __init__(
+        self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any
+    ) -> None:
+        """`fields` are those of a `ModelChoice`. Raises `InputError`."""
+        choice = ModelChoice(**fields)
+        if drafter is not None:
+            if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):
+                given = f"drafter is {shorten(repr(drafter), 60)}"
+                raise InputError(
+                    f"{given} with draft {shorten(repr(choice.draft), 60)}; give a "
+                    "minitri.Drafter, or a draft, but not both"
+                )
+            choice = replace(choice, draft="suffix")
+        join().check_same("models, or ways to load them", choice)
+        self._drafter = drafter
+        self._target = OpenModel(choice, progress=progress)
+        self.config = self._target.config
+        if self._target.tokenizer is None:
+            owner = shorten(self.config.draft_of)
+            raise InputError(
+                f"{self.config.name} is a drafter for {owner}, not a model; give it as draft=, and "
+                f"{owner} as model="
+            )
+        self.tokenizer = self._target.tokenizer
+        self._draft = open_drafter(choice, self.tokenizer, progress)
+        recommended = self._target.checkpoint.generation_config
+        self._sampling = read_sampling(recommended, self.config.name)
+
+    def load(self) -> Engine:
+        """Reads the weights. Raises `InputError`."""
+        target, retrieval_model = self._target.load_target()
+        draft = self._draft.load_drafter(target) if self._draft is not None else None
+        models = [target] if draft is None else [target, draft]
+        fingerprints = [model.execution.fingerprint for model in models]
+        join().check_same("model files", (self.config, self._sampling, fingerprints))
+        return Engine(target, self.tokenizer, draft, retrieval_model, self._drafter, self._sampling)

@@ -6,38 +6,36 @@ a drifting machine is as slow for one as for the other. At temperature 0, or cou
 write the same text. Prints medians with the range over prompts and seeds, or JSON with --json.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import dataclasses
+import json
+import statistics
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-with clean_imports():
-    import argparse
-    import dataclasses
-    import json
-    import statistics
-    from collections import Counter
-    from collections.abc import Callable, Mapping, Sequence
-    from typing import TYPE_CHECKING, Any
+from minitri import (
+    GenerationConfig,
+    InputError,
+    PrefillProgress,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Stats,
+)
+from minitri.apps.cli import arguments
+from minitri.apps.cli.boot import load_engine
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.inputs import DEMO_PROMPT_TOKENS, read_prompt
+from minitri.apps.cli.report import where
+from minitri.core.fields import between
+from minitri.core.log import log
+from minitri.core.settings import METHODS
+from minitri.core.stats import num_common
+from minitri.text.prompt_ids import as_seeds
 
-    from minitri import (
-        GenerationConfig,
-        InputError,
-        PrefillProgress,
-        Request,
-        SamplingParams,
-        SpeculationConfig,
-        Stats,
-    )
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.boot import load_engine
-    from minitri.apps.cli.inputs import read_prompt
-    from minitri.apps.cli.report import where
-    from minitri.core.fields import between
-    from minitri.core.log import log
-    from minitri.core.settings import METHODS
-    from minitri.core.stats import num_common
-    from minitri.text.prompt_ids import as_seeds
-
-    if TYPE_CHECKING:
-        from minitri import Engine
+if TYPE_CHECKING:
+    from minitri import Engine
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and peer program, by name."""
@@ -89,7 +87,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     for name, dest, least, default, text in (
-        ("prompt", "max_prompt_tokens", 1, arguments.DEMO_PROMPT_TOKENS, "of each prompt"),
+        ("prompt", "max_prompt_tokens", 1, DEMO_PROMPT_TOKENS, "of each prompt"),
         ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
     ):
         kind = arguments.whole(least)

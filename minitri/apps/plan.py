@@ -4,27 +4,26 @@ For several placements of the KV cache: bytes on the device and in host memory, 
 them at boot, and milliseconds per token, as the autotuner predicts them.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import dataclasses
+import functools
+import json
+from typing import Any
 
-with clean_imports():
-    import argparse
-    import dataclasses
-    import functools
-    import json
-    from typing import Any
-
-    from minitri import InputError, ModelConfig
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
-    from minitri.core.decoding.autotuner import Autotuner
-    from minitri.core.fields import between, one_of
-    from minitri.core.log import log
-    from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
-    from minitri.core.roofline import Machine, Workload, copy_bytes
-    from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
-    from minitri.core.shape import MemoryShape
-    from minitri.files.fetch import LOOKUPS, default_draft, locate_config
-    from minitri.files.named_models import MODELS
+from minitri import InputError, ModelConfig
+from minitri.apps.cli import arguments
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
+from minitri.apps.cli.pytorch import import_pytorch
+from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.fields import between, one_of
+from minitri.core.log import log
+from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
+from minitri.core.roofline import Machine, Workload, copy_bytes
+from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+from minitri.core.shape import MemoryShape
+from minitri.files.fetch import LOOKUPS, default_draft, locate_config
+from minitri.files.named_models import MODELS
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
 """Assumed acceptance rate of each proposer, about the paper's."""
@@ -83,8 +82,9 @@ def config_of(name: str) -> ModelConfig:
     if row := MODELS.get(name):
         return row.shape
     files = locate_config(name)
-    with clean_imports():  # PyTorch, for files only
-        from minitri.files.checkpoint import open_checkpoint
+    import_pytorch()  # for files only
+    from minitri.files.checkpoint import open_checkpoint
+
     return open_checkpoint(files.path).config(files.name)
 
 

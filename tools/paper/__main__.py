@@ -8,23 +8,21 @@ published numbers.
 Stop it at any moment: started again, it goes on with what is missing.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import shlex
+from argparse import Namespace
+from pathlib import Path
 
-with clean_imports():
-    import shlex
-    from argparse import Namespace
-    from pathlib import Path
+import torch
 
-    import torch
-
-    from minitri.apps.cli.arguments import OneLineParser
-    from minitri.core.errors import InputError, explain, shorten
-    from tools.paper.items import ITEMS
-    from tools.paper.lab import Lab
-    from tools.paper.report import overview, write_report
-    from tools.paper.scale import SCALES
-    from tools.paper.study import Study
-    from tools.paper.texts import load_texts
+from minitri.apps.cli.arguments import OneLineParser
+from minitri.apps.cli.exits import program
+from minitri.core.errors import InputError, explain, shorten
+from tools.paper.items import ITEMS
+from tools.paper.lab import Lab
+from tools.paper.report import overview, write_report
+from tools.paper.scale import SCALES
+from tools.paper.study import Study
+from tools.paper.texts import load_texts
 
 
 def build_parser() -> OneLineParser:

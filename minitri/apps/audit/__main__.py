@@ -3,17 +3,15 @@
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import json
+import os
 
-with clean_imports():
-    import argparse
-    import json
-    import os
-
-    from minitri.apps.audit.checks import FALSE_ALARM, audit
-    from minitri.apps.audit.client import connect
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.report import as_table
+from minitri.apps.audit.checks import FALSE_ALARM, audit
+from minitri.apps.audit.client import connect
+from minitri.apps.cli import arguments
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.report import as_table
 
 COLUMNS = "check verdict statistic p_value num_tokens notices"
 

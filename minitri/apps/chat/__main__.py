@@ -1,42 +1,38 @@
-"""The chat: `minitri chat --document novel.txt`, then questions.
+"""The program `minitri chat --document novel.txt`, then questions.
 
 Documents are read once; questions and answers stay in the KV cache. Answers go to standard output,
-everything else to standard error, what commands say with --quiet, too. Without a terminal every
-line of standard input is a question.
+everything else to standard error; --quiet does not silence what a command says. Where standard
+input is no terminal, each of its lines is a question.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import contextlib
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-with clean_imports():
-    import argparse
-    import contextlib
-    import difflib
-    import sys
-    from collections.abc import Iterator, Sequence
-    from dataclasses import dataclass, replace
-    from typing import TYPE_CHECKING
-
-    from minitri import GenerationConfig, Grammar, InputError, ModelConfig, SamplingParams
-    from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.boot import boot, sampling_of
-    from minitri.apps.cli.documents import read_document
-    from minitri.apps.cli.inputs import read_text
-    from minitri.apps.cli.report import outline
-    from minitri.apps.cli.terminal import LEGEND, stream
-    from minitri.core.errors import MAX_COUNT, explain, shorten
-    from minitri.core.fields import between, check_names
-    from minitri.core.log import log
-    from minitri.core.requests import Request, Row
-    from minitri.core.stats import num_common
-    from minitri.text.prompt_ids import as_seeds, next_seed
-    from minitri.text.tokenizer import Tokenizer
+from minitri import GenerationConfig, InputError, Request, SamplingParams
+from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
+from minitri.apps.cli import arguments
+from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
+from minitri.apps.cli.documents import read_document
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.report import outline
+from minitri.apps.cli.terminal import LEGEND, stream
+from minitri.core.errors import MAX_COUNT, explain, shorten
+from minitri.core.fields import between, check_names
+from minitri.core.log import log
+from minitri.core.stats import num_common
+from minitri.text.prompt_ids import as_seeds, next_seed
 
 if TYPE_CHECKING:
     from minitri import Engine
+    from minitri.core.requests import Row
 
-tell = log.warning
-"""Says what a command was asked for, with --quiet, too."""
+say = log.warning
+"""Answers a command, with --quiet, too."""
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
 """Where the model's files recommend nothing: greedy answers come to repeat themselves."""
 ENDINGS = {"length": "cut", None: "stopped", "full": "the context is full"}
@@ -44,7 +40,7 @@ ENDINGS = {"length": "cut", None: "stopped", "full": "the context is full"}
 
 
 class Chat:
-    """A conversation with an engine; its methods `do_NAME` are what /NAME does."""
+    """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
     def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
         self.talk = talk
@@ -58,14 +54,14 @@ class Chat:
             self._read(talk)
 
     def obey(self, line: str) -> None:
-        """Does what a line says; what is wrong with it is told."""
+        """Answers a question or obeys a command; logs what is wrong with it."""
         name, _, value = line[1:].partition(" ")
         if name in self._settings:
             name, value = "sampling", f"{name}={value}"
         command = COMMANDS.get(name)
         try:
             if not line.startswith("/"):
-                self._complete(self.talk.turns, Turn(line))
+                self._answer(self.talk.turns, Turn(line))
             elif command is None:
                 near = difflib.get_close_matches(name, COMMANDS, 1)
                 advice = f"did you mean /{near[0]}?" if near else "/help lists what there is"
@@ -77,92 +73,76 @@ class Chat:
         except InputError as error:
             log.error("%s", error)
         except KeyboardInterrupt:
-            tell("stopped")
+            say("stopped")
 
     def do_help(self, _: str) -> None:
         """this list"""
-        tell("\n".join(f"/{name} {command.__doc__}" for name, command in COMMANDS.items()))
+        say("\n".join(f"/{name} {command.__doc__}" for name, command in COMMANDS.items()))
 
     def do_show(self, _: str) -> None:
         """the conversation"""
         for turn in self._turns():
-            tell(f"> {turn.question}\n{self.talk.tokenizer.decode(turn.token_ids).strip()}")
+            say(f"> {turn.question}\n{self.talk.tokenizer.decode(turn.token_ids).strip()}")
 
     def do_regenerate(self, _: str) -> None:
-        """answer the last question once more, with the next seed"""
+        """answer the last question again, with the next seed"""
         *earlier, last = self._turns()
-        self._complete(earlier, Turn(last.question))
+        self._answer(earlier, Turn(last.question))
 
     def do_continue(self, _: str) -> None:
-        """go on with an answer that was cut or stopped"""
+        """continue an answer that was cut or stopped"""
         *earlier, last = self._turns()
         if not last.is_cut:
             raise InputError("the last answer is complete; ask on, or /regenerate")
-        self._complete(earlier, last)
+        self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        settings = self._settings
         # Others than numbers have flags.
-        numbers = [name for name, it in self._settings.items() if isinstance(it, int | float)]
+        numbers = [name for name in settings if isinstance(settings[name], int | float)]
         for setting in values.split():
             name, _, value = setting.partition("=")
             check_names([name], numbers)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
-                new = {**self._settings, name: type(self._settings[name])(value)}
-            as_seeds(new["seed"], 1)
-            Request("", **new)
-            self._settings = new
-        tell(", ".join(f"{name}={self._settings[name]}" for name in numbers))
-
-    def do_json(self, word: str) -> None:
-        """[off] answer with objects of JSON, or freely again"""
-        self._shape(None if word else Grammar("json_object"))
-
-    def do_schema(self, file: str) -> None:
-        """FILE: answer with JSON that this schema allows; /json off ends it"""
-        self._shape(Grammar("json_schema", read_text(file, "/schema")))
-
-    def _shape(self, grammar: Grammar | None) -> None:
-        """Gives answers this grammar. Raises `InputError` if the library cannot hold it."""
-        from minitri.text.filters import text_filters  # with PyTorch
-
-        engine = self._engine
-        text_filters(SamplingParams(grammar=grammar), [], engine.tokenizer, engine.config)
-        self._settings["grammar"] = grammar
-        tell(f"answers are {grammar.kind.replace('_', ' ') if grammar else 'free'}")
+                settings = {**settings, name: type(settings[name])(value)}
+            as_seeds(settings["seed"], 1)
+            Request("", **settings)
+        self._settings = settings
+        say(", ".join(f"{name}={settings[name]}" for name in numbers))
 
     def do_system(self, text: str) -> None:
-        """[TEXT] show how the model is told to behave, or change it"""
+        """[TEXT] show the system message, which says how the model is to behave, or change it"""
         if text:
             self._read(replace(self.talk, system=text))
-        tell(f"system: {self.talk.system or 'as the model has it'}")
+        say(f"system: {self.talk.system or 'as the model has it'}")
 
     def do_documents(self, file: str) -> None:
-        """[FILE] add a document; go on reading where Ctrl-C stopped; show the tokens of each"""
+        """[FILE] add a document; read on where Ctrl-C stopped; show the tokens of each"""
         talk = self.talk
         if file:
             text = read_document(file, "/documents")
             talk = talk.with_documents({file: text}, self._engine.config, self._args)
         self._read(replace(talk, most=MAX_COUNT))
-        shown = [f"{it.name}: {len(it.token_ids)} of {it.size} tokens" for it in talk.documents]
-        tell("\n".join(shown) or "there are no documents; /documents FILE adds one")
+        lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in talk.documents]
+        say("\n".join(lines) or "there are no documents; /documents FILE adds one")
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
         self.talk = replace(self.talk, turns=())
-        tell("questions and answers are forgotten")
+        say("questions and answers are forgotten")
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
-        tell(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
+        say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
 
     def do_load(self, file: str) -> None:
-        """FILE: go on with the conversation in it"""
+        """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
         self.talk = self.talk.restored(self._engine.snapshot_note)
         if self.talk.turns:
             self.do_show("")
-        tell(f"loaded {num_tokens} tokens from {file}")
+        say(f"loaded {num_tokens} tokens from {file}")
 
     def do_quit(self, _: str) -> None:
         """leave, as Ctrl-D does; Ctrl-C stops an answer, or clears the line"""
@@ -174,17 +154,17 @@ class Chat:
         return self.talk.turns
 
     def _read(self, talk: Conversation) -> None:
-        """Goes on with this conversation, and reads its documents; Ctrl-C keeps what was read."""
+        """Switches to a conversation and reads its documents; Ctrl-C keeps what was read."""
         self.talk = talk
         beginning = talk.beginning
         is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
         if talk.documents and not is_read and self._run(beginning, 1).finish_reason is None:
             num_read = num_common(self._engine.held_tokens, beginning)
             self.talk = replace(talk, most=max(num_read, len(talk.start)))
-            tell(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
+            say(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
 
-    def _complete(self, earlier: Sequence[Turn], turn: Turn) -> None:
-        """Answers a question, or goes on with its answer, after these turns."""
+    def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
+        """Writes the answer to a question after earlier turns, or continues its answer."""
         talk = self.talk
         context = self._engine.config.context_length
         most_new = self._settings["max_new_tokens"]
@@ -209,19 +189,18 @@ class Chat:
             log.info("(%s after %d tokens; /continue goes on)", ENDINGS[reason], len(ids))
         if talk.stops:  # the tokens may be those of a stop string, too
             ids = talk.tokenizer.encode_marked(row.text)
-        done = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
-        self.talk = replace(talk, turns=[*turns[:-1], done])
+        turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
+        self.talk = replace(talk, turns=[*turns[:-1], turn])
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
-        """Lets the model write, and shows it."""
-        reserve = len(self.talk.beginning) + TALK_TOKENS
-        own = {"max_new_tokens": num_new, "stop": self.talk.stops}
-        own["reserve"] = min(self._engine.config.context_length, reserve)
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> "Row":
+        """Lets the model write `num_new` tokens, and prints them if `show`."""
+        reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
+        limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
         run = self._engine.generate(
             prompt,
             generation=arguments.taken(GenerationConfig, self._args),
             speculation=arguments.speculation_of(self._args),
-            **{**self._settings, **own},
+            **self._settings | limits,
         )
         with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
             stream(run, self._args, show=show)
@@ -231,24 +210,28 @@ class Chat:
         return run.rows[0]
 
 
-COMMANDS = {name[3:]: it for name, it in vars(Chat).items() if name.startswith("do_")}
-"""What may be typed; docstrings begin with what it takes, in brackets if that may be left out."""
+COMMANDS = {
+    name.removeprefix("do_"): method
+    for name, method in vars(Chat).items()
+    if name.startswith("do_")
+}
+"""The commands; their docstrings begin with an argument, in brackets if it may be left out."""
 
 
 @dataclass(frozen=True)
 class ChatFlags:
-    """What this program alone is asked for."""
+    """The flags of this program alone."""
 
     fit: bool = False
-    """Keep of the documents what fits the context, with room for questions and answers."""
+    """Keep as much of the documents as fits the context, with room for questions and answers."""
     max_prompt_tokens: int | None = between(None, 1)
     """Keep N tokens of the documents: the longest are cut."""
     load: str | None = None
-    """Go on with what /save wrote to this file."""
+    """Continue the conversation that /save wrote to this file."""
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The flags of the program."""
     parser = arguments.OneLineParser(
         "chat",
         "--document novel.txt",
@@ -270,32 +253,29 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Chats until /quit or the end of the input."""
-    arguments.taken(SamplingParams, args)  # bad values fail before anything is loaded
-    arguments.speculation_of(args)
+    """Chats until /quit or the end of the input. Raises `InputError`."""
+    arguments.speculation_of(args)  # bad values fail before anything is loaded
     documents = {file: read_document(file, "--document") for file in args.document}
-    begun = []
-
-    def begin(tokenizer: Tokenizer, config: ModelConfig) -> None:
-        talk = Conversation(tokenizer, args.system)
-        begun.append(talk.with_documents(documents, config, args))
-
-    with boot(args, begin) as engine:
+    opened = open_engine(args)
+    talk = Conversation(opened.tokenizer, args.system)
+    talk = talk.with_documents(documents, opened.config, args)
+    with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)
-        chat = Chat(engine, begun[0], args)
+        chat = Chat(engine, talk, args)
         for line in typed_lines():
             chat.obey(line)
 
 
 def typed_lines() -> Iterator[str]:
-    """What the user types, up to Ctrl-D; at a terminal it can be edited, and Ctrl-C clears it."""
+    """The lines that the user types, up to Ctrl-D; at a terminal they can be edited, and Ctrl-C
+    clears them. Raises `InputError`."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
             import readline
 
-            # What a terminal makes of a Ctrl-D that was typed while nobody read is a NUL.
+            # A terminal turns a Ctrl-D that was typed while nobody read into a NUL.
             readline.parse_and_bind(r'"\C-@": "\C-d"')
         log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
@@ -309,7 +289,7 @@ def typed_lines() -> Iterator[str]:
         except KeyboardInterrupt:
             if not is_terminal:
                 raise
-            tell("\n/quit or Ctrl-D leaves")
+            say("\n/quit or Ctrl-D leaves")
 
 
 main = program(build_parser, run_command)

@@ -1,9 +1,9 @@
 """A conversation as token ids that only grow, so that the KV cache holds all but the latest words.
 
-It opens with a system message and documents; then come turns of a question and an answer. Where the
-context is full the oldest turns go, never the opening. What the chat template puts between two
-answers is rendered with marks in the places of the answers and of the question, and cut there. A
-model without one gets plain questions and answers.
+It begins with a system message and documents; turns of a question and an answer follow. Where the
+context is full the oldest turns go, never the beginning. The text that the chat template puts
+between two answers is rendered with marks in the places of the answers and of the question, and cut
+there. A model without a template gets plain questions and answers.
 """
 
 import argparse
@@ -32,7 +32,7 @@ class Document(NamedTuple):
     name: str
     token_ids: Sequence[int]
     size: int
-    """Tokens of all of it."""
+    """Tokens of the whole text."""
 
 
 class Turn(NamedTuple):
@@ -40,14 +40,14 @@ class Turn(NamedTuple):
 
     question: str
     token_ids: Sequence[int] = ()
-    """Of the answer."""
+    """The answer's."""
     is_cut: bool = False
     """Whether the answer was stopped, or had no more room."""
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """Documents, questions and answers, one after the other."""
+    """A system message, documents, and turns of questions and answers."""
 
     tokenizer: Tokenizer
     system: str | None = None
@@ -55,11 +55,11 @@ class Conversation:
     documents: Sequence[Document] = ()
     turns: Sequence[Turn] = ()
     most: int = MAX_COUNT
-    """How much of the beginning was read, if Ctrl-C stopped that."""
+    """Tokens of the beginning to keep: those that were read, if Ctrl-C stopped that."""
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Where an answer ends, if no end token says so."""
+        """Stop strings, for a model whose answers no end-of-sequence token ends."""
         return () if self.tokenizer.chat_template is not None else (QUESTION,)
 
     @functools.cached_property
@@ -70,76 +70,76 @@ class Conversation:
 
     @functools.cached_property
     def beginning(self) -> list[int]:
-        """Token ids of all that stands before the first question."""
-        found = [*self.start]
+        """Token ids before the first question."""
+        ids = [*self.start]
         gap = self.tokenizer.encode_marked("\n\n")
         for document in self.documents:
-            found += [*document.token_ids, *gap]
-        return found if len(found) <= self.most else [*found[: self.most], *gap]
+            ids += [*document.token_ids, *gap]
+        return ids if len(ids) <= self.most else [*ids[: self.most], *gap]
 
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: argparse.Namespace
     ) -> "Conversation":
-        """This conversation with more documents, by their names. Of all of them it has what the
-        flags keep: the longest are cut to one length. Raises `InputError` if that is more than the
-        context holds."""
+        """A copy with more documents, by name. --fit and --max-prompt-tokens cut the longest of all
+        documents to one length. Raises `InputError` if the context has no room for them."""
         documents = [*self.documents]
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
             documents.append(Document(name, ids, len(ids)))
         context = config.context_length
-        room = context - len(self.start) - min(TALK_TOKENS, context // 4)
-        sizes = [it.size for it in documents]
+        start = len(self.start)
+        room = context - start - min(TALK_TOKENS, context // 4)
+        sizes = [document.size for document in documents]
         kept = min(sum(sizes), args.max_prompt_tokens or MAX_COUNT)
         if args.fit:
             kept = max(0, min(kept, room))
         if kept > room:
             factor = -(-(context - room + kept) // context)
             raise InputError(
-                f"the text has {len(self.start) + kept} tokens but {config.name} has room for "
-                f"{len(self.start) + room} and for questions and answers; --fit keeps what fits, "
-                f"--max-prompt-tokens N N tokens, --rope-scaling yarn:{factor} stretches that"
+                f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
+                "and for questions and answers; --fit keeps what fits, --max-prompt-tokens N keeps "
+                f"N tokens, --rope-scaling yarn:{factor} extends the context"
             )
         lengths = range(1, max(sizes, default=0) + 1)
         most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))
-        for it in documents:
-            if most < it.size:
-                log.info("%s: its first %d of %d tokens", it.name, most, it.size)
-        cut = [it._replace(token_ids=it.token_ids[:most]) for it in documents]
+        for name, _, size in documents:
+            if most < size:
+                log.info("%s: its first %d of %d tokens", name, most, size)
+        cut = [document._replace(token_ids=document.token_ids[:most]) for document in documents]
         return replace(self, documents=cut)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the opening and of these turns, up to where the last answer goes on."""
-        found = [*self.beginning]
+        """Token ids of the beginning and of these turns, up to where the last answer continues."""
+        ids = [*self.beginning]
         for previous, turn in zip([None, *turns], turns, strict=False):
             before, after = self._around_question(previous)
             if previous is None:
                 before = "".join(self.stops)
-            found += self.tokenizer.encode_marked(before + turn.question + after)
-            found += turn.token_ids
-        return found
+            ids += self.tokenizer.encode_marked(before + turn.question + after)
+            ids += turn.token_ids
+        return ids
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest turns that fit in `most` tokens, the last in any case. A quarter of them goes
-        at a time, so that not every question begins by reading others."""
+        """The latest turns that fit in `most` tokens, at least the last one. A quarter of them goes
+        at a time, so that few questions make the model read all turns again."""
         while len(turns) > 1 and len(self.ids(turns)) > most:
             turns = turns[(len(turns) + 3) // 4 :]
         return turns
 
     def as_note(self) -> str:
-        """All of it, for `restored`."""
+        """The conversation as JSON, for `restored`."""
         return json.dumps([self.system, self.documents, self.turns, self.most])
 
     def restored(self, note: str) -> "Conversation":
-        """The conversation of a note. Raises `InputError`."""
+        """The conversation in a note of `as_note`. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
             system, documents, turns, most = json.loads(note)
-            parts = [Document(*it) for it in documents], [Turn(*it) for it in turns]
+            parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
             return Conversation(self.tokenizer, system, *parts, most)
 
     def _around_question(self, previous: Turn | None) -> tuple[str, str]:
-        """What stands before a question, from the start or the end of the previous answer on, and
-        after it."""
+        """The text before a question, from the start or the end of the previous answer on, and the
+        text after it."""
         template = self.tokenizer.chat_template
         if template is None:
             start = f"{self.system}\n\n" if self.system else ""
@@ -147,7 +147,7 @@ class Conversation:
         messages = [] if self.system is None else [("system", self.system)]
         messages += [("user", "x"), ("assistant", EARLIER)] if previous else []
         messages.append(("user", MARK))
-        text = template.render([{"role": who, "content": what} for who, what in messages])
+        text = template.render([{"role": role, "content": text} for role, text in messages])
         before, mark, after = text.rpartition(MARK)
         if not mark:
             raise InputError("the model's chat template leaves questions out; use another model")

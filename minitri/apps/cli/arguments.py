@@ -27,8 +27,6 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer
 """A parser, or a group of its flags."""
 
-DEMO_PROMPT_TOKENS = 4000
-"""Length of the built-in prompt where no other is asked for: read in seconds on a laptop."""
 SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
 SHORT |= {"quiet": ["-q"], "verbose": ["-v"]}
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")

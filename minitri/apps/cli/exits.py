@@ -1,13 +1,12 @@
-"""How a program starts and how it ends: with an exit code and at most one line on standard error.
+"""How a program starts and ends: with an exit code and at most one line on standard error.
 
     main = program(build_parser, run_command)
 
-Imports next to nothing, so that it can guard the imports that take seconds.
+Imports next to nothing, so that Ctrl-C is answered with a line from the first milliseconds on.
 """
 
 import atexit
 import contextlib
-import gc
 import os
 import signal
 import sys
@@ -23,41 +22,13 @@ if TYPE_CHECKING:
     from minitri.apps.cli.arguments import OneLineParser
 
 
-@contextlib.contextmanager
-def clean_imports(*, huge_pages: bool = True) -> Iterator[None]:
-    """`clean_exits` for the seconds that importing PyTorch takes, where extension modules lose
-    exceptions, so that Ctrl-C ends the program at once."""
-    before = signal.signal(signal.SIGINT, _stop_at_once)
-    gc.disable()  # what is imported stays: to look for cycles in it takes 0.15 s of the start
-    import warnings
-
-    from minitri.devices.cpu.build import has_kernels
-
-    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
-    # PyTorch's large tensors in pages of 2 MB: weights and KV caches are read 5 % faster on Linux.
-    # A server has many rows, of which short texts then fill memory for long ones.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
-    # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
-    # prompts are read 15 % faster. Without those kernels spinning is faster.
-    if os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    try:
-        with clean_exits():
-            os.getcwd()  # noqa: PTH109 (imports more); a library of PyTorch aborts without it
-            yield
-    finally:
-        gc.freeze()
-        atexit.register(gc.unfreeze)  # extension modules look for what was never freed
-        gc.enable()
-        signal.signal(signal.SIGINT, before)
-
-
 def program(
     build_parser: "Callable[[], OneLineParser]",
     run_command: "Callable[[Namespace], int | None]",
+    *,
     parallel: bool = False,
 ) -> "Callable[..., None]":
-    """The `main` of a program. `parallel`: torchrun may start it in several processes."""
+    """Makes the `main` of a program. `parallel`: torchrun may start it in several processes."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
@@ -66,6 +37,7 @@ def program(
             from minitri.core.log import log
             from minitri.devices.parallel.ranks import join
 
+            os.getcwd()  # noqa: PTH109  # a library of PyTorch aborts where the folder was deleted
             atexit.register(signal.signal, signal.SIGINT, signal.SIG_IGN)  # all is done by then
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(encoding="utf-8", errors="replace")
@@ -73,7 +45,7 @@ def program(
             ranks = join()
             if ranks.count > 1 and not parallel:
                 raise InputError(f"{parser.prog} is one process; start it without torchrun")
-            log.disabled = ranks.rank > 0  # the first speaks for all
+            log.disabled = ranks.rank > 0  # the first process speaks for all
             if log.disabled:
                 _mute()
             args = parser.parse_args(argv)
@@ -92,7 +64,7 @@ def program(
 
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
-    """Ends the program with a code and at most one line: for bad input, a missing package, Ctrl-C,
+    """Ends the process with a code and at most one line: for bad input, a missing package, Ctrl-C,
     and what the system refuses, such as a write to a full disk. Anything else is a bug."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
@@ -102,7 +74,7 @@ def clean_exits() -> Iterator[None]:
             yield
         finally:
             sys.stdout.flush()
-    except SystemExit as end:  # others that run with this process end with its code
+    except SystemExit as end:  # the other processes of a run end with its code
         raise _end(int(end.code)) if end.code else end from None
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
@@ -112,14 +84,31 @@ def clean_exits() -> Iterator[None]:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
     except OSError as error:
-        _mute()  # what could not be written is given up: else Python fails again in the end
+        _mute()  # drops unwritten output; else Python fails again when it exits
         if isinstance(error, BrokenPipeError):  # whoever read our output has gone
             raise _end(0) from None
         raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
 
 
+@contextlib.contextmanager
+def stop_at_once() -> Iterator[None]:
+    """Lets Ctrl-C end the process at once, with a line. For libraries that lose exceptions while
+    they are imported, or wait for their threads first."""
+
+    def stop(*_: object) -> None:
+        os.write(2, b"minitri: interrupted\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _end(code: int, line: str = "") -> SystemExit:
-    """Says why, and with which code to end: of several processes that of the first to end."""
+    """Prints why the program ends. Of several processes the first one to end prints, and decides
+    the exit code."""
     is_first = True
     if (group := sys.modules.get("minitri.devices.parallel.group")) is not None:
         code, is_first = group.first_end(code)
@@ -130,8 +119,3 @@ def _end(code: int, line: str = "") -> SystemExit:
 
 def _mute() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-def _stop_at_once(*_: object) -> None:
-    os.write(2, b"minitri: interrupted\n")
-    os._exit(130)

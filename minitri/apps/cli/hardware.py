@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+from minitri.apps.cli.pytorch import import_pytorch
 from minitri.core.offload.placement import GIB
 from minitri.core.roofline import CARDS, CPU, Machine, card
 
@@ -59,6 +60,7 @@ SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 
 def this_machine() -> Site:
     """The processor here: its free memory, and how fast PyTorch's threads read it."""
+    import_pytorch()
     import torch
 
     from minitri.core.offload.allocation import free_host_bytes

@@ -1,25 +1,58 @@
 """The prompt that the flags name: from the command line, a file, standard input or the demo."""
 
 import argparse
+import os
+import stat
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from minitri import InputError, ModelConfig
+from minitri import InputError
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import check_prompt
-from minitri.text.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from minitri import Engine
+    from minitri.loader import OpenEngine
+
+DEMO_PROMPT_TOKENS = 4000
+"""Length of the demo where no flag gives another: read in seconds on a laptop."""
 MAX_PROMPT_BYTES = 16 << 20
-"""Of a file: 4 million tokens of English. It bounds the memory for a file that has no end."""
+"""Of a file: 4 million tokens of English. Bounds the memory for a file that has no end."""
+
+
+def find_prompt(args: argparse.Namespace) -> tuple[str, str]:
+    """The prompt of the flags, or without one what is piped in, or at a terminal the demo; and a
+    phrase that names the source. Raises `InputError`."""
+    if args.prompt is None and args.prompt_file is None:
+        if not args.demo and join().ask_first(is_piped):
+            args.prompt_file = "-"
+        elif args.demo or join().ask_first(sys.stdin.isatty):
+            args.max_prompt_tokens = args.max_prompt_tokens or DEMO_PROMPT_TOKENS
+        else:
+            raise InputError(
+                "there is no text: standard input is neither a pipe nor a terminal; give one in "
+                "quotes, a file with --prompt-file, or --demo"
+            )
+    file = args.prompt_file
+    source = {"-": "standard input", None: "--demo"}.get(file, file)
+    phrase = f" of {shorten(source)}" if args.prompt is None else ""
+    return read_prompt(file, args.prompt), phrase
+
+
+def is_piped() -> bool:
+    """Whether standard input is a pipe or a file: no terminal, nor /dev/null."""
+    return not stat.S_ISCHR(os.fstat(0).st_mode)
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo."""
+    """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo. Raises
+    `InputError`."""
     if prompt is None:
         prompt = demo_text() if file is None else read_text(file, "--prompt-file")
     if not prompt:
@@ -28,14 +61,20 @@ def read_prompt(file: str | None, prompt: str | None = None) -> str:
 
 
 def read_text(file: str, flag: str) -> str:
-    """What the file of a flag or standard input (`-`) holds. Raises `InputError` unless that is
-    text."""
-    return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", _decode))
+    """The UTF-8 text in the file that a flag names, or in standard input (`-`). Raises
+    `InputError`."""
+
+    def decode(content: bytes) -> str:
+        if b"\0" in content:
+            raise ValueError("it has a NUL")
+        return content.decode("utf-8-sig")
+
+    return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
 
 
 def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], str]) -> str:
-    """The text that `decode` finds in the file of a flag, or in standard input (`-`). Raises
-    `InputError`, which says what is `wanted`."""
+    """The text that `decode` makes of the file that a flag names, or of standard input (`-`).
+    Raises `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
         if Path(file).is_dir():
@@ -49,12 +88,6 @@ def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], str])
         return decode(content)
 
 
-def _decode(content: bytes) -> str:
-    if b"\0" in content:
-        raise ValueError("it has a NUL")
-    return content.decode("utf-8-sig")
-
-
 def demo_text() -> str:
     """A long real text that every Python has: the topics of its help system."""
     from pydoc_data.topics import topics
@@ -63,25 +96,30 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str, tokenizer: Tokenizer, config: ModelConfig, num_new: int, args: argparse.Namespace
+    prompt: str,
+    engine: "Engine | OpenEngine",
+    args: argparse.Namespace,
+    num_new: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt by the flags. The text alone is cut, not BOS or the chat template."""
+    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
+    text is cut to --max-prompt-tokens, not BOS or the chat template. Raises `InputError`."""
 
-    def encoded(text: str) -> list[int]:
+    def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):
-            return tokenizer.encode(text)
+            return engine.tokenizer.encode(text)
         system = [] if args.system is None else [{"role": "system", "content": args.system}]
-        return tokenizer.encode_chat([*system, {"role": "user", "content": text}])
+        return engine.tokenizer.encode_chat([*system, {"role": "user", "content": text}])
 
-    ids = encoded(prompt)
-    empty = encoded("")
+    ids = ids_of(prompt)
+    empty = ids_of("")
     most = args.max_prompt_tokens or len(ids)
     if len(empty) < most < len(ids):
         log.debug("prompt: only its first %d tokens", most)
         rest = empty[num_common(ids, empty) :]
         end = len(ids) - num_common(ids[::-1], rest[::-1])
         ids = ids[: most + end - len(ids)] + ids[end:]
-    room = config.context_length - num_new
+    num_new = args.max_new_tokens if num_new is None else num_new
+    room = engine.config.context_length - num_new
     ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
-    check_prompt(ids, config, num_new, *ways)
+    check_prompt(ids, engine.config, num_new, *ways)
     return ids

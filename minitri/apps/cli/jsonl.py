@@ -7,11 +7,10 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 import argparse
 import json
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tqdm import tqdm
-
-from minitri import End, GenerationConfig, InputError, Request, SpeculationConfig
+from minitri import End, GenerationConfig, InputError, Request
+from minitri.apps.cli.arguments import speculation_of, taken
 from minitri.apps.cli.boot import boot, conclude, sampling_of
 from minitri.apps.cli.inputs import encode, read_text
 from minitri.apps.cli.report import answer
@@ -24,69 +23,74 @@ if TYPE_CHECKING:
     from minitri import Engine
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
-"""What a line may say."""
-Line = tuple[int, int, str]
-"""Its index among those that are not empty, which decides the seed; its number; its text."""
+"""The fields that a line may have."""
 
 
-def run_lines(
-    args: argparse.Namespace, generation: GenerationConfig, speculation: SpeculationConfig
-) -> None:
+class Line(NamedTuple):
+    """A line of --prompts that is not empty."""
+
+    position: int
+    """Among those lines, from 0; added to the seed."""
+    number: int
+    """In the file, from 1."""
+    text: str
+
+
+def run_lines(args: argparse.Namespace) -> None:
     """Answers every line of --prompts. Raises `InputError` at last if some were wrong."""
+    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
+
     lines = read_lines(args)
-    told = answers(boot(args), lines, args, generation, speculation)
+    results = answers(boot(args), lines, args)
     num_wrong = 0
-    for it in tqdm(told, total=len(lines), unit=" prompts", disable=args.quiet or None):
-        write(it)
-        num_wrong += "error" in it
+    for result in tqdm(results, total=len(lines), unit=" prompts", disable=args.quiet or None):
+        print(json.dumps(result, ensure_ascii=False), flush=True)
+        num_wrong += "error" in result
     check_wrong(args, num_wrong, len(lines))
 
 
 def read_lines(args: argparse.Namespace) -> list[Line]:
-    """Those of --prompts that are not empty."""
+    """The lines of --prompts that are not empty. Raises `InputError`."""
     numbered = enumerate(read_text(args.prompts, "--prompts").splitlines(), 1)
-    full = (pair for pair in numbered if pair[1].strip())
-    return [(index, *pair) for index, pair in enumerate(full)]
+    filled = (pair for pair in numbered if pair[1].strip())
+    return [Line(position, *pair) for position, pair in enumerate(filled)]
 
 
 def check_wrong(args: argparse.Namespace, num_wrong: int, num_lines: int) -> None:
     """Raises `InputError` if lines were wrong, or there are none."""
     if num_wrong or not num_lines:
         raise InputError(
-            f"{num_wrong} of {num_lines} lines of --prompts "
-            f"{shorten(args.prompts)} were wrong; the answers with an error say which, and why"
+            f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong; "
+            "the answers with an error say which, and why"
         )
 
 
 def answers(
-    engine: "Engine",
-    lines: Sequence[Line],
-    args: argparse.Namespace,
-    generation: GenerationConfig,
-    speculation: SpeculationConfig,
+    engine: "Engine", lines: Sequence[Line], args: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
-    """What is answered to each line, when it is done."""
+    """The answer to each line, as soon as it is done."""
+    generation = taken(GenerationConfig, args)
     sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
-    heads = []
+    heads: list[dict[str, Any]] = []
     requests = []
-    for index, number, line in lines:
-        head = {"id": number, "line": number}
+    for line in lines:
+        head = {"id": line.number, "line": line.number}
         try:
             with explain("it is no object of JSON", "write one"):
-                fields = {"seed": next_seed(seed, index), **json.loads(line)}
-            head["id"] = fields.pop("id", number)
+                fields = {"seed": next_seed(seed, line.position), **json.loads(line.text)}
+            head["id"] = fields.pop("id", line.number)
             check_names(fields, KNOWN)
-            [own_seed] = as_seeds(fields.pop("seed"), 1)
+            [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
                 raise InputError("there is no prompt; give a text")
-            request = Request(text, own_seed, sampling, generation, **fields)
-            num_new = request.generation.max_new_tokens
-            request.prompt = encode(text, engine.tokenizer, engine.config, num_new, args)
+            request = Request(text, row_seed, sampling, generation, **fields)
+            request.prompt = encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)
             heads.append(head)
         except InputError as error:
             yield head | {"error": args.in_flags(error)}
     if requests:
+        speculation = speculation_of(args)
         run = engine.stream(
             requests, batch_size=args.batch_size, generation=generation, speculation=speculation
         )
@@ -94,8 +98,3 @@ def answers(
             cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
             yield heads[end.row] | answer(run.rows[end.row]) | cached
         conclude(args, engine, run)
-
-
-def write(answer: dict[str, Any]) -> None:
-    """A line of the output."""
-    print(json.dumps(answer, ensure_ascii=False), flush=True)

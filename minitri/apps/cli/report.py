@@ -1,19 +1,19 @@
-"""What a run did, in words for people and in numbers for programs."""
+"""The results of a run: a line and tables for people, objects of JSON for programs."""
 
 import argparse
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minitri.apps.cli.arguments import UNUSED
-from minitri.core.requests import Row
 
 if TYPE_CHECKING:
     from minitri import Engine, Generation
     from minitri.core.model.llama import Llama
+    from minitri.core.requests import Row
 
 
 def where(model: "Llama") -> dict[str, str]:
-    """What a model runs on: a part of every JSON line."""
+    """The dtype, device, attention backend and PyTorch version that a model runs with."""
     import torch  # is there, as the model is
 
     from minitri.devices.choose import attention_name
@@ -27,7 +27,7 @@ def where(model: "Llama") -> dict[str, str]:
 
 
 def outline(run: "Generation") -> str:
-    """The statistics for people, in a line."""
+    """The statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
@@ -36,26 +36,27 @@ def outline(run: "Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        guessers = ("draft", "retrieval")
-        counts = [row.stats.by_origin[name] for row in run.rows for name in guessers]
-        line += f", {sum(counts) / total:.0%} guessed"
+        origins = [row.stats.by_origin for row in run.rows]
+        num_guessed = sum(counts["draft"] + counts["retrieval"] for counts in origins)
+        line += f", {num_guessed / total:.0%} guessed"
     return line
 
 
 def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Lines with a heading: of these columns those that a row has."""
+    """A table with a heading, of the named columns that at least one row has."""
     names = [name for name in columns.split() if any(name in row for row in rows)]
     lines = []
-    for row in [{it: it.removeprefix("num_").replace("_", " ") for it in names}, *rows]:
+    for row in [{name: name.removeprefix("num_").replace("_", " ") for name in names}, *rows]:
         cells = (row.get(name, "") for name in names)
-        texts = (f"{it:.2g}" if isinstance(it, float) else str(it) for it in cells)
+        texts = (f"{cell:.2g}" if isinstance(cell, float) else str(cell) for cell in cells)
         lines.append("".join(f"{text:14}" for text in texts).rstrip())
     return "\n".join(lines)
 
 
-def answer(row: Row) -> dict[str, Any]:
-    """A text as a part of JSON; with --logprobs each token's own, and the likeliest."""
-    found: dict[str, Any] = {
+def answer(row: "Row") -> dict[str, Any]:
+    """The text of a row as an object of JSON; with --logprobs also each token's log-probability,
+    and those of the likeliest."""
+    fields: dict[str, Any] = {
         "text": row.text,
         "token_ids": row.token_ids,
         "finish_reason": row.finish_reason or "interrupted",
@@ -64,13 +65,13 @@ def answer(row: Row) -> dict[str, Any]:
         "num_prompt_tokens": len(row.prompt_ids),
     }
     if row.request.generation.logprobs is not None:
-        found["logprobs"] = [token.logprob for token in row.tokens]
-        found["top_logprobs"] = [token.top_logprobs for token in row.tokens]
-    return found
+        fields["logprobs"] = [token.logprob for token in row.tokens]
+        fields["top_logprobs"] = [token.top_logprobs for token in row.tokens]
+    return fields
 
 
 def report(engine: "Engine", run: "Generation", args: argparse.Namespace) -> dict[str, Any]:
-    """The statistics for programs: the object that --json prints."""
+    """The object that --json prints for a run of one prompt: the text and all statistics."""
     [row] = run.rows
     stats = run.stats
     return {

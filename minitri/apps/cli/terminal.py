@@ -6,8 +6,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from tqdm import tqdm
-
 from minitri import PrefillProgress, Token
 
 if TYPE_CHECKING:
@@ -19,27 +17,27 @@ COLORS = {
     "recovered": ("\x1b[31m", "the target's correction of a guess"),
     "bonus": ("\x1b[33m", "the target's own"),
 }
-"""Per origin of a token: the terminal's color and what it means."""
+"""The terminal's color for each origin of a token, and its meaning."""
 RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
-
-
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
 
 
 def shown(text: str) -> str:
-    """A model's text. In a terminal a control character could change what stands there already."""
+    """A model's text without the control characters that would command the user's terminal."""
     return CONTROLS.sub("\ufffd", text) if sys.stdout.isatty() else text
 
 
 def colored(token: Token) -> str:
-    """A token as text in the color of its origin."""
+    """A token's text in the color of its origin."""
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
 def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
-    """Writes a run of one prompt if it is to be shown, with a progress bar on a terminal while that
-    is read. A Ctrl-C stops with the next event, another at once."""
+    """Runs one prompt to its end, with a progress bar while it is read; prints the text if `show`.
+    A Ctrl-C stops after the next event, a second one at once."""
+    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
+
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -49,8 +47,8 @@ def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
 
     total = len(run.rows[0].prompt_ids)
     before = signal.signal(signal.SIGINT, stop)
+    hidden = args.quiet or None  # None: where standard error is no terminal
     try:
-        hidden = args.quiet or None
         with tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden) as bar:
             for event in run:
                 if isinstance(event, PrefillProgress):

@@ -38,7 +38,7 @@ OBJECT_STORE_BYTES = 256 << 20
 """Shared memory of a local cluster, through which only texts go."""
 
 
-def run_on_replicas(args: argparse.Namespace, *configs: Any) -> None:
+def run_on_replicas(args: argparse.Namespace) -> None:
     """Answers the lines of --prompts that --output has no answer to. Raises `InputError`."""
     if args.output is None or args.save_kv is not None:
         raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
@@ -48,12 +48,13 @@ def run_on_replicas(args: argparse.Namespace, *configs: Any) -> None:
         if tasks.setdefault(key, (prompt, line)) != (prompt, line):
             raise InputError(f"two lines of --prompts have the id {key}; give each its own")
     args.seed = draw_seed() if args.seed is None else args.seed
+    args.coupled = True
     counts = Counter[str]()
     with Path(args.output).open("ab+") as file:
         with explain(f"--output {shorten(args.output)} cannot be continued", "name another file"):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             done = answered(file)
-        stream = gathered([task for key, task in tasks.items() if key not in done], args, *configs)
+        stream = gathered([task for key, task in tasks.items() if key not in done], args)
         total = len(tasks)
         for answer in tqdm(stream, total=total, initial=len(done), disable=args.quiet or None):
             written = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -69,10 +70,10 @@ def run_on_replicas(args: argparse.Namespace, *configs: Any) -> None:
 def understood(line: Line) -> tuple[str, str]:
     """Key and prompt of a line, if it is JSON; if it is not, a replica says what is wrong."""
     try:
-        fields = {**json.loads(line[2])}
+        fields = {**json.loads(line.text)}
     except (TypeError, ValueError, RecursionError):
         fields = {}
-    return key_of(fields.get("id", line[1])), str(fields.get("prompt"))
+    return key_of(fields.get("id", line.number)), str(fields.get("prompt"))
 
 
 def answered(file: IO[bytes]) -> dict[str, bool]:
@@ -129,10 +130,10 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
     return ray, {"num_cpus": args.threads, "num_gpus": num_gpus}
 
 
-def gathered(tasks: list[Task], args: argparse.Namespace, *configs: Any) -> Iterator[Any]:
+def gathered(tasks: list[Task], args: argparse.Namespace) -> Iterator[Any]:
     """Answers of the replicas, each once, as they come. Raises `InputError`."""
     ray, share = connect(args)
-    start = functools.partial(ray.remote(**share)(Replica).remote, args, *configs)
+    start = functools.partial(ray.remote(**share)(Replica).remote, args)
     groups = grouped(tasks, -(-len(tasks) // args.replicas))
     waiting = deque([line for _, line in group] for group in groups)
     log.info("%d prompts in %d groups, %d replicas", len(tasks), len(waiting), args.replicas)
@@ -140,7 +141,7 @@ def gathered(tasks: list[Task], args: argparse.Namespace, *configs: Any) -> Iter
 
     def give(replica: Any, group: list[Line]) -> None:
         stream = replica.answers.options(num_returns="streaming").remote(group)
-        running[stream] = (replica, {line[1]: line for line in group})
+        running[stream] = (replica, {line.number: line for line in group})
 
     num_deaths = 0
     for _ in range(args.replicas):
@@ -169,11 +170,11 @@ def gathered(tasks: list[Task], args: argparse.Namespace, *configs: Any) -> Iter
 class Replica:
     """An engine in a process of its own."""
 
-    def __init__(self, *settings: Any) -> None:
-        self._settings = settings
+    def __init__(self, args: argparse.Namespace) -> None:
+        self._args = args
         self._engine: Any = None
 
     def answers(self, lines: list[Line]) -> Iterator[dict[str, Any]]:
         """Answers lines; the first call reads the weights."""
-        self._engine = self._engine or boot(self._settings[0])
-        yield from answers(self._engine, lines, *self._settings)
+        self._engine = self._engine or boot(self._args)
+        yield from answers(self._engine, lines, self._args)

@@ -8,24 +8,22 @@ the model's distribution (`distribution_test.py`); an alarm that rounding may ca
 Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import dataclasses
+import itertools
+import json
+from collections import Counter
+from typing import Any
 
-with clean_imports():
-    import argparse
-    import dataclasses
-    import itertools
-    import json
-    from collections import Counter
-    from typing import Any
-
-    from minitri import GenerationConfig, SamplingParams, SpeculationConfig
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.boot import load_engine
-    from minitri.apps.cli.inputs import read_prompt
-    from minitri.apps.cli.report import as_table, where
-    from minitri.core.fields import between
-    from minitri.core.log import log
-    from minitri.core.settings import METHODS
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.apps.cli import arguments
+from minitri.apps.cli.boot import load_engine
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.inputs import read_prompt
+from minitri.apps.cli.report import as_table, where
+from minitri.core.fields import between
+from minitri.core.log import log
+from minitri.core.settings import METHODS
 
 VERDICTS = {
     "equal": "speculation changes nothing",

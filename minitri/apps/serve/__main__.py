@@ -3,29 +3,28 @@
 Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
 """
 
-from minitri.apps.cli.exits import clean_imports, program
+import argparse
+import contextlib
+import dataclasses
+import functools
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-with clean_imports(huge_pages=False):
-    import argparse
-    import contextlib
-    import dataclasses
-    import functools
-    import socket
-    from pathlib import Path
-    from typing import TYPE_CHECKING
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.apps.cli import arguments
+from minitri.apps.cli.boot import boot
+from minitri.apps.cli.exits import program
+from minitri.apps.cli.pytorch import import_pytorch
+from minitri.apps.serve.access import Access
+from minitri.core.errors import explain, shorten
+from minitri.core.fields import between
+from minitri.core.log import log
+from minitri.core.settings import MAX_ROWS
+from minitri.core.shape import MemoryShape
 
-    from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-    from minitri.apps.cli import arguments
-    from minitri.apps.cli.boot import boot
-    from minitri.apps.serve.access import Access
-    from minitri.core.errors import explain, shorten
-    from minitri.core.fields import between
-    from minitri.core.log import log
-    from minitri.core.settings import MAX_ROWS
-    from minitri.core.shape import MemoryShape
-
-    if TYPE_CHECKING:
-        from minitri import Generation
+if TYPE_CHECKING:
+    from minitri import Generation
 
 DEFAULT_CONTEXT = 8192
 """Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
@@ -83,11 +82,12 @@ def run_command(args: argparse.Namespace) -> None:
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.keys or access.is_for_one)
-    with clean_imports():  # what the server needs: no flag is wrong any more
-        from minitri.apps.serve.app import Server, Service  # by an extra; --help works without it
-        from minitri.apps.serve.protocol import Protocol
-        from minitri.apps.serve.room import choose_size
-        from minitri.worker import Worker
+    import_pytorch(huge_pages=False)  # here, and not before: no flag is wrong any more
+    from minitri.apps.serve.app import Server, Service  # by an extra; --help works without it
+    from minitri.apps.serve.protocol import Protocol
+    from minitri.apps.serve.room import choose_size
+    from minitri.worker import Worker
+
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
         listener = socket.create_server((args.host, args.port))

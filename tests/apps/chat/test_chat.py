@@ -3,7 +3,6 @@
 import dataclasses
 import fcntl
 import itertools
-import json
 import logging
 import os
 import pty
@@ -141,10 +140,6 @@ TOLD = """
 /sampling presence_penalty=0.5 | presence_penalty=0.5, frequency_penalty=0.0
 /sampling bad_words=the | bad_words is not a setting
 /sampling presence_penalty=9 | presence_penalty is 9.0; it must be
-/json | no end-of-sequence token, which a grammar needs
-/json off | answers are free
-/schema | /schema needs FILE
-/schema /no/such/file | /schema /no/such/file cannot be read
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling top_k=1.5 | top_k is '1.5'
 /sampling seed=-1 | seed is
@@ -169,30 +164,6 @@ def test_a_command_is_answered_in_one_line(begin, capsys, line):
     [told] = capsys.readouterr().err.splitlines()
     assert wanted in told
     assert not chat.talk.turns
-
-
-def test_answers_follow_a_schema_until_it_is_taken_back(tmp_path, caplog):
-    pytest.importorskip("llguidance")
-    folder = write_hf_folder(tmp_path / "tiny")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
-    schema = tmp_path / "schema.json"
-    schema.write_text('{"enum": ["Anne", "Wentworth"]}')
-    with minitri.load(str(folder), dtype="float32", device="cpu") as engine:
-        args = build_parser().parse_args(["--seed", "1", "-n", "40"])
-        chat = Chat(engine, conversation(engine.tokenizer), args)
-        for line in (f"/schema {schema}", "Who?", "/json", "What?", "/json off", "Why?"):
-            chat.obey(line)
-        texts = [engine.tokenizer.decode(turn.token_ids) for turn in chat.talk.turns]
-        assert json.loads(texts[0]) in ("Anne", "Wentworth")
-        assert texts[1].lstrip().startswith("{")
-        assert not texts[2].lstrip().startswith(("{", '"'))
-        caplog.clear()
-        schema.write_text('{"type": "x"}')
-        chat.obey(f"/schema {schema}")
-        chat.obey("/schema " + str(tmp_path))
-        first, last = caplog.messages
-    assert "the json_schema cannot be used" in first
-    assert "is a folder" in last
 
 
 def test_help_lists_what_there_is(begin, capsys):

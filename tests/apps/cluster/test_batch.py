@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from minitri import generate
+from minitri.apps.cli.jsonl import Line
 from minitri.apps.cluster import batch
 from tests.apps.cluster.conftest import documents, write_questions
 
@@ -20,7 +21,8 @@ class FakeStream:
 
     def __init__(self, lines, num_good):
         self.answers = [
-            {"id": json.loads(line[2]).get("id", line[1]), "line": line[1]} for line in lines
+            {"id": json.loads(line.text).get("id", line.number), "line": line.number}
+            for line in lines
         ]
         self.num_left = num_good
 
@@ -63,7 +65,7 @@ class FakeRay:
 
 
 def lines_of(prompts):
-    lines = [(i, i + 1, json.dumps({"prompt": prompt})) for i, prompt in enumerate(prompts)]
+    lines = [Line(i, i + 1, json.dumps({"prompt": it})) for i, it in enumerate(prompts)]
     return [(prompt, line) for prompt, line in zip(prompts, lines, strict=True)]
 
 

@@ -22,6 +22,7 @@ import minitri
 from minitri import generate, loader
 from minitri.apps import bench as minitri_bench
 from minitri.apps import plan
+from minitri.apps.cli import inputs
 from tests.cascades import tiny_engine
 from tests.conftest import edit_json, write_hf_folder
 from tools.bench import __main__ as bench
@@ -333,13 +334,19 @@ def tiny_models():
     """Instead of the model that is asked for: a tiny one; the benchmark ends where it begins."""
     engine = tiny_engine()
 
-    def load(*_, before_weights, **__):
-        before_weights(engine.tokenizer, engine.config)
-        return engine
+    class OpenEngine:
+        tokenizer = engine.tokenizer
+        config = engine.config
+
+        def __init__(self, **_):
+            pass
+
+        def load(self):
+            return engine
 
     ends = ((minitri_bench, "compare"), (floor, "plain_decoding"), (synthetic, "sweep_contexts"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loader, "load", load)
+        patch.setattr(loader, "OpenEngine", OpenEngine)
         patch.setattr(constants, "HF_HUB_OFFLINE", True)
         patch.setattr(bench, "find_peers", lambda *_: {})
         for module, name in ends:
@@ -362,7 +369,7 @@ def test_any_flags_run_or_are_refused_in_one_line(program, fixed):
         out, err, stdin = io.StringIO(), io.StringIO(), io.TextIOWrapper(io.BytesIO(b"She had"))
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
             patch.setattr(sys, "stdin", stdin)
-            patch.setattr(generate, "is_piped", lambda: True)
+            patch.setattr(inputs, "is_piped", lambda: True)
             with pytest.raises(SystemExit) as ended:
                 program.main([*fixed, *argv])
         lines = [line for line in err.getvalue().splitlines() if line.startswith("minitri: ")]

@@ -16,6 +16,7 @@ from minitri import generate
 from minitri.apps import bench, plan
 from minitri.apps.chat import __main__ as chat
 from minitri.apps.cli import exits, inputs
+from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.selftest import __main__ as selftest
 from minitri.apps.serve import __main__ as serve
 from minitri.core.errors import InputError
@@ -27,7 +28,7 @@ PROMPT = "She had been forced into prudence in her youth"
 
 @pytest.mark.parametrize("program", [generate, plan, bench, selftest, chat, serve])
 def test_a_program_is_a_word_of_the_command(run, program):
-    name = program.__name__.split(".")[1]
+    name = program.__name__.removesuffix(".__main__").split(".")[-1]
     help_text = run("--help", program=program.main, model=None)
     assert run(name, "--help", model=None) == help_text
     assert f"  minitri {name} " in help_text.out
@@ -51,7 +52,7 @@ def test_the_name_of_a_program_misspelled_is_answered_by_the_nearest(run, words)
 
 def test_nothing_at_a_terminal_is_answered_by_help(run, monkeypatch):
     assert run("help", model=None) == run("-h", model=None) == (0, command.HELP, "")
-    monkeypatch.setattr(generate, "is_piped", lambda: False)
+    monkeypatch.setattr(inputs, "is_piped", lambda: False)
     for words, model in (((), None), (("-n", "9"), "x")):  # no terminal, no pipe, no text
         done = run(*words, model=model)
         assert (done.code, done.err.count("\n")) == (2, 1)
@@ -127,7 +128,7 @@ def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, wo
     (tmp_path / "piped").write_text(PROMPT)
     with (tmp_path / "piped").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        monkeypatch.setattr(generate, "is_piped", lambda: True)
+        monkeypatch.setattr(inputs, "is_piped", lambda: True)
         done = run(*words)
         assert done[:2] == (0, wanted)
         assert ("tokens of standard input; greedy" in done.err) == (not words)
@@ -136,7 +137,7 @@ def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, wo
 
 def encoded(engine, text: str, **flags) -> list[int]:
     args = SimpleNamespace(**{"max_prompt_tokens": None, **flags})
-    return inputs.encode(text, engine.tokenizer, engine.config, 8, args)
+    return inputs.encode(text, engine, args, num_new=8)
 
 
 def test_the_first_tokens_of_a_prompt_are_kept_and_it_is_told(engine, run, run_lines):
@@ -287,5 +288,5 @@ def test_waiting_threads_of_pytorch_sleep_next_to_compiled_kernels(given, found,
     """Unless there are none, or somebody has decided otherwise."""
     monkeypatch.setattr(os, "environ", dict(given))
     monkeypatch.setattr("shutil.which", lambda _: "c++")
-    with exits.clean_imports():
-        assert os.environ.get("GOMP_SPINCOUNT") == found
+    import_pytorch()
+    assert os.environ.get("GOMP_SPINCOUNT") == found

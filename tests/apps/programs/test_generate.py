@@ -12,7 +12,7 @@ import time
 import pytest
 
 from minitri import End, Engine, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.apps.cli import arguments
+from minitri.apps.cli import inputs
 
 PROMPT = "She had been forced into prudence in her youth"
 JSON_KEYS = """model method text token_ids num_prompt_tokens num_generated_tokens finish_reason seed
@@ -51,7 +51,7 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
     assert run("--prompt-file", str(file)).out == run("--prompt-file", "-").out == wanted
     assert run(PROMPT, "--max-prompt-tokens", "3", "--json").json["num_prompt_tokens"] == 3
-    monkeypatch.setattr(arguments, "DEMO_PROMPT_TOKENS", 100)
+    monkeypatch.setattr(inputs, "DEMO_PROMPT_TOKENS", 100)
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for flags in (("--demo",), ()):
         assert run(*flags, "--json").json["num_prompt_tokens"] == 100
@@ -60,11 +60,13 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
 def test_every_flag_reaches_the_engine(run, monkeypatch):
     seen = {}
 
-    def spy(self, prompts, **settings):
-        seen.update(settings)
+    def spy(self, requests, **settings):
+        [request] = requests
+        seen.update(settings, sampling=request.sampling, seed=request.seed)
+        assert request.generation == settings["generation"]
         sys.exit()
 
-    monkeypatch.setattr(Engine, "generate", spy)
+    monkeypatch.setattr(Engine, "stream", spy)
     flags = """x --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --seed 4 --max-new-tokens 7
         --prefill-chunk 3 --no-cuda-graphs --stop a --stop b --ignore-eos --method triforce
         --draft ngram --gamma1 3 --gamma2 5 --budget 32 --chunk-size 4 --num-sink-tokens 2
@@ -78,6 +80,7 @@ def test_every_flag_reaches_the_engine(run, monkeypatch):
         "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
         "speculation": SpeculationConfig("triforce", **sizes, rebuild_stride=11, coupled=True),
         "seed": 4,
+        "batch_size": 8,
     }
 
 
