@@ -20,7 +20,7 @@ class Output(io.StringIO):
 
 
 class Run(list):
-    rows = (SimpleNamespace(prompt=[1]),)
+    rows = (SimpleNamespace(prompt_ids=[1]),)
 
 
 @pytest.mark.parametrize("color", [False, True])
