@@ -1,6 +1,6 @@
-"""The shape of a model, whatever file describes it: frozen dataclasses that hold no tensors.
+"""Configuration of a model: sizes, norms and RoPE, whatever file they come from. No tensors.
 
-All models are far inside the bounds of the fields, and angles stay finite.
+The bounds of the fields are far wider than any known model, and keep all angles finite.
 """
 
 import dataclasses
@@ -12,55 +12,55 @@ from minitri.core.fields import between, check_fields, one_of, refuse
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
-"""Sizes of which each of several GPUs has its share."""
+"""Sizes that are divided among GPUs."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, and how its frequencies are stretched to longer contexts."""
+    """Rotary position embedding, and how its frequencies are scaled to longer contexts."""
 
-    label = "RoPE "  # of messages
+    label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)
     """Base of the geometric series of wavelengths."""
     kind: str = one_of("default", *ROPE_KINDS)
     factor: float = between(1.0, 1.0, 1e6)
-    """How many times longer than `original_context` the context is meant to be."""
+    """Context length divided by `original_context`."""
     original_context: int | None = between(None, 1)
-    """Context length in tokens of the pre-training, which llama3 and yarn refer to."""
+    """Context length of the pre-training in tokens, for llama3 and yarn."""
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
     """llama3: wavelengths above original_context / low_freq_factor are interpolated fully."""
     high_freq_factor: float = between(4.0, 1e-6, 1e6)
-    """llama3: wavelengths below original_context / high_freq_factor are left alone."""
+    """llama3: wavelengths below original_context / high_freq_factor are unchanged."""
     beta_fast: float = between(32.0, 1e-6, 1e6)
-    """yarn: dimensions that turn more often than this in original_context are left alone."""
+    """yarn: dimensions that rotate more often than this in original_context are unchanged."""
     beta_slow: float = between(1.0, 1e-6, 1e6)
-    """yarn: dimensions that turn less often than this in it are interpolated fully."""
+    """yarn: dimensions that rotate less often than this in it are interpolated fully."""
     attention_factor: float | None = between(None, 1e-3, 1e3)
     """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
     truncate: bool = True
     """yarn: round the two borders of the ramp outwards to whole dimensions."""
     frequency_divisors: tuple[float, ...] | None = None
-    """Divisors of the D/2 frequencies, which a GGUF file may store in place of a formula."""
+    """Divisors of the D/2 frequencies, which a GGUF file may store instead of a formula."""
 
     def __post_init__(self) -> None:
         check_fields(self)
         if self.high_freq_factor < 1.001 * self.low_freq_factor:
-            least = f"more than the low one, {self.low_freq_factor}"
-            refuse(self, "high_freq_factor", f"it must be {least}")
+            least = self.low_freq_factor
+            refuse(self, "high_freq_factor", f"it must be more than the low one, {least}")
         if self.beta_fast < self.beta_slow:
             refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
         if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
             refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6")
 
     def describe(self) -> str:
-        """A few words for the log, such as `yarn x4 (theta 100000)`."""
+        """A description for the log, such as `yarn x4 (theta 100000)`."""
         stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
         return f"{stretch} (theta {self.theta:g})"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which tensors a Llama or one of its relatives has, and what is computed with them."""
+    """Sizes and options of a Llama or of a model of its family, such as Qwen."""
 
     label = "model config: "
     num_layers: int = between(MISSING, 1, 1000)
@@ -82,14 +82,14 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
     draft_of: str | None = None
-    """Name of the target whose embedding table this drafter borrows; None: it has its own."""
+    """Name of the target whose embedding table this drafter shares; None: it has its own."""
     head_size: int | None = between(None, 1)
-    """With `draft_of`: tokens that the drafter's LM head covers, the frequent ones of the
-    vocabulary. It never guesses the others. That makes it faster, and cannot change a text."""
+    """With `draft_of`: size of the drafter's LM head, which covers the most frequent tokens of the
+    vocabulary. It never guesses the others; that is faster, and cannot change a text."""
     output_bias: bool | None = None
-    """The o projection has a bias; None: if q, k and v have."""
+    """The o projection has a bias; None: if q, k and v have one."""
     head_norm: bool = False
-    """An RMSNorm of every head of q and k before they are rotated, as in Qwen3."""
+    """Each head of q and k has an RMSNorm before RoPE, as in Qwen3."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -105,11 +105,12 @@ class ModelConfig:
 
     @property
     def kv_values_per_token(self) -> int:
-        """Numbers, not bytes, that one token adds to a full KV cache: 2 L K D."""
+        """Numbers (not bytes) that one token adds to a full KV cache: 2 L K D."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The shape of one of `count` equal shares. Raises `InputError` if it has no such."""
+        """The config of one of `count` equal shares of the model. Raises `InputError` if its sizes
+        cannot be divided."""
         if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "

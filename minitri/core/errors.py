@@ -1,6 +1,7 @@
-"""The one exception for bad input; its message is a line: what is wrong, what was got, what to do.
+"""Exceptions: `InputError` for bad input, with a message of one line in three parts.
 
-Programs print it and exit with code 2. Whatever else escapes from minitri is a bug.
+The parts are what is wrong, what was got, and what to do. Programs print the message and exit with
+code 2. Any other exception that leaves minitri is a bug.
 """
 
 from collections.abc import Iterator
@@ -10,10 +11,10 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting, a prompt.
+    """Bad input: a file, a flag, a setting or a prompt.
 
-    Settings are spelled as parameters, such as `budget=30`, or the message begins with `budget is`.
-    `ways` out of it come last; a program leaves out those that it does not have, see `in_flags`.
+    Settings are named as parameters, such as `budget=30`, or first, as in `budget is 30`. `ways`
+    are alternatives for the user, named last; a program drops those that it has no flags for.
     """
 
     def __init__(self, message: str, *ways: str) -> None:
@@ -24,17 +25,17 @@ class InputError(ValueError):
 
 
 class FaultError(InputError):
-    """The input is sound, but it cannot be computed here, or not now; a server answers 5xx."""
+    """Valid input that cannot be computed on this machine, or not now; a server answers 5xx."""
 
 
 class NotFiniteError(ArithmeticError):
-    """A distribution is not finite: the weights are damaged, or overflow their dtype; or a grammar
-    has none, as the message says then."""
+    """A distribution is not finite: the weights are damaged or overflow their dtype. With a message
+    it is the grammar that has failed."""
 
 
 def shorten(text: object, limit: int = 200) -> str:
-    """One line of at most `limit` characters, to quote a file or another error in a message of
-    ours; a control character could move the cursor."""
+    """Cuts a text to one line of at most `limit` characters, to quote it in a message; control
+    characters, which could move the cursor, are replaced."""
     words = str(text)[: 10 * limit].split()
     printable = (char if char.isprintable() else "\ufffd" for char in " ".join(words))
     line = "".join(printable)
@@ -53,7 +54,7 @@ def check_unicode(text: str, what: str) -> None:
 
 @contextmanager
 def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
-    """Turns whatever goes wrong into one line: `problem (what the error says); advice`."""
+    """Turns any exception of the block into an `InputError`: `problem (its message); advice`."""
     try:
         yield
     except InputError:

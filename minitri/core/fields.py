@@ -1,4 +1,4 @@
-"""Fields of settings that say what they may be, and the one check that reads it."""
+"""Fields of settings dataclasses: each declares its valid values, and one function checks them."""
 
 import dataclasses
 import difflib
@@ -15,30 +15,31 @@ KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
 def one_of(default: str | None, *choices: Any) -> Any:
-    """A field that is one of these words or values; false or empty, too, if the default is None."""
+    """A field that is one of these values; also false or empty if the default is None."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
-    """A field that is a number within bounds, None if that is the default; whole if `least` is."""
+    """A field that is a number within bounds, or None if that is the default. It must be whole if
+    `least` is an `int`."""
     return dataclasses.field(default=default, metadata={"range": (least, most)})
 
 
 def changed(settings: T, values: Mapping[str, Any]) -> T:
-    """A copy of settings with those of the values that have a field's name."""
-    own = {name: value for name, value in values.items() if name in vars(settings)}
-    return dataclasses.replace(settings, **own)  # type: ignore[type-var]
+    """A copy of settings with new values for its fields; other names are ignored."""
+    known = {name: value for name, value in values.items() if name in vars(settings)}
+    return dataclasses.replace(settings, **known)  # type: ignore[type-var]
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of settings with the values in the places of their fields. Raises `InputError` for a
-    name that none of them has."""
-    check_names(values, [name for it in settings for name in vars(it)])
-    return [changed(it, values) for it in settings]
+    """Copies of several settings with new values for their fields. Raises `InputError` for a name
+    that none of them has."""
+    check_names(values, [name for group in settings for name in vars(group)])
+    return [changed(group, values) for group in settings]
 
 
 def check_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises `InputError` for a name that is not known, with the nearest one."""
+    """Raises `InputError` for an unknown name, which suggests the most similar one."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -47,13 +48,13 @@ def check_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def expect(given: object, kind: type) -> None:
-    """Raises `InputError` unless it is of this kind."""
+    """Raises `InputError` unless an object is of this kind."""
     if not isinstance(given, kind):
         raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
 
 
 def brief(settings: Any) -> str:
-    """A `__repr__` with the fields that are not as by default; long texts and lists are cut."""
+    """A short `__repr__`: fields that differ from their defaults; long values are cut."""
     cut = reprlib.Repr()
     cut.maxstring, cut.maxother = 80, 240
     shown = []
@@ -68,16 +69,16 @@ def brief(settings: Any) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Raises `InputError` unless each field is what `one_of`, `between` or its type says."""
+    """Raises `InputError` unless every field has a valid value."""
     for field in dataclasses.fields(settings):
         if not is_allowed(field, getattr(settings, field.name)):
             refuse(settings, field.name, f"it must be {wanted(field)}")
 
 
 def wanted(field: Any) -> str:
-    """What a field may be, in words; empty where that is checked elsewhere."""
+    """Describes the valid values of a field; empty if they are checked elsewhere."""
     if choices := field.metadata.get("choices"):
-        words = (it if isinstance(it, str) else json.dumps(it) for it in choices)
+        words = (word if isinstance(word, str) else json.dumps(word) for word in choices)
         return f"one of {', '.join(words)}"
     if "range" not in field.metadata:
         return KINDS.get(field.type, "")
@@ -86,7 +87,7 @@ def wanted(field: Any) -> str:
 
 
 def is_allowed(field: Any, value: Any) -> bool:
-    """Whether it may be this value."""
+    """Whether a value is valid for a field."""
     if choices := field.metadata.get("choices"):
         is_choice = isinstance(value, type(choices[0])) and value in choices
         return is_choice or (field.default is None and not value)
@@ -98,6 +99,6 @@ def is_allowed(field: Any, value: Any) -> bool:
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:
-    """Raises `InputError` about a field, which begins with the `label` of its class, if any."""
+    """Raises `InputError` about the value of a field, after the `label` of its class, if any."""
     got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
     raise InputError(f"{got}; {advice}")

@@ -1,7 +1,7 @@
-"""Reading a prompt into a row of a full cache, chunk by chunk.
+"""Prefill: reads a prompt into a row of a full cache, chunk by chunk.
 
-Legend: T tokens read at once, N of them, E hidden size, V vocab, L layers, B rows, H query heads,
-D head dim.
+The last token of a prompt is not read here: it is the input of the first step. Legend: T tokens of
+a chunk, N some of them, E hidden size, V vocab, L layers, B rows, H query heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,29 +17,29 @@ from minitri.core.offload.layer_major import read_by_layers
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 
 SCORED_AT_ONCE = 256
-"""Rows of logits in memory while a text is scored."""
+"""Rows of logits in memory at once while a text is scored."""
 Score = Callable[[Tensor, list[int]], None]
-"""Takes logits (N, V), and the N tokens of a text that follow."""
+"""Called with logits (N, V), and the N tokens of the text that follow them."""
 
 
 def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
-    """Room for rotated queries (L, B, T, H, D) of every layer, see `Llama.forward`."""
+    """Buffer (L, B, T, H, D) for the rotated queries of all layers, see `Llama.forward`."""
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)
 
 
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
-    """Natural logarithms (N - 1,) of the probabilities of tokens 1 to N - 1 of a text, each after
-    those before it, float32 on the CPU. The cache is empty."""
-    found: list[float] = []
+    """Natural log-probabilities (N - 1,) of the tokens of a text after the first, each given those
+    before it; float32 on the CPU. The cache must be empty."""
+    scores: list[float] = []
 
     def take(logits_NV: Tensor, tokens: list[int]) -> None:
-        found.extend(own for own, _ in log_probs(logits_NV, tokens, 0))
+        scores.extend(logprob for logprob, _ in log_probs(logits_NV, tokens, 0))
 
     while full.lengths[0] < len(ids) - 1:
         read_chunk(model, ids, full, 0, chunk, score=take)
-    return torch.tensor(found)
+    return torch.tensor(scores)
 
 
 def prefill(
@@ -52,10 +52,11 @@ def prefill(
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
 ) -> Iterator[int]:
-    """Reads a prompt but for its last token into row b; yields how many tokens were read.
+    """Reads a prompt without its last token into row b; yields after each chunk how many tokens the
+    row holds.
 
-    `watch` is given the rotated queries (L, T, H, D) of the last `max_queries` of a chunk. A cache
-    in host memory is filled layer by layer, unless all queries are wanted."""
+    `watch` gets the rotated queries (L, T, H, D) of the last `max_queries` tokens of a chunk, None:
+    of all. A cache in host memory is filled layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
     while full.lengths[b] < len(prompt) - 1:
@@ -72,8 +73,8 @@ def read_chunk(
     max_queries: int | None = None,
     score: Score | None = None,
 ) -> int:
-    """One step of `prefill`; returns how many tokens row b holds then. `score` is given the logits
-    after each token that is read, some at a time."""
+    """Reads one chunk, as `prefill` does; returns how many tokens row b holds now. `score` gets the
+    logits after each token that is read, `SCORED_AT_ONCE` at a time."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None

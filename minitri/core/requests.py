@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minitri.core.errors import InputError, shorten
-from minitri.core.fields import brief, expect, with_fields
+from minitri.core.fields import brief, check_fields, expect, with_fields
 from minitri.core.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import LogProbs, RowStats, Stats
 
@@ -31,12 +31,13 @@ class PrefillProgress:
     """A chunk of a prompt has been read."""
 
     row: int
-    """Number of the request, like that of all events."""
+    """Number of the request, in all events."""
     num_done: int
-    """Of the `num_tokens` of this prompt, those included that were in the KV cache."""
+    """Tokens of the prompt read so far, with cached ones."""
     num_tokens: int
+    """Tokens of the whole prompt."""
     num_cached: int
-    """Those whose K and V were there from an earlier text, or a snapshot."""
+    """Tokens whose K and V were cached, from an earlier text or a snapshot."""
 
 
 @dataclass(frozen=True)
@@ -47,70 +48,69 @@ class Token:
     row: int
     token_id: int
     text: str
-    """Text that became certain with it; empty inside a character or a possible stop string."""
+    """Text that is final with this token; empty inside a character or a possible stop string."""
     origin: str
-    """Who guessed it, `draft` or `retrieval`; or of the target, `recovered` or `bonus`."""
+    """Stage that guessed it, `draft` or `retrieval`; or `recovered` or `bonus`, by the target."""
     logprob: float | None = None
-    """By the target alone, before temperature and filters, if `GenerationConfig.logprobs` asks."""
+    """Target's log-probability before all filters, if `GenerationConfig.logprobs` is set."""
     top_logprobs: tuple[tuple[int, float], ...] = ()
-    """The same of the likeliest tokens at this place, the best first."""
+    """Ids and log-probabilities of the likeliest tokens at this position, the best first."""
 
 
 @dataclass(frozen=True)
 class End:
-    """One row is finished; the others go on. In a notebook tokens are colored by their origins."""
+    """The whole output of one request, which has ended; other rows go on."""
 
     __repr__ = brief
     row: int
     finish_reason: str
-    """`eos`, `stop` or `length`; `failed` in a run that goes on without it: see `error`."""
+    """`eos`, `stop` or `length`; `failed` in an open run that goes on without it: see `error`."""
     text: str
-    """All text of the row: that of its `Token` events put together."""
+    """Texts of all `tokens`, joined."""
     token_ids: tuple[int, ...]
-    """All tokens generated, an end-of-sequence token included."""
+    """All generated tokens, with an end-of-sequence token."""
     seed: int
-    """The one that was given, or drawn where none was."""
+    """The request's seed, or the one that was drawn."""
     tokens: tuple[Token, ...] = field(repr=False)
-    """Its `Token` events: with their origins, and log-probabilities if asked for."""
     stats: Stats = field(repr=False)
-    """Those of the whole batch, live."""
+    """Statistics of the whole run, updated while it goes on."""
     row_stats: RowStats = field(repr=False)
     error: Exception | None = None
     prompt_scores: tuple[LogProbs, ...] = field(default=(), repr=False)
-    """Log-probabilities of the prompt's tokens but the first, if `Request.score_prompt` asks."""
+    """Log-probabilities of the prompt's tokens after the first, with `Request.score_prompt`."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """A run that stays open (`Engine.open`) has nothing to do until something is submitted."""
+    """An open run (`Engine.open`) has nothing to do until a request is submitted."""
 
 
 Completion = End
-"""The whole output of one prompt; see `Engine.complete`."""
+"""Result of `Engine.complete`."""
 Event = PrefillProgress | Token | End | Idle
 
 
 @dataclass(init=False)
 class Request:
-    """A text to go on with, and how: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
+    """A prompt and its settings: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
 
     __repr__ = brief
     prompt: Prompt
     seed: int | None
-    """None: one is drawn."""
+    """None: a seed is drawn."""
     sampling: SamplingParams
     generation: GenerationConfig
-    """Its `max_new_tokens`, `stop`, `ignore_eos` and `logprobs`; the rest belongs to a run."""
+    """Only `max_new_tokens`, `stop`, `ignore_eos` and `logprobs` count; the rest is of a run."""
     speculation: bool
-    """Whether anything is guessed for this text, if the run speculates."""
+    """Whether stages guess tokens for this text, if the run speculates."""
     owner: str
-    """Whose it is: no text begins with K and V of another owner's."""
+    """K and V of a prompt are reused only for requests of the same owner."""
     client: str
-    """Who asks: clients take turns, and those with the fewest rows are next."""
+    """Places in the batch are shared out fairly between clients."""
     shown: Container[int]
-    """Control tokens that the text has, as they are spelled; others are left out."""
+    """Control tokens that the text spells out; others are left out of it."""
     score_prompt: bool
-    """Whether the prompt's tokens have log-probabilities, too: then all of it is read."""
+    """Report log-probabilities of the prompt, too; then no cached part of it is used."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Request:
         score_prompt: bool = False,
         **fields: Any,
     ) -> None:
-        """`fields` take the places of those of `sampling` and `generation`. Raises `InputError`."""
+        """`fields` replace those of `sampling` and `generation`. Raises `InputError`."""
         expect(sampling, SamplingParams)
         expect(generation, GenerationConfig)
         self.prompt = prompt
@@ -136,9 +136,11 @@ class Request:
         self.shown = shown
         self.score_prompt = score_prompt
         self.sampling, self.generation = with_fields(fields, sampling, generation)
+        check_fields(self)
 
 
 ALONE = SpeculationConfig("autoregressive")
+"""Decoding without guesses."""
 CANCELLED = "cancelled"
 
 
@@ -216,7 +218,8 @@ def settings_of(
     speculation: SpeculationConfig | bool = True,
     **fields: Any,
 ) -> list[Any]:
-    """The three, with `fields` in the places of theirs. Raises `InputError`."""
+    """The three settings with `fields` replaced; speculation may be just on or off. Raises
+    `InputError`."""
     if speculation is False and (names := fields.keys() & vars(ALONE).keys() - {"coupled"}):
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):
@@ -228,7 +231,7 @@ def settings_of(
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` for what is no setting of a run over requests."""
+    """Raises `InputError` for a wrong batch size, or a setting that belongs to requests."""
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
     for name in fields:

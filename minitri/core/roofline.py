@@ -1,6 +1,8 @@
-"""How long a forward pass takes if only bytes count: a pass reads every weight and all cached K and
-V once, however few tokens it computes. For the autotuner before it has measured anything, and for
-`python -m minitri plan`."""
+"""Roofline model: predicts the seconds of a forward pass from the bytes that it reads.
+
+A pass reads every weight and all cached K and V once, however few tokens it computes. The autotuner
+uses this before it has measured anything, and `python -m minitri plan` for its tables.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,24 +15,25 @@ if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
 
 GROUP = 128
-"""Successive weights of a row that share a scale, of 4 bytes, in a GPU's copy in few bits."""
+"""Weights of a row that share a scale of 4 bytes, in a quantized copy on a GPU."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the bytes move through, and what else a pass costs."""
+    """Bandwidths of a machine, and the other costs of a pass."""
 
     weight_bytes_per_second: float
     kv_bytes_per_second: float
     link_bytes_per_second: float
     """From host memory to the device."""
     seconds_per_layer: float = 0.0
-    """Launches, small operations, Python; `seconds_per_pass`: sampling, a verdict."""
+    """Launches, small operations, Python."""
     seconds_per_pass: float = 0.0
+    """Sampling and the verdict."""
     share_per_extra_token: float = 0.0
-    """What each token of a block but the first of each row adds, as a share of the pass."""
+    """Time that each further token of a row's block adds, as a share of the pass."""
     share_in_four_bits: float = 0.0
-    """As `share_per_extra_token`, of a copy in 4 bits, whose weights take less time to read."""
+    """The same for a copy in 4 bits, whose weights take less time to read."""
     flops_per_second: float = 1e18
 
 
@@ -44,14 +47,14 @@ CPU = Machine(
     share_in_four_bits=0.2,
 )
 NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
-"""Without AVX-512: bound by arithmetic sooner."""
+"""A CPU without AVX-512, which is bound by arithmetic sooner."""
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
-"""Nominal machines: of the right order where nothing was measured, and the same in every run."""
+"""Nominal machines: of the right order of magnitude, and the same in every run."""
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
-    """A GPU by bytes and FLOPs per second. A layer is 12 launches in a CUDA graph, a pass a verdict
-    and a copy to the host; what several GPUs send to one another is left out."""
+    """A GPU by bytes and FLOPs per second. A layer costs 12 launches in a CUDA graph, a pass a
+    verdict and a copy to the host; traffic between GPUs is left out."""
     return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
@@ -60,12 +63,12 @@ CARDS = {
     80: card(2e12, 25e9, 200e12),
     1e9: card(4e12, 25e9, 500e12),
 }
-"""By memory in GiB: smaller cards, an A100 and an H200, with PCIe 4.0 x16."""
+"""Typical GPUs by memory in GiB: small cards, an A100 and an H200, with PCIe 4.0 x16."""
 
 
 def outline(config: ModelConfig) -> "Llama":
-    """The network of a config, with no memory for its weights."""
-    import torch  # not needed by those who only ask what cards there are
+    """The model of a config on the meta device, without memory for its weights."""
+    import torch  # `minitri plan --help` needs only `CARDS`
 
     from minitri.core.model.llama import Llama
 
@@ -74,83 +77,90 @@ def outline(config: ModelConfig) -> "Llama":
 
 @cache
 def weights_per_pass(config: ModelConfig) -> int:
-    """Numbers of the weights that a pass reads: of an untied embedding table only some rows."""
+    """Number of weights that a pass reads: all but the embedding table, of which it reads rows."""
     weights = outline(config).named_parameters()
     return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Numbers in a model's weights; of a drafter without an embedding table, its own only."""
+    """Number of weights of a model, without an embedding table that it borrows or ties."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
 
 def bytes_per_pass(model: "Llama") -> int:
-    """Bytes of the weights that a pass of this very model reads, quantized or not."""
+    """Bytes of weights that a pass of a loaded model reads, quantized or not."""
     weights = (getattr(module, "weight", None) for module in model.modules())
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 
 @cache
 def copy_bytes(config: ModelConfig, bits: int) -> int:
-    """Bytes of a copy in 4 or 8 bits (`devices/gpu/quantized_copies.py`); 0 bits: of none."""
+    """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits
+    (`devices/gpu/quantized_copies.py`); 0 for 0 bits, without a copy."""
 
     def size(layer: Any, bits: int) -> int:
         return layer.out_features * -(-layer.in_features // GROUP) * (GROUP * bits // 8 + 4)
 
     model = outline(config)
-    layers = sum(size(it, bits) for it in model.layers.modules() if hasattr(it, "in_features"))
+    linears = (layer for layer in model.layers.modules() if hasattr(layer, "in_features"))
+    layers = sum(size(linear, bits) for linear in linears)
     return layers + size(model.lm_head, 8) if bits else 0
 
 
 @dataclass(frozen=True)
 class Pass:
-    """What a forward pass reads, moves and computes, on each GPU."""
+    """Bytes and FLOPs of one forward pass, on each GPU."""
 
     num_layers: int
     weight_bytes: float
     kv_bytes: float
     link_bytes: float
-    """The part of the KV that comes from host memory, while all else goes on: the slower counts."""
+    """K and V copied from host memory meanwhile: the slower of the two is the time of the pass."""
     flops: float
     num_extra_tokens: float
     is_in_four_bits: bool
 
     def seconds(self, machine: Machine) -> float:
+        """Predicted time of the pass."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        in_four_bits = self.is_in_four_bits
-        share = machine.share_in_four_bits if in_four_bits else machine.share_per_extra_token
+        share = machine.share_per_extra_token
+        if self.is_in_four_bits:
+            share = machine.share_in_four_bits
         seconds *= 1 + share * self.num_extra_tokens
         return max(seconds, self.flops / machine.flops_per_second)
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is decoded, and where it stands."""
+    """Models and cached tokens of a step of decoding, from which the cost of passes follows."""
 
     target: ModelConfig
-    """Of several GPUs that share a model, the share of each."""
+    """The target; with several GPUs the share of each, see `ModelConfig.share`."""
     draft: ModelConfig | None
-    """None: lookup, which takes no pass."""
+    """None: guesses are looked up in the text, which takes no pass."""
     num_tokens: int
-    """In the full cache, all rows together, as `num_retrieved` in the retrieval cache."""
+    """Tokens in the full cache, all rows together."""
     num_retrieved: int
+    """Tokens in the retrieval cache, all rows together."""
     itemsize: int = 2
     hosted_share: float = 0.0
-    """Of the full cache, in host memory."""
+    """Share of the full cache that is in host memory, 0 to 1."""
     pass_bytes: Mapping[str, int] = field(default_factory=dict)
-    """By stage, of the weights that a pass reads, where the config does not imply them."""
+    """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
     batch_size: int = 1
 
     @property
     def slot_bytes(self) -> int:
+        """Bytes of K and V of one token of the target."""
         return self.target.kv_values_per_token * self.itemsize
 
     def read(self, stage: str, num_guesses: float) -> Pass:
-        """A pass of a stage ("draft", "retrieval", "target") over guesses and a token per row."""
+        """The pass of a stage ("draft", "retrieval", "target") over one token and `num_guesses` in
+        each row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
         num_weights = weights_per_pass(config)
@@ -171,7 +181,7 @@ class Workload:
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
-        """Of `read`; 0 of lookup, which takes no pass."""
+        """Predicted seconds of a stage's pass; 0 for lookup, which takes no pass."""
         if stage == "draft" and self.draft is None:
             return 0.0
         return self.read(stage, num_guesses).seconds(machine)

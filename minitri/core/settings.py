@@ -1,13 +1,13 @@
-"""What a run wants: how to sample, when to stop, how to speculate. Frozen, checked when made.
+"""Settings: how to sample, when to stop, how to speculate. Frozen dataclasses, checked when made.
 
-Every default is written once, in a field here; the text below it is its help in every program.
+Every default is written once, in a field here. The text below a field is its help in all programs.
 """
 
 import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minitri.core.errors import MAX_COUNT, check_unicode
@@ -17,50 +17,51 @@ METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
 DTYPES = ("float32", "bfloat16", "float16")
 BACKENDS = ("triton", "flash", "math")
-"""Of attention on a GPU; see `devices/gpu/attention_backends.py`."""
+"""Attention backends on a GPU, see `devices/gpu/attention_backends.py`."""
 MAX_ROWS = 8
-"""Requests of a stream that run at a time, if memory allows."""
+"""Requests of a stream that run at the same time by default, if memory allows."""
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
-"""Most tokens that a pass of decoding reads per row: the last certain one and all guesses."""
+"""Most tokens per row in a pass of decoding: the last committed one, and all guesses."""
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 OPEN_DEPTHS = (2, 4)
-"""What the autotuner chooses from where a gamma, or the depth of a tree, is left open."""
+"""Candidates of the autotuner where a gamma, or the depth of a tree, is not set."""
 MIN_TEMPERATURE = 1e-6
 MAX_BIAS = 100
 STRIDE = 64
-"""Caches have a multiple of this many slots per row, so that rows lie alike in memory."""
+"""Slots per row of a cache are a multiple of this, so that all rows have the same alignment."""
 SLIDE = 32
-"""Tokens by which a drafter's window may outgrow `num_recent_tokens`."""
+"""Tokens by which the window of a drafter's cache may exceed `num_recent_tokens`."""
 MIN_BUDGET, MAX_BUDGET = 256, 4096
-"""Limits of the default budget, in tokens."""
+"""Limits of the default retrieval budget, in tokens."""
 
 
 def round_up_to_stride(num_slots: int) -> int:
-    """The next multiple of STRIDE."""
+    """Rounds a number of slots up to a multiple of STRIDE."""
     return -(-num_slots // STRIDE) * STRIDE
 
 
 Bias = Mapping[int, float] | Sequence[tuple[int, float]]
-"""Of token ids; a mapping or pairs."""
+"""Numbers to add to the logits of token ids: a mapping, or pairs."""
 
 
-def _pairs(given: Any) -> tuple[tuple[int, float], ...] | None:
-    """A bias in order of the token ids, each once; None if it is no such thing."""
-    try:  # keys of JSON are texts
-        bias = {int(token): float(number) for token, number in dict(given).items()}
+def _sorted_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
+    """A bias as pairs sorted by token id, each once; None if it is not valid."""
+    try:  # keys of JSON are strings
+        by_token = {int(token): float(number) for token, number in dict(bias).items()}
     except (TypeError, ValueError, OverflowError):
         return None
-    is_sound = all(0 <= it <= MAX_COUNT and abs(bias[it]) <= MAX_BIAS for it in bias)
-    return tuple(sorted(bias.items())) if is_sound else None
+    pairs = tuple(sorted(by_token.items()))
+    is_valid = all(0 <= token <= MAX_COUNT and abs(number) <= MAX_BIAS for token, number in pairs)
+    return pairs if is_valid else None
 
 
-def _texts(settings: Any, name: str) -> tuple[str, ...]:
-    """The texts in a field, which may be a single one. Raises `InputError`."""
-    given = getattr(settings, name)
-    texts = (given,) if isinstance(given, str) else given
-    if not (isinstance(texts, Sequence) and all(isinstance(it, str) and it for it in texts)):
+def _strings(settings: Any, name: str) -> tuple[str, ...]:
+    """The strings in a field, which may be a single one. Raises `InputError`."""
+    value = getattr(settings, name)
+    texts = (value,) if isinstance(value, str) else value
+    if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):
         refuse(settings, name, "it must be strings of at least one character")
     for text in texts:
         check_unicode(text, f"a text of {name}")
@@ -69,8 +70,8 @@ def _texts(settings: Any, name: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """The filters that, with the logits, define the next-token distribution: first those that look
-    at the text so far, bias, penalties, forbidden tokens and grammar, then these in this order."""
+    """Filters that turn logits into the next-token distribution: first those that depend on the
+    text so far (bias, penalties, forbidden tokens, grammar), then temperature to min-p in order."""
 
     __repr__ = brief
 
@@ -83,30 +84,30 @@ class SamplingParams:
     min_p: float = between(0.0, 0.0, 1)
     """Keep tokens at least P times as likely as the likeliest; 0 is off."""
     repetition_penalty: float = between(1.0, 0.01, 100)
-    """Divide the positive logits of tokens that stand in prompt or output by this, and multiply the
+    """Divide the positive logits of tokens that occur in prompt or output by this, and multiply the
     negative ones; 1 is off."""
     presence_penalty: float = between(0.0, -2.0, 2)
-    """Subtract this from the logits of tokens that stand in the output; 0 is off."""
+    """Subtract this from the logits of tokens that occur in the output; 0 is off."""
     frequency_penalty: float = between(0.0, -2.0, 2)
-    """Subtract this from the logit of a token for each time it stands in the output; 0 is off."""
+    """Subtract this from a token's logit for each time it occurs in the output; 0 is off."""
     logit_bias: Bias = ()
     """Add a number from -100 to 100 to the logit of a token id, as in 42:-1.5; may be given several
     times."""
     bad_words: Sequence[str] = ()
-    """Never write this, with or without a space before it, as the tokenizer spells it; may be given
-    several times."""
+    """Never write this word, with or without a space before it, as the tokenizer encodes it; may be
+    given several times."""
     min_tokens: int = between(0, 0)
     """No end-of-sequence token before N tokens. A stop string ends a text earlier."""
     grammar: Any = None
-    """What the whole output must be, if it is not cut by its length; needs minitri[grammar]."""
+    """Constrain the whole output, unless its length cuts it; needs minitri[grammar]."""
 
     def __post_init__(self) -> None:
         check_fields(self)
-        bias = _pairs(self.logit_bias)
+        bias = _sorted_pairs(self.logit_bias)
         if bias is None:
             refuse(self, "logit_bias", "it must map token ids to numbers from -100 to 100")
         object.__setattr__(self, "logit_bias", bias)
-        object.__setattr__(self, "bad_words", _texts(self, "bad_words"))
+        object.__setattr__(self, "bad_words", _strings(self, "bad_words"))
         if self.grammar is not None and not hasattr(self.grammar, "kind"):
             refuse(self, "grammar", "it must be a minitri.Grammar")
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -114,43 +115,40 @@ class SamplingParams:
 
     @property
     def reads_text(self) -> bool:
-        """Whether there are filters that look at the text, or at tokens by their numbers."""
-        plain = (1, 0, 0, (), (), 0, None)
-        return plain != (
-            *(self.repetition_penalty, self.presence_penalty, self.frequency_penalty),
-            *(self.logit_bias, self.bad_words, self.min_tokens, self.grammar),
-        )
+        """Whether any filter depends on the text so far, or on token ids."""
+        plain = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
+        return self != plain
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """What a captured step fixes: top-k, and whether there are top-p and min-p."""
+        """The part that a captured graph fixes: top-k, and whether there are top-p and min-p."""
         return self.top_k, self.top_p < 1, self.min_p > 0
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """What a captured step reads: temperature, top-p and the logarithm of min-p."""
+        """The part that a captured graph reads: temperature, top-p and the logarithm of min-p."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         return self.temperature, self.top_p, log_min_p
 
 
 @dataclass(frozen=True)
 class GenerationConfig:
-    """What a run produces and when it stops."""
+    """Length and end of each output, and how a run reads prompts and uses memory."""
 
     max_new_tokens: int = between(256, 1)
     """Generate at most N tokens per prompt."""
     stop: Sequence[str] = ()
-    """End before this text; may be given several times; $'\\n' is a line break in most shells."""
+    """End before this string; may be given several times; $'\\n' is a line break in most shells."""
     ignore_eos: bool = False
-    """Go on after an end-of-sequence token."""
+    """Continue after an end-of-sequence token."""
     logprobs: int | None = between(None, 0, 20)
-    """Give the log-probability of every token, and those of the K likeliest, 0 to 20 (in JSON)."""
+    """Report log-probabilities: of each token, and of the K likeliest, 0 to 20 (in JSON)."""
     reserve: int = between(0, 0)
-    """Make room in the KV cache for texts of N tokens, prompt and output, for longer runs later."""
+    """Reserve room in the KV cache for N tokens, prompt and output, for longer runs later."""
     prefill_chunk: int = between(1024, 1)
     """Read the prompt N tokens at a time; bounds the memory of activations."""
     shared_chunk: int = between(128, 1)
-    """Read at most N tokens of a prompt between two steps of texts that are further on."""
+    """Read at most N tokens of a prompt between two decoding steps of other texts."""
     offload: bool = False
     """On a GPU, keep in host memory the KV cache of layers that do not fit; see minitri plan."""
     on_chip: int | None = between(None, 0)
@@ -162,41 +160,42 @@ class GenerationConfig:
         check_fields(self)
         if self.on_chip is not None and not self.offload:
             refuse(self, "on_chip", "it means nothing without offload=True; add that")
-        object.__setattr__(self, "stop", _texts(self, "stop"))
+        object.__setattr__(self, "stop", _strings(self, "stop"))
 
     def for_run(self, reserve: int) -> "GenerationConfig":
-        """What of this belongs to a run, with room for texts of `reserve` tokens."""
-        own = {name: value for name, value in vars(self).items() if name not in TEXT_FIELDS}
-        return GenerationConfig(1, **own | {"reserve": reserve})
+        """The settings that all texts of a run share, with room for `reserve` tokens per text."""
+        return replace(
+            self, max_new_tokens=1, stop=(), ignore_eos=False, logprobs=None, reserve=reserve
+        )
 
 
 TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", "logprobs")
-"""Settings of a text. All others are of a run, which many texts may share."""
+"""Settings of one text. All others belong to a run, which many texts may share."""
 
 
 def parse_tree(tree: str) -> tuple[int, int]:
-    """Sequences and their length in "4x3"; of "16" the nodes of a Sequoia tree, and 0."""
+    """Width and depth of the tree "4x3"; for a Sequoia tree such as "16" its nodes, and 0."""
     width, _, depth = tree.partition("x")
     return int(width or 0), int(depth or 0)
 
 
 def num_nodes(tree: str) -> int:
-    """Tokens in a tree of this shape: 12 in 4x3, 16 in 16, 0 in an empty one."""
+    """Number of guesses in a tree: 12 in "4x3", 16 in "16", 0 in an empty one."""
     width, depth = parse_tree(tree)
     return width * (depth or 1)
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """How one step of decoding is made: which stages take part, and how far they guess ahead."""
+    """Plan of one decoding step: which stages take part, and how many tokens they guess."""
 
     method: str
     gamma1: int = 0
-    """Tokens the drafter guesses per round; 0 where there is no drafter."""
+    """Tokens that the drafter guesses per round; 0 without a drafter."""
     gamma2: int = 0
-    """Tokens the retrieval level collects; 0 where there is no such level."""
+    """Tokens that the retrieval level collects; 0 without that level."""
     tree: str = ""
-    """Shape of what the lowest stage guesses, as in `SpeculationConfig`; a chain if empty."""
+    """Shape of the lowest stage's guesses, as in `SpeculationConfig.tree`; a chain if empty."""
 
     def __str__(self) -> str:
         _, *gammas = vars(self).items()
@@ -213,14 +212,14 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """How the cascade is stacked and how far each level guesses ahead. The text stays the same."""
+    """Stages of the cascade and how far each guesses ahead; the text does not depend on it."""
 
     method: str = one_of("auto", *METHODS)
-    """Who guesses. auto: whatever is fastest, chosen before every step; autoregressive: nobody;
-    naive: a drafter; retrieval: the target with a small part of its KV cache; triforce: the drafter
-    guesses for that one."""
+    """Who guesses. auto: the fastest, chosen before every step; autoregressive: nobody; naive: a
+    drafter; retrieval: the target with a small part of its KV cache; triforce: a drafter for the
+    retrieval level, which guesses for the target."""
     policy: Any = "retrieval"
-    """What the retrieval cache holds: by the paper's rule, or by your `minitri.Policy`."""
+    """Rule that selects the retrieval cache: the paper's, or a `minitri.Policy`."""
     gamma1: int | None = between(None, 1, MAX_GAMMA)
     """Tokens the drafter guesses at a time. Default: chosen before every step."""
     gamma2: int | None = between(None, 1, MAX_GAMMA)
@@ -232,25 +231,25 @@ class SpeculationConfig:
     chunk_size: int = between(8, 1, 1024)
     """Tokens that are retrieved together."""
     num_sink_tokens: int = between(4, 0)
-    """First tokens of the text, which every small cache keeps."""
+    """First tokens of the text, kept by every small cache."""
     num_recent_tokens: int = between(252, 1)
-    """Latest tokens that the drafter's cache keeps; at most a quarter of a retrieval cache."""
+    """Latest tokens, kept by the drafter's cache; at most a quarter of a retrieval cache."""
     observation_window: int = between(16, 1, 1024)
-    """Latest tokens whose queries select what the retrieval cache holds."""
+    """Latest tokens whose queries select the chunks of the retrieval cache."""
     rebuild_stride: int = between(256, 1)
     """New tokens after which the retrieval cache is rebuilt."""
     coupled: bool = False
     """Tie random numbers to seed and position: one text per seed for all methods."""
     timed: bool = False
-    """Let the autotuner follow the clock even where a seed then no longer repeats its text: at a
-    temperature above 0, unless coupled, and wherever a text may depend on the last bits (unless
-    compiled CPU kernels, or float32 on a CPU, make all plans equal). Else predicted costs count."""
+    """Let the autotuner use measured times even where a seed then no longer repeats its text: at a
+    temperature above 0 unless coupled, and wherever rounding may change a text (not with float32 or
+    compiled kernels on a CPU). Otherwise predicted costs count."""
     verification: str = one_of("block", *VERIFICATIONS)
-    """Test a chain of guesses as a block, which accepts more of them, or token by token; no
-    difference at temperature 0 or with --coupled."""
+    """Verify a chain of guesses as a block, which accepts more, or token by token; no difference at
+    temperature 0 or with --coupled."""
     tree: str = ""
     """Let the lowest stage guess trees: N, a Sequoia tree of at most N tokens, or WxD, W sequences
-    of D tokens. A near-tie may then fall the other way. Default: chains."""
+    of D tokens. Rounding may then decide a near-tie otherwise. Default: chains."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -267,7 +266,7 @@ class SpeculationConfig:
             refuse(self, "gamma1", f"but tree={self.tree}; leave one of them out")
 
     def budget_for(self, num_prompt_tokens: int) -> int:
-        """Tokens in the retrieval cache of a prompt of this length."""
+        """Tokens in the retrieval cache for a prompt of this length."""
         if self.budget is not None:
             return self.budget
         budget = min(max(num_prompt_tokens // 4, MIN_BUDGET), MAX_BUDGET)
@@ -275,7 +274,7 @@ class SpeculationConfig:
 
     @property
     def plans(self) -> list[StepPlan]:
-        """All ways to make a step that these settings allow."""
+        """All plans of a step that these settings allow."""
         depth = parse_tree(self.tree)[1] or None
         gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
@@ -292,16 +291,16 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens the target reads at once in a step: the last certain one, and the guesses,
-        gamma2 - 1 and a whole inner round."""
+        """Most tokens per row that the target reads in a step: the last committed one, and the
+        guesses, gamma2 - 1 and a whole inner round."""
         return 1 + max(max(it.gamma1, num_nodes(it.tree)) + it.gamma2 for it in self.plans)
 
     @property
     def room(self) -> int:
-        """Slots that a small cache needs after a slide: an unread block, a block of guesses."""
+        """Slots that a small cache needs free after a slide: an unread block, and guesses."""
         return 2 * self.max_block
 
 
 def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
-    """What the autotuner may choose from: what is given, if it is."""
+    """Candidates of the autotuner: the given gamma alone, if any."""
     return open_to if gamma is None else (gamma,)

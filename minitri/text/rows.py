@@ -31,10 +31,6 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     """The row of a request, which is checked; without a seed it draws one, the same on all ranks.
     Raises `InputError`."""
     expect(request, Request)
-    expect(request.speculation, bool)
-    expect(request.owner, str)
-    expect(request.client, str)
-    expect(request.score_prompt, bool)
     prompt_ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
