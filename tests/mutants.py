@@ -335,7 +335,7 @@ files/reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)
 core/decoding/test_sampling.py::test_a_row_has_filters_of_its_own
   filters grouped by their form alone
-    probs_of_rows: own == params[0] => own.form == params[0].form
+    probs_of_rows: row == params[0] => row.form == params[0].form
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
     walk_by_source: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)

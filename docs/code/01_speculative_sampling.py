@@ -1,4 +1,4 @@
-"""Chapter 1: whatever q the guesses come from, what `verify` emits follows p.
+"""Chapter 1: whatever q the guesses come from, what `verify_one` emits follows p.
 
 Every uniform number is replaced by the midpoints of a grid on whose lines all borders between
 outcomes lie, so that sums over the grid are the exact probabilities.
@@ -6,7 +6,7 @@ outcomes lie, so that sums over the grid are the exact probabilities.
 
 from itertools import product
 
-from minitri.core.decoding.reference import Probs, sample, verify
+from minitri.core.decoding.reference import Probs, sample_one, verify_one
 
 P = (0.4, 0.3, 0.2, 0.1)
 """The verifier's distribution of the next token."""
@@ -26,8 +26,8 @@ def outcomes(q: Probs) -> list[tuple[int, bool, float]]:
     numbers = [midpoints(count) for count in (10, 12, 12)]
     found = []
     for drawing, testing, last in product(*numbers):
-        guess = sample(q, drawing)
-        tokens = verify([guess], [q], [P, AFTER], [testing, last])
+        guess = sample_one(q, drawing)
+        tokens = verify_one([guess], [q], [P, AFTER], [testing, last])
         found.append((tokens[0], len(tokens) == 2, 1 / 1440))
     return found
 

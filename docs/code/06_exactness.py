@@ -10,7 +10,7 @@ import torch
 
 import minitri
 from minitri.core.config import ModelConfig
-from minitri.core.decoding.reference import Model, Probs, triforce, verify
+from minitri.core.decoding.reference import Model, Probs, triforce, verify_one
 from minitri.core.model.llama import Llama
 from minitri.core.settings import METHODS
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
@@ -25,7 +25,7 @@ def model(name: str) -> Model:
 
 def other_q(guesses: list[int], q: list[Probs], p: list[Probs], u: list[float]) -> list[int]:
     """A bug: it does not go by the q that the guesses were sampled from."""
-    return verify(guesses, [[0.5, 0.25, 0.25] for _ in q], p, u)
+    return verify_one(guesses, [[0.5, 0.25, 0.25] for _ in q], p, u)
 
 
 def error() -> float:
@@ -52,6 +52,6 @@ def num_texts(coupled: bool) -> int:
 
 if __name__ == "__main__":
     print("total variation:", error())
-    with patch("minitri.core.decoding.reference.verify", other_q):
+    with patch("minitri.core.decoding.reference.verify_one", other_q):
         print(f"the same, with another q: {error():.3f}")
     print(f"{len(METHODS)} methods, one seed: {num_texts(False)} texts; coupled: {num_texts(True)}")

@@ -1,35 +1,35 @@
-"""Online autotuner: takes before every step the plan with the highest predicted tokens per second.
+"""Online autotuner: chooses for every step the plan with the highest predicted tokens per second.
 
-It needs the seconds of a round of each stage, predicted by bytes over bandwidth times one measured
-factor per stage, and the acceptance rate of its guesses. The longer a stage was not used, the
-better its plans look. Where the clock counts, a text begins without guesses until the target was
-timed. Choices depend on counts and times of the past, never on which tokens were sampled, so the
-text follows the target's distribution whatever is chosen.
+A prediction needs two numbers of each stage: the seconds of a round (bytes over bandwidth, times
+one measured factor per stage) and the acceptance rate of its guesses. Plans with unused stages get
+an exploration bonus that grows with every step. With `use_clock` the first steps are
+autoregressive, to time the target. Choices depend on counts and times of the past, never on which
+tokens were sampled, so the text follows the target's distribution whatever is chosen.
 """
 
 from collections.abc import Callable
 
 from minitri.core.settings import StepPlan, num_nodes
 
-# What is lost without each of them: section "Ablation of the autotuner" of tools/RESULTS.md.
+# Measured in section "Ablation of the autotuner" of tools/RESULTS.md.
 FIRST_RATES = {"draft": 0.55, "retrieval": 0.9}
-"""Acceptance rates expected of a stage's guesses before any was tested."""
+"""Acceptance rate assumed of each stage before a guess was tested."""
 FIRST_TESTED = 5.0
-"""Tested guesses that this expectation weighs as much as."""
+"""Weight of this assumption, in tested guesses."""
 MEMORY = 0.97
-"""Weight that tested guesses keep after each later verdict about a row."""
+"""Factor by which the weight of tested guesses decays with each later verdict about a row."""
 SMOOTHING = 0.2
 """Weight of the latest round in the moving average of a stage's cost."""
 HYSTERESIS = 1.02
-"""A plan must be predicted to be faster than the current one by this factor to replace it."""
+"""A plan replaces the current one if it is predicted to be faster by this factor."""
 EXPLORATION = 1.005
-"""Factor by which a plan looks faster with every step in which a stage of it was not used."""
+"""Bonus factor of a plan for every step in which a stage of it was not used."""
 RARITY = 50
-"""Times what a stage took to catch up with the text that must go by before it looks faster."""
+"""An unused stage gets no bonus until this many times its catch-up time has passed."""
 
 
 class Autotuner:
-    """Chooses the plan of every step from costs and acceptance rates, which it is told of."""
+    """Chooses the plan of every step from the costs and acceptance rates reported to it."""
 
     def __init__(
         self,
@@ -38,21 +38,21 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` of a round are all that counts without a clock; they
-        change with the rows that run. The first plan is one without guesses, if there is one."""
+        """`prior_seconds(stage, num_guesses)` predicts a round of the current rows; without
+        `use_clock` nothing else counts. The first of `plans` must be the cheapest to try."""
         self.plan = plans[0]
         self._plans = plans
         self.prior_seconds = prior_seconds
         self._use_clock = use_clock
-        self._factors: dict[str, float] = {}  # measured over prior seconds, per stage
+        self._factors: dict[str, float] = {}  # measured / prior seconds, by stage
         self._timed: set[tuple[str, int]] = set()
-        # Tested and accepted guesses, older ones weigh less.
+        # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
-        # Steps in which the stage was not used, less those that its catching up is worth.
+        # Steps since a stage was used, minus those that its catch-up time is worth.
         self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
 
     def choose(self) -> StepPlan:
-        """The plan of the next step: the first until the target was timed, if times count."""
+        """The plan of the next step; with a clock the first plan until the target was timed."""
         if not self._use_clock or "target" in self._factors:
             speeds = {plan: self._optimistic_speed(plan) for plan in self._plans}
             best = max(speeds, key=speeds.__getitem__)
@@ -64,23 +64,23 @@ class Autotuner:
         return self.plan
 
     def note_catching_up(self, stage: str, seconds: float) -> None:
-        """Learns how long a stage took to get ready for a step."""
+        """Records the seconds that a stage took to prepare for a step."""
         if self._use_clock and stage in self._num_unused:
             num_steps = RARITY * seconds / self._cost("target", 0)
             self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
-        """Learns what a round that verified `num_guesses` took."""
-        # The first round of its length says nothing: it may have compiled or allocated something.
+        """Records the seconds of a round that verified `num_guesses`."""
+        # The first round of each length is ignored: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self._prior(stage, num_guesses)
             known = self._factors.get(stage, measured)
-            # A round that was held up says little, and a stage that looks slow is not timed again.
+            # Outliers are capped: a stage that looks slow would not be timed again.
             self._factors[stage] = known + SMOOTHING * (min(measured, 2 * known) - known)
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Learns a verdict about one row, whoever verified: rates by the retrieval level and by the
+        """Records a verdict about one row, by any level: rates by the retrieval level and by the
         target differ by less than 0.03, see tools/RESULTS.md."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
@@ -90,7 +90,7 @@ class Autotuner:
         length = float(plan.gamma1)
         tree = num_nodes(plan.tree)
         num_guesses = tree or length
-        # A pass reads the nodes that a tree has so far, half of them on average.
+        # Each pass of the drafter reads the nodes so far, half of them on average.
         seconds = plan.gamma1 * self._cost("draft", tree / 2)
         if plan.uses_retrieval:
             per_round = expected_tokens(self._rate("draft"), plan.gamma1)
@@ -109,9 +109,9 @@ class Autotuner:
         return accepted / tested
 
     def _cost(self, stage: str, num_guesses: float) -> float:
-        """Seconds of a round; a stage without measurements takes the factor of the target."""
-        others = self._factors.get("target", next(iter(self._factors.values()), 1.0))
-        return self._factors.get(stage, others) * self._prior(stage, num_guesses)
+        """Seconds of a round; a stage without measurements has the factor of the target."""
+        default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
+        return self._factors.get(stage, default) * self._prior(stage, num_guesses)
 
     def _prior(self, stage: str, num_guesses: float) -> float:
         return max(self.prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
@@ -122,5 +122,5 @@ def _proposers(plan: StepPlan) -> list[str]:
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:
-    """Tokens per round, the verifier's own included, if guesses are accepted independently."""
+    """Tokens per round, with the verifier's own, if guesses are accepted independently."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)

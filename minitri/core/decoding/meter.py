@@ -1,6 +1,6 @@
 """The meter: times the rounds of a cascade, for its statistics and for the autotuner.
 
-What a round took is known at once on a CPU, on a GPU when the device has done it.
+On a CPU the seconds of a round are known at once, on a GPU when the device has finished it.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +11,7 @@ from minitri.core.stats import Clock, LevelStats, Stats
 
 
 class Meter:
-    """Seconds and counts of one run, given to its statistics and its autotuner."""
+    """Reports seconds and counts of one run to its statistics and its autotuner."""
 
     def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock) -> None:
         self.stats = stats
@@ -21,7 +21,8 @@ class Meter:
     def round(
         self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
     ) -> AbstractContextManager[None]:
-        """Reads at most `num_guesses` per row, to verify them or to guess `num_tokens` more."""
+        """Times a round that reads at most `num_guesses` per row, to verify them or to sample
+        `num_tokens` new ones."""
 
         def take(seconds: float) -> None:
             level.seconds += seconds
@@ -30,24 +31,25 @@ class Meter:
         return self._timed(take)
 
     def catching_up(self, level: LevelStats) -> AbstractContextManager[None]:
-        """A stage gets ready for a step."""
+        """Times how a stage prepares for a step."""
         return self._timed(lambda seconds: self.tuner.note_catching_up(level.name, seconds))
 
     def commit(self) -> AbstractContextManager[None]:
-        """The small caches are brought up to date."""
+        """Times updates of the small caches."""
         return self._timed(self.stats.note_commit)
 
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
-        """What `level` accepted of one row's guesses; `proposer` is who guessed, if anyone."""
+        """Reports how many of one row's guesses `level` accepted; `proposer` is the name of the
+        stage that made them, None if there was none."""
         num_tested = level.record(num_draft, num_accepted)
         if proposer is not None:
-            # No guess at all counts as one that was rejected: nothing was gained.
+            # A proposal without guesses counts as one rejected guess: nothing was gained.
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
     def settle(self) -> None:
-        """Waits until all that is timed is done."""
+        """Waits until the device has finished all that is timed."""
         self._clock.settle()
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""Gumbel noise tied to (seed, position, token): what makes a seed give one text for all methods.
+"""Gumbel noise keyed by (seed, position, token), so that a seed gives one text for all methods.
 
-The noise of a position is a vector over the vocabulary, computed where it is needed from a 64-bit
-key by SplitMix64 (Steele et al. 2014), for tokens that are possible. Pure functions.
+The noise of a position is a vector over the vocabulary, computed from a 64-bit key by SplitMix64
+(Steele et al. 2014), only for tokens with a probability above 0. Pure functions.
 """
 
 import math
@@ -23,7 +23,7 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 
 def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
     """log p + g of all tokens, (..., V) float64; minus infinity where p is 0."""
-    if probs.is_cuda:  # where the host would have to wait for the support
+    if probs.is_cuda:  # the host would wait for the support
         return dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
     scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
@@ -32,13 +32,13 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """The same without a question to the host."""
+    """`gumbel_scores` for all tokens, without a host sync."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
 
 def gumbel(keys: Tensor, numbers: Tensor) -> Tensor:
-    """The noise of each (key, number), float64."""
+    """Gumbel noise of each (key, number), float64."""
     return -(-hashed_uniforms(keys, numbers).log()).log()
 
 
@@ -48,12 +48,12 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """The keys of the noise of positions; with `hash(seed + position)` rows would share noise."""
+    """Noise keys of positions. A `hash(seed + position)` would share noise between rows."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 
 def splitmix(states: Tensor) -> Tensor:
-    """What the generator SplitMix64 gives after each of these states, int64."""
+    """The output of the generator SplitMix64 after each of these states, int64."""
     x = states + _STEP
     x = (x ^ _shift_right(x, 30)) * _MIX1
     x = (x ^ _shift_right(x, 27)) * _MIX2

@@ -1,9 +1,9 @@
 """From logits to next-token distributions, and samples from them.
 
-This is the one place where temperature and filters act, the same for every level of a cascade
-(`devices/cpu/sampling.h` has a kernel that does the same).
-Filters compare with a cut-off value: tokens of equal probability are kept or dropped together,
-whatever order a sort leaves them in. Pure functions: all randomness is an argument.
+Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. A kernel
+may replace `probs_from_logits` (`Execution.probs`). Each filter compares with a cut-off value:
+tokens of equal probability are kept or dropped together, in whatever order a sort leaves them. Pure
+functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
 """
@@ -19,20 +19,20 @@ from minitri.core.settings import SamplingParams
 from minitri.core.stats import LogProbs
 
 TOP_P_PREFIXES = (512, 4096)
-"""Likeliest tokens that top-p looks at first; a row that needs more is sorted whole."""
+"""Numbers of likeliest tokens that top-p tries first; a row that needs more is sorted whole."""
 
 
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
-    """The next-token distribution of each row, (N, V): temperature (0: exactly one-hot), top-k,
-    top-p, min-p, each filter on what the ones before it left, renormalised."""
+    """The next-token distributions (N, V): temperature (0 is exactly one-hot), then top-k, top-p
+    and min-p, each applied to the tokens that the ones before it kept."""
     if params.temperature == 0:
         return greedy_probs(logits_NV)
     return filtered_probs(logits_NV, params, params.numbers, sort_all=logits_NV.is_cuda)
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` by numbers on the device (`SamplingParams.numbers`), with the form of
-    `filters`. Nothing is asked of the host, so a captured pass follows other numbers."""
+    """`probs_from_logits` for a captured pass: the form of `filters` is fixed, their values are
+    read from `numbers_3` on the device (`SamplingParams.numbers`). No host sync."""
     probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -42,18 +42,17 @@ def probs_of_rows(
     params: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """`probs_from_logits`, or another function that does the same, of B rows, each with its own
-    filters; (B, N, V)."""
+    """The distributions (B, N, V) of B rows, each with its own filters; `probs` replaces
+    `probs_from_logits`."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
-    if all(own == params[0] for own in params):
+    if all(row == params[0] for row in params):
         return probs(logits_BNV.flatten(0, 1), params[0]).unflatten(0, (-1, N))
-    pairs = zip(logits_BNV, params, strict=True)
-    return torch.stack([probs(logits_NV, own) for logits_NV, own in pairs])
+    return torch.stack([probs(*pair) for pair in zip(logits_BNV, params, strict=True)])
 
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
-    """One-hot distributions of the likeliest tokens; of equal ones the lowest id."""
+    """One-hot distributions of the likeliest tokens; the lowest id wins a tie."""
     V = logits_NV.shape[-1]
     best_N1 = logits_NV.amax(-1, keepdim=True)
     ids = torch.arange(V, device=logits_NV.device)
@@ -69,7 +68,7 @@ def filtered_probs(
     *,
     sort_all: bool,
 ) -> Tensor:
-    """The same above 0; with a tensor, and `sort_all`, the host waits for nothing."""
+    """`probs_from_logits` for a temperature above 0; no host sync with `sort_all`."""
     top_k, has_top_p, has_min_p = filters.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
@@ -88,22 +87,23 @@ def filtered_probs(
 def _top_p_cutoff(
     scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
 ) -> Tensor:
-    """Per row (N, 1), the score of the least likely token of the smallest set of mass `top_p`:
-    among the `sizes[0]` likeliest tokens; rows that need more go on with the next size, or all."""
+    """The lowest score (N, 1) in the smallest set of tokens of mass `top_p`, sought among the
+    `sizes[0]` likeliest tokens; rows that need more try the next size, and last all tokens."""
     best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
     probs = (best - log_totals_N1).exp()
-    before = running_sums(probs) - probs  # mass of the tokens ahead of each
+    before = running_sums(probs) - probs  # mass of the likelier tokens
     num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
     cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
     if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
-        rest = scores_NV[more_N], log_totals_N1[more_N]
-        cutoff_N1[more_N] = _top_p_cutoff(*rest, top_p, sizes[1:])
+        cutoff_N1[more_N] = _top_p_cutoff(
+            scores_NV[more_N], log_totals_N1[more_N], top_p, sizes[1:]
+        )
     return cutoff_N1
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """One token per row, (N,), by inverse CDF of float64 numbers in [0, 1); rows need not sum to 1.
-    On a CPU a token of probability 0 is never sampled; on CUDA at odds of 1e-11."""
+    """One token per row (N,) by inverse CDF, from float64 numbers in [0, 1); rows need not sum to
+    1. A token of probability 0 is never sampled on a CPU, and at odds of 1e-11 on CUDA."""
     cdf_NV = running_sums(probs_NV)
     targets_N1 = uniforms_N.double().unsqueeze(-1) * cdf_NV[..., -1:]
     tokens_N1 = torch.searchsorted(cdf_NV, targets_N1, right=True)
@@ -111,12 +111,12 @@ def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 
 def running_sums(numbers: Tensor) -> Tensor:
-    """Sums up to every place of a row, float64; on a GPU by parts, to use all multiprocessors."""
+    """Cumulative sums of each row, float64; on a GPU by parts, to use all multiprocessors."""
     return sums_by_parts(numbers) if numbers.is_cuda else numbers.cumsum(-1, dtype=torch.float64)
 
 
 def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
-    """`running_sums` within all parts of a row at once, and of the parts."""
+    """Cumulative sums within parts of a row, plus those of the parts before."""
     V = numbers.shape[-1]
     parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
     sums = parts.cumsum(-1, dtype=torch.float64)
@@ -125,15 +125,15 @@ def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
-    """Gives tokens that a drafter does not have the probability 0."""
+    """Adds tokens that a drafter lacks, with probability 0."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Log-probabilities of N tokens and of the likeliest at each place, before all filters."""
+    """Log-probabilities of N tokens and of the `num_top` likeliest at each place, unfiltered."""
     scores_NV = logits_NV.log_softmax(-1)
-    own = scores_NV[range(len(tokens)), tokens].tolist()
-    best, ids = (it.tolist() for it in scores_NV.topk(min(num_top, scores_NV.shape[1])))
-    pairs = [tuple(zip(*row, strict=True)) for row in zip(ids, best, strict=True)]
-    return list(zip(own, pairs, strict=True))
+    scores = scores_NV[range(len(tokens)), tokens].tolist()
+    best_NM, ids_NM = scores_NV.topk(min(num_top, scores_NV.shape[1]))
+    rows = zip(ids_NM.tolist(), best_NM.tolist(), strict=True)
+    return list(zip(scores, [tuple(zip(*row, strict=True)) for row in rows], strict=True))

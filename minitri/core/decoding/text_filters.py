@@ -1,13 +1,13 @@
-"""Filters that look at a text: bias, penalties, forbidden tokens and a grammar.
+"""Text filters: bias, penalties, forbidden tokens and a grammar, which depend on the text so far.
 
-They change the logits of a position by what stands before it, the prompt, the output and the
-guesses in flight, before `probs_from_logits` makes a distribution of them. So p at a position is a
-function of that position's own history, at every level alike, and what is proved of proposals holds
-for them. Only tokens that stand in a text, or have a bias, get other logits by a penalty; these few
-are gathered, changed and put back.
+They change the logits of a position before `probs_from_logits` makes a distribution of them. So p
+at a position is a function of its own history (prompt, committed tokens, and the guesses before
+it), the same at every level, and what is proved of proposals holds under them.
 
-A row has one object for all levels, which counts what is certain; what is not comes as *paths*: the
-tokens after the certain ones at each place of a block, in a tree those of a node's ancestors.
+All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
+after those are given as a *path* for each place of a block; in a tree, a node's ancestors. Only
+tokens with a bias, or of the text, can be changed by bias and penalties: these few are gathered,
+changed and put back.
 
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
@@ -35,14 +35,14 @@ class Matcher(Protocol):
         """Appends committed tokens."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the committed ones and `path`; None: it has given up."""
+        """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
 
     def forced(self, path: list[int]) -> list[int]:
         """The text that must follow `path`, as the tokenizer would cut it into tokens."""
 
 
 class TextFilters:
-    """The filters of one row that look at its text, and what they know of that."""
+    """The text filters of one row, with counts of its committed tokens."""
 
     def __init__(
         self,
@@ -54,18 +54,19 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`bad_words` are those of the settings as tokens."""
+        """`bad_words` are token sequences that must not come; `end_tokens` must not come before
+        `params.min_tokens` others."""
         self.text = [*prompt]
-        """The tokens that are certain."""
+        """The committed tokens."""
         self.matcher = matcher
         self._params = params
         self._first = len(prompt)
         self._end_tokens = [*end_tokens]
-        self._last_of = defaultdict[tuple[int, ...], list[int]](list)  # by the tokens before it
+        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # by the tokens before
         for word in bad_words:
-            self._last_of[tuple(word[:-1])].append(word[-1])
-        self._sizes = sorted({len(before) for before in self._last_of})
-        # The tokens with a bias, or in the text if that counts, have places in these.
+            self._word_ends[tuple(word[:-1])].append(word[-1])
+        self._sizes = sorted({len(before) for before in self._word_ends})
+        # Each token whose logit may change has a place in these tensors.
         self._places: dict[int, int] = {}
         self._ids_V = torch.zeros(vocab_size, dtype=torch.int64)
         self._bias_V, self._in_prompt_V, self._counts_V = torch.zeros(3, vocab_size)
@@ -79,7 +80,7 @@ class TextFilters:
             self._in_prompt_V[self._place(token)] = 1
 
     def extend(self, sequence: list[int]) -> None:
-        """Takes in what a text, which begins like the one so far, has more."""
+        """Commits the tokens by which `sequence` is longer than the text so far."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():
@@ -88,9 +89,11 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes the logits after each path, in place. Forbidden tokens get minus infinity. What
-        would forbid all tokens is not applied: so a grammar comes before bad words and the least
-        number of tokens, and does not hold for a drafter that has none of the tokens it allows."""
+        """Changes the logits after each path in place; forbidden tokens get minus infinity.
+
+        A filter that would forbid all tokens is skipped. So the grammar, which comes first, wins
+        over bad words and `min_tokens`, and a drafter without any of its tokens ignores it.
+        """
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
             if self.matcher is not None:
@@ -110,38 +113,38 @@ class TextFilters:
                     logits_V[ids_U] = before_U
 
     def _banned(self, path: list[int]) -> list[int]:
-        """What may not follow, whatever the grammar says."""
+        """Tokens that bad words and `min_tokens` forbid after a path."""
         num_new = len(self.text) - self._first + len(path)
         tokens = [*self._end_tokens] if num_new < self._params.min_tokens else []
         if self._sizes:
             latest = [*self.text[max(0, len(self.text) - self._sizes[-1]) :], *path]
             for size in self._sizes:
-                tokens += self._last_of.get(tuple(latest[len(latest) - size :]), ())
+                tokens += self._word_ends.get(tuple(latest[len(latest) - size :]), ())
         return tokens
 
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
         counted = paths if self._counts_output else []
-        guessed = [(n, self._place(it)) for n, path in enumerate(counted) for it in path]
+        guessed = [(n, self._place(token)) for n, path in enumerate(counted) for token in path]
         U = len(self._places)
         if not U:
             return
         counts_NU = self._counts_V[:U]
         if guessed:
             counts_NU = counts_NU.repeat(len(paths), 1)
-            where = torch.tensor(guessed).unbind(1)
-            counts_NU.index_put_(where, torch.ones(()), accumulate=True)
+            places = torch.tensor(guessed).unbind(1)
+            counts_NU.index_put_(places, torch.ones(()), accumulate=True)
         ids_U = self._ids_V[:U].to(logits_NV.device)
         numbers = [self._bias_V[:U], self._in_prompt_V[:U], counts_NU]
-        numbers = [it.to(logits_NV) for it in numbers]
-        if logits_NV.shape[1] < len(self._ids_V):  # of a drafter
+        numbers = [tensor.to(logits_NV) for tensor in numbers]
+        if logits_NV.shape[1] < len(self._ids_V):  # a drafter's smaller vocabulary
             is_known_U = ids_U < logits_NV.shape[1]
             ids_U = ids_U[is_known_U]
-            numbers = [it[..., is_known_U] for it in numbers]
+            numbers = [tensor[..., is_known_U] for tensor in numbers]
         x_NU = penalised(logits_NV.index_select(1, ids_U), self._params, *numbers)
         logits_NV.index_copy_(1, ids_U, x_NU)
 
     def _place(self, token: int) -> int:
-        """Where a token has its numbers; a rejected guess has zeros there."""
+        """The place of a token, a new one if needed; a rejected guess keeps one, with zeros."""
         place = self._places.get(token)
         if place is None:
             place = self._places[token] = len(self._places)
@@ -152,8 +155,8 @@ class TextFilters:
 def penalised(
     x_NU: Tensor, params: SamplingParams, bias_U: Tensor, in_prompt_U: Tensor, counts_NU: Tensor
 ) -> Tensor:
-    """Logits with bias and penalties, by which tokens stand in the prompt and how often each stands
-    in the output: in the order of vLLM and `transformers`, with OpenAI's meaning."""
+    """Logits after bias and penalties, in the order of vLLM and `transformers`, with OpenAI's
+    meaning; `in_prompt_U` is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
     x_NU = x_NU + bias_U
     if (penalty := params.repetition_penalty) != 1:
         is_new_NU = (counts_NU == 0) & (in_prompt_U == 0)
@@ -169,11 +172,11 @@ def penalised(
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """A copy of the logits of B rows, changed by the filters that a row has; `paths` as there."""
+    """A copy of the logits of B rows, changed by each row's text filters after its `paths`."""
     logits_BNV = logits_BNV.clone()
-    for own, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
-        if own is not None and row:
-            own.apply(logits_NV[: len(row)], row)
+    for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
+        if row_filters is not None and row:
+            row_filters.apply(logits_NV[: len(row)], row)
     return logits_BNV
 
 
@@ -184,22 +187,23 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """The paths of active rows that have filters. A block is guesses after a sequence; in a tree
-    node n follows those at the places `above[n]` of its block, else place n the first n."""
-    found = list[Rows]()
-    for own, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
-        paths = Rows()
-        if own is not None and on:
-            start = sequence[len(own.text) :]
+    """The paths of each active row with text filters, none for others. A block is guesses after a
+    sequence: place n follows the first n, or in a tree those at the places `above[n]`."""
+    paths = list[Rows]()
+    for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
+        row = Rows()
+        if row_filters is not None and on:
+            start = sequence[len(row_filters.text) :]
             places = above or [[*range(n)] for n in range(len(block) + 1)]
-            paths = [[*start, *(block[i] for i in nodes)] for nodes in places]
-        found.append(paths)
-    return found
+            row = [[*start, *(block[i] for i in nodes)] for nodes in places]
+        paths.append(row)
+    return paths
 
 
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Of active rows with a grammar the text that it forces after a sequence. Only a guess: a cut
-    into tokens which the distribution may not choose."""
+    """Tokens that the grammar of each active row forces after its sequence. They are only guesses:
+    the same text can be cut into tokens in other ways."""
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
-    matchers = [own.matcher if own is not None else None for own in filters]
-    return [it.forced(*row) if it and row else [] for it, row in zip(matchers, paths, strict=True)]
+    matchers = [row.matcher if row is not None else None for row in filters]
+    pairs = zip(matchers, paths, strict=True)
+    return [matcher.forced(*row) if matcher and row else [] for matcher, row in pairs]

@@ -37,7 +37,7 @@ def test_the_cascade_equals_algorithm_1(seed, V, gamma1, gamma2, sampling):
     source = IndependentSource("token")
     source.restart(0, seed)
     cascade = toy_cascade(source, 1, target, retrieval, draft, gamma1, gamma2)
-    cascade.start()
+    cascade.start([0])
     while len(cascade.sequences[0]) < len(PROMPT) + 20:
         cascade.step()
     generator = torch.Generator().manual_seed(seed)
