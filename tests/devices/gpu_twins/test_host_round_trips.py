@@ -20,7 +20,6 @@ from tests.conftest import tiny_model
 from tests.core.rigs import CPU, GREEDY, WARM, Rig, near_copy, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import SIZED_BY_DATA, WAITS, is_masked
 from tests.devices.gpu_twins.conftest import as_on_a_gpu
-from tools.bench import launches
 
 CONFIG = tiny_config(num_layers=2)
 
@@ -69,18 +68,14 @@ def test_a_step_waits_once_for_every_verdict(
     assert waits.places == ["to_host"] * (rig.num_verdicts() - before)
 
 
-def test_the_table_of_launches_has_totals(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["launches", "--method", "naive"])
-    monkeypatch.setattr(launches, "NUM_STEPS", 2)
-    launches.main()
-    title, _, *rows, end = capsys.readouterr().out.splitlines()
-    assert (title.split(",")[0], end.split()[0]) == ("naive", "about")
-    assert {"draft", "target"} < {row.split()[0] for row in rows}
-    for *parts, total in zip(
-        *([float(it) for it in row[12:].split()] for row in rows), strict=True
-    ):
-        assert total == pytest.approx(sum(parts), abs=0.3)
-        assert total > 0
+class Operations(TorchDispatchMode):
+    """Counts operations, views included."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
 
 
 def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
@@ -97,11 +92,11 @@ def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
             keys, values = (
                 it.transpose(0, 1).contiguous().transpose(0, 1) for it in (keys, values)
             )
-        with launches.Counting() as counted:
+        with Operations() as counted:
             small._select(0, 0, 128, torch.randn(num_heads, config.head_dim), keys, values)
-        found.add(counted.counts["other", "launches"])
+        found.add(counted.count)
         for chosen, slots in ((small.keys, keys), (small.values, values)):
             for k in range(num_heads):  # each token is one of its own head
                 assert (chosen[0, 0, k, :32, None] == slots[k]).all(2).any(1).all()
     assert len(found) == 1
-    assert 0 < found.pop() < 40
+    assert 0 < found.pop() < 80
