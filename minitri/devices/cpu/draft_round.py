@@ -5,6 +5,7 @@ single passes give.
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
 
+import ctypes
 from collections.abc import Sequence
 
 import torch
@@ -14,8 +15,9 @@ from minitri.core.model.cache import Cache
 from minitri.core.model.linear import TiedHead, TrimmedHead
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
-from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead
-from minitri.devices.cpu.kernels import require, struct_of
+from minitri.devices.cpu.abi import FilterArguments, RoundArguments
+from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead, matrix_of
+from minitri.devices.cpu.kernels import filter_arguments, require
 from minitri.devices.cpu.quantized import Form
 
 
@@ -77,16 +79,25 @@ class DraftRound:
         tokens_BN = torch.empty(B, N, dtype=torch.int64)
         probs_BNV = torch.empty(B, N, vocab_size)
         V = min(vocab_size, self._num_tokens)
-        numbers = [(V, it.top_k, 1, *map(float, it.numbers)) for it in sampling]
-        filters = bytearray().join(struct_of(None, None, 1, *own) for own in numbers)
-        filters_B = torch.frombuffer(filters, dtype=torch.uint8)
-        fields = self._layers.fields(x_BTE, cache)  # its tensors must outlive the struct
-        head = self._head
-        arguments = struct_of(
-            *(*fields, block_BT, num_read_B, self._turns.cos, self._turns.signed_sin),
-            *(self._table_VX, self._num_tokens, self._table_form, self._norm_E),
-            *(head.weight, head.bias, head.out_features, head.in_features, head.form, self._ids_2N),
-            *(filters_B, uniforms_BN, tokens_BN, probs_BNV, N, vocab_size),
+        filters_B = (FilterArguments * B)(*(filter_arguments(params, V) for params in sampling))
+        arguments = RoundArguments(
+            first=self._layers.arguments(x_BTE, cache),
+            block=block_BT,
+            num_read=num_read_B,
+            cos=self._turns.cos,
+            sin=self._turns.signed_sin,
+            embeddings=self._table_VX,
+            num_tokens=self._num_tokens,
+            form=self._table_form,
+            norm=self._norm_E,
+            head=matrix_of(self._head),
+            ids=self._ids_2N,
+            filters=ctypes.addressof(filters_B),
+            uniforms=uniforms_BN,
+            tokens=tokens_BN,
+            probs=probs_BNV,
+            N=N,
+            width=vocab_size,
         )
-        self._layers.kernels.call("round", x_BTE.dtype, arguments)
+        self._layers.kernels.call("round", arguments, x_BTE.dtype)
         return tokens_BN, probs_BNV

@@ -6,6 +6,7 @@ takes the plain layers, but for attention and RoPE. Weights may have 4 to 8 bits
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
 
+import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -24,7 +25,8 @@ from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
 from minitri.core.model.replace import Factories, copy_with, replace_modules
 from minitri.core.model.rope import Rotary
 from minitri.core.settings import LONGEST_BLOCK
-from minitri.devices.cpu.kernels import KernelNorm, Kernels, memory_of, require, struct_of
+from minitri.devices.cpu.abi import LayerWeights, Matrix, PassArguments
+from minitri.devices.cpu.kernels import KernelNorm, Kernels, memory_of, require
 from minitri.devices.cpu.products import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import Tiles
@@ -132,19 +134,19 @@ class KernelLayers(Layers):
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        fields = self.fields(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
-        self.kernels.call("pass", x_BTE.dtype, struct_of(*fields))
+        arguments = self.arguments(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
+        self.kernels.call("pass", arguments, x_BTE.dtype)
         return x_BTE
 
-    def fields(
+    def arguments(
         self,
         x_BTE: Tensor,
         cache: Cache,
         rotary: Rotary | None = None,
         rule: Tensor | None = None,
         queries: Tensor | None = None,
-    ) -> list[Tensor | float | None]:
-        """`PassArguments` of a pass that turns the block x into its result."""
+    ) -> PassArguments:
+        """The arguments of a pass that replaces the block x by its result."""
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:
@@ -168,39 +170,66 @@ class KernelLayers(Layers):
             queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
             tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
         )
-        lengths = torch.tensor(cache.lengths)
-        return [
-            *(self._weights, x_BTE, *(turns or (None, None))),
-            *(memory_of(cache.keys), memory_of(cache.values), raw_keys, queries, lengths, rule),
-            *(L, B, T, queries.shape[2] if queries is not None else 0),
-            *(E, attention.heads[0], K, D, *cache.keys.stride()[:4]),
-            queries.stride(0) if queries is not None else 0,
-            isinstance(cache.keys, Tiles),
-            *(self.kernels.num_threads, first.input_layernorm.eps, self.kernels.seconds),
-        ]
+        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
+        return PassArguments(
+            layers=ctypes.addressof(self._weights),
+            x=x_BTE,
+            cos=None if rotary is None else rotary.cos,
+            sin=None if rotary is None else rotary.signed_sin,
+            keys=memory_of(cache.keys),
+            values=memory_of(cache.values),
+            raw_keys=raw_keys,
+            queries=queries,
+            lengths=torch.tensor(cache.lengths),
+            rule=rule,
+            L=L,
+            B=B,
+            T=T,
+            W=0 if queries is None else queries.shape[2],
+            E=E,
+            H=attention.heads[0],
+            K=K,
+            D=D,
+            kv_layer=kv_layer,
+            kv_batch=kv_batch,
+            kv_head=kv_head,
+            kv_slot=kv_slot,
+            queries_layer=0 if queries is None else queries.stride(0),
+            is_tiled=isinstance(cache.keys, Tiles),
+            num_threads=self.kernels.num_threads,
+            eps=first.input_layernorm.eps,
+            seconds=self.kernels.seconds,
+        )
 
     @cached_property
-    def _weights(self) -> Tensor:
-        """An array of structs that say where the weights are; they stay there."""
-        fields = [field for layer in self for field in weights_of(layer)]
-        return torch.frombuffer(bytearray(struct_of(*fields)), dtype=torch.uint8)
+    def _weights(self) -> ctypes.Array[LayerWeights]:
+        """Where the weights of the layers are; they stay there."""
+        return (LayerWeights * len(self))(*map(weights_of, self))
 
 
-def weights_of(layer: nn.Module) -> list[Tensor | int | None]:
-    """A block's fields of `LayerWeights`."""
+def weights_of(layer: nn.Module) -> LayerWeights:
+    """Where the weights of a block are."""
     assert isinstance(layer, Layer)
     attention, mlp = layer.self_attn, layer.mlp
-    head_norms = (attention.q_norm, attention.k_norm)
-    norms = (layer.input_layernorm, layer.post_attention_layernorm, *head_norms)
-    fields: list[Tensor | int | None] = [getattr(norm, "weight", None) for norm in norms]
     qkv = attention.qkv_proj
-    parts = [*qkv.values()] if isinstance(qkv, KernelParts) else [qkv]
-    for linear in (*parts, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
-        assert isinstance(linear, KernelLinear)
-        fields += [linear.weight, linear.bias, linear.out_features, linear.in_features, linear.form]
-        if linear is qkv:
-            fields += [None] * 10  # it is all three parts
-    return fields
+    parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
+    return LayerWeights(
+        input_norm=layer.input_layernorm.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        q_norm=getattr(attention.q_norm, "weight", None),
+        k_norm=getattr(attention.k_norm, "weight", None),
+        qkv=(Matrix * 3)(*map(matrix_of, parts)),
+        o=matrix_of(attention.o_proj),
+        gate_up=matrix_of(mlp.gate_up_proj),
+        down=matrix_of(mlp.down_proj),
+    )
+
+
+def matrix_of(linear: nn.Module) -> Matrix:
+    """Where weights and bias of a linear layer are."""
+    assert isinstance(linear, KernelLinear)
+    sizes = {"N": linear.out_features, "E": linear.in_features}
+    return Matrix(weights=linear.weight, bias=linear.bias, form=linear.form, **sizes)
 
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:

@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <string_view>
 #include <system_error>
 
 #include "attention.h"
@@ -175,7 +176,7 @@ void pass(const PassArguments& p) {
 }
 
 struct RoundArguments {
-    PassArguments pass;       // over the first block; x is overwritten by those after it
+    PassArguments first;      // over the first block; x is overwritten by those after it
     const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
     const float *cos, *sin;   // (S, D), of all slots
     const void* embeddings;   // a matrix of the form
@@ -212,7 +213,7 @@ void draft_round(const RoundArguments& a) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
     static thread_local Scratch<float> float_memory;
-    PassArguments p = a.pass;
+    PassArguments p = a.first;
     const int64_t B = p.B, E = p.E, turns = B * p.T * p.D, outputs = a.head.N, V = a.filters[0].V;
     T *hidden = memory.get(B * (E + outputs)), *rounded = hidden + B * E;
     float* cos = float_memory.get(2 * turns + B * outputs);
@@ -289,6 +290,24 @@ const char* minitri_instructions() {
 #else
     return "plain";
 #endif
+}
+
+// Bytes of a struct, or 0 for an unknown name: `abi.py` compares them when it loads this library.
+int64_t minitri_sizeof(const char* name) {
+#define SIZE_OF(Struct) if (std::string_view(name) == #Struct) return sizeof(Struct);
+    SIZE_OF(AttentionArguments)
+    SIZE_OF(LinearArguments)
+    SIZE_OF(ProductArguments)
+    SIZE_OF(DequantizeArguments)
+    SIZE_OF(RotateArguments)
+    SIZE_OF(NormArguments)
+    SIZE_OF(FilterArguments)
+    SIZE_OF(Matrix)
+    SIZE_OF(LayerWeights)
+    SIZE_OF(PassArguments)
+    SIZE_OF(RoundArguments)
+#undef SIZE_OF
+    return 0;
 }
 
 int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {

@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import os
-import struct
 import threading
 from collections.abc import Iterator, Sequence
 
@@ -24,6 +23,17 @@ from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
 from minitri.core.settings import SamplingParams
+from minitri.devices.cpu.abi import (
+    AttentionArguments,
+    DequantizeArguments,
+    FilterArguments,
+    LinearArguments,
+    NormArguments,
+    ProductArguments,
+    RotateArguments,
+    Struct,
+    check_sizes,
+)
 from minitri.devices.cpu.build import SOURCE, architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
 from minitri.devices.cpu.tiles import Tiles, can_tile, tiled_slots
@@ -40,6 +50,7 @@ class Kernels:
     """The functions of a shared library."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
+        check_sizes(library)
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()
@@ -105,13 +116,30 @@ class Kernels:
         out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         lengths = torch.tensor(prefix_lengths)
         rule_TT = rule_TT.contiguous() if rule_TT is not None else None
-        arguments = struct_of(
-            *(q_BTHD, *map(memory_of, slots), out_BTHD, lengths, rule_TT),
-            *(B, T, H, K, D),
-            *(*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3], isinstance(keys_BKSD, Tiles)),
-            self.num_threads,
+        q_batch, q_token, q_head, _ = q_BTHD.stride()
+        kv_batch, kv_head, kv_slot, _ = keys_BKSD.stride()
+        arguments = AttentionArguments(
+            q=q_BTHD,
+            keys=memory_of(keys_BKSD),
+            values=memory_of(values_BKSD),
+            out=out_BTHD,
+            lengths=lengths,
+            rule=rule_TT,
+            B=B,
+            T=T,
+            H=H,
+            K=K,
+            D=D,
+            q_batch=q_batch,
+            q_token=q_token,
+            q_head=q_head,
+            kv_batch=kv_batch,
+            kv_head=kv_head,
+            kv_slot=kv_slot,
+            is_tiled=isinstance(keys_BKSD, Tiles),
+            num_threads=self.num_threads,
         )
-        self.call("attention", q_BTHD.dtype, is_short, arguments)
+        self.call("attention", arguments, q_BTHD.dtype, is_short)
         return out_BTHD
 
     def make_slots(
@@ -157,12 +185,19 @@ class Kernels:
             tensors=(x, weight, bias),
         )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
-        norm = residual = is_gated = eps = None
-        arguments = struct_of(
-            *(x, norm, weight, bias, residual, out),
-            *(x.numel() // E, E, N, N, is_gated, is_wide, self.num_threads, eps),
+        arguments = LinearArguments(
+            x=x,
+            weights=weight,
+            bias=bias,
+            out=out,
+            R=x.numel() // E,
+            E=E,
+            N=N,
+            stride=N,
+            is_wide=is_wide,
+            num_threads=self.num_threads,
         )
-        self.call("linear", x.dtype, form, arguments)
+        self.call("linear", arguments, x.dtype, form)
         return out
 
     def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
@@ -177,8 +212,9 @@ class Kernels:
             tensors=(x_RE, weight_NE, bias_N),
         )
         out_RN = x_RE.new_empty(R, N)
-        arguments = struct_of(x_RE, weight_NE, bias_N, out_RN, R, E, N, self.num_threads)
-        self.call("product", x_RE.dtype, arguments)
+        tensors = {"x": x_RE, "weights": weight_NE, "bias": bias_N, "out": out_RN}
+        arguments = ProductArguments(**tensors, R=R, E=E, N=N, num_threads=self.num_threads)
+        self.call("product", arguments, x_RE.dtype)
         return out_RN
 
     def dequantize(
@@ -194,8 +230,15 @@ class Kernels:
             tensors=(packed_NX, rows_R),
         )
         out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
-        arguments = struct_of(packed_NX, rows_R, out_NE, len(out_NE), E, self.num_threads)
-        self.call("dequantize", dtype, form, arguments)
+        arguments = DequantizeArguments(
+            weights=packed_NX,
+            rows=rows_R,
+            out=out_NE,
+            N=len(out_NE),
+            E=E,
+            num_threads=self.num_threads,
+        )
+        self.call("dequantize", arguments, dtype, form)
         return out_NE
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -209,9 +252,9 @@ class Kernels:
             tensors=(x_BTHD, cos, signed_sin),
         )
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
-        sizes = (B * T, x_BTHD.stride(1) // D, H, D)
-        arguments = struct_of(x_BTHD, cos, signed_sin, out_BTHD, *sizes)
-        self.call("rotate", x_BTHD.dtype, arguments)
+        tensors = {"x": x_BTHD, "cos": cos, "sin": signed_sin, "out": out_BTHD}
+        arguments = RotateArguments(**tensors, R=B * T, total=x_BTHD.stride(1) // D, H=H, D=D)
+        self.call("rotate", arguments, x_BTHD.dtype)
         return out_BTHD
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
@@ -219,14 +262,19 @@ class Kernels:
         require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
-        sizes = (*logits_NV.shape, params.top_k, self.num_threads)
-        arguments = struct_of(logits_NV, probs_NV, *sizes, *map(float, params.numbers))
-        self.call("filter", logits_NV.dtype, arguments)
+        N, V = logits_NV.shape
+        arguments = filter_arguments(params, V)
+        arguments.logits = logits_NV.data_ptr()
+        arguments.probs = probs_NV.data_ptr()
+        arguments.N = N
+        arguments.num_threads = self.num_threads
+        self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
-    def call(self, kernel: str, dtype: torch.dtype, *arguments: bytes | int) -> None:
-        """Raises `MemoryError` or `RuntimeError` where the kernel has no result."""
-        code = getattr(self.library, f"minitri_{kernel}")(DTYPES[dtype], *arguments)
+    def call(self, kernel: str, arguments: Struct, dtype: torch.dtype, *options: int) -> None:
+        """Runs a kernel. Raises `MemoryError` or `RuntimeError` where it has no result."""
+        function = getattr(self.library, f"minitri_{kernel}")
+        code = function(DTYPES[dtype], *options, ctypes.byref(arguments))
         if code == 1:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:
@@ -246,9 +294,9 @@ class KernelNorm(RMSNorm):
         out = torch.empty_like(x)
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        self.kernels.call(
-            "norm", x.dtype, struct_of(x, self.weight, out, x.numel() // E, E, self.eps)
-        )
+        R = x.numel() // E
+        arguments = NormArguments(x=x, weight=self.weight, out=out, R=R, E=E, eps=self.eps)
+        self.kernels.call("norm", arguments, x.dtype)
         return out
 
 
@@ -268,10 +316,18 @@ def memory_of(slots: Slots) -> Tensor:
     return slots
 
 
-def struct_of(*fields: Tensor | float | None) -> bytes:
-    """A struct: addresses (the tensors must outlive it) and numbers, 8 bytes each."""
-    words = [it.data_ptr() if isinstance(it, Tensor) else it or 0 for it in fields]
-    return struct.pack("".join("d" if isinstance(it, float) else "q" for it in words), *words)
+def filter_arguments(params: SamplingParams, vocab_size: int) -> FilterArguments:
+    """Filters of distributions over V tokens, in one thread, without logits."""
+    temperature, top_p, log_min_p = params.numbers
+    return FilterArguments(
+        N=1,
+        V=vocab_size,
+        top_k=params.top_k,
+        num_threads=1,
+        temperature=temperature,
+        top_p=top_p,
+        log_min_p=log_min_p,
+    )
 
 
 def load_kernels() -> Kernels | None:

@@ -1,0 +1,165 @@
+"""Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
+
+Each class has the name, and its fields the names and the order, of a struct in the C++ files, whose
+comments give shapes. Fields that are left out are 0 or null. When a library is loaded its sizes are
+compared with these, once.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+POINTER = ctypes.c_void_p
+INTEGER = ctypes.c_int64
+DOUBLE = ctypes.c_double
+
+Fields = Sequence[tuple[str, Any]]
+
+
+def fields(kind: type, names: str) -> Fields:
+    """Fields of one type, by their names."""
+    return [(name, kind) for name in names.split()]
+
+
+class Struct(ctypes.Structure):
+    """Base of all argument structs; a tensor stands for its address, and lives as long."""
+
+    def __init__(self, **values: Any) -> None:
+        """Raises `TypeError` for a name that is no field."""
+        words = {
+            name: value.data_ptr() if isinstance(value, Tensor) else value
+            for name, value in values.items()
+        }
+        super().__init__(**words)
+        if unknown := vars(self):  # ctypes makes attributes of names that are no fields
+            raise TypeError(f"{type(self).__name__} has no fields {[*unknown]}")
+        self.kept_alive = values
+
+
+class AttentionArguments(Struct):
+    """Attention of a block over a prefix and itself."""
+
+    _fields_ = [
+        *fields(POINTER, "q keys values out lengths rule"),
+        *fields(INTEGER, "B T H K D q_batch q_token q_head kv_batch kv_head kv_slot"),
+        *fields(INTEGER, "is_tiled num_threads"),
+    ]
+
+
+class LinearArguments(Struct):
+    """A linear layer over a few rows."""
+
+    _fields_ = [
+        *fields(POINTER, "x norm weights bias residual out"),
+        *fields(INTEGER, "R E N stride is_gated is_wide num_threads"),
+        ("eps", DOUBLE),
+    ]
+
+
+class ProductArguments(Struct):
+    """A linear layer over many rows."""
+
+    _fields_ = [
+        *fields(POINTER, "x weights bias out"),
+        *fields(INTEGER, "R E N num_threads"),
+    ]
+
+
+class DequantizeArguments(Struct):
+    """Rows of a quantized matrix as plain numbers."""
+
+    _fields_ = [
+        *fields(POINTER, "weights rows out"),
+        *fields(INTEGER, "N E num_threads"),
+    ]
+
+
+class RotateArguments(Struct):
+    """RoPE of the first heads of each token."""
+
+    _fields_ = [*fields(POINTER, "x cos sin out"), *fields(INTEGER, "R total H D")]
+
+
+class NormArguments(Struct):
+    """RMSNorm."""
+
+    _fields_ = [*fields(POINTER, "x weight out"), *fields(INTEGER, "R E"), ("eps", DOUBLE)]
+
+
+class FilterArguments(Struct):
+    """Temperature, top-k, top-p and min-p."""
+
+    _fields_ = [
+        *fields(POINTER, "logits probs"),
+        *fields(INTEGER, "N V top_k num_threads"),
+        *fields(DOUBLE, "temperature top_p log_min_p"),
+    ]
+
+
+class Matrix(Struct):
+    """Weights and bias of a linear layer."""
+
+    _fields_ = [*fields(POINTER, "weights bias"), *fields(INTEGER, "N E form")]
+
+
+class LayerWeights(Struct):
+    """Weights of a transformer block."""
+
+    _fields_ = [
+        *fields(POINTER, "input_norm post_norm q_norm k_norm"),
+        ("qkv", Matrix * 3),
+        *fields(Matrix, "o gate_up down"),
+    ]
+
+
+class PassArguments(Struct):
+    """All layers of a model over a short block."""
+
+    _fields_ = [
+        *fields(POINTER, "layers x cos sin keys values raw_keys queries lengths rule"),
+        *fields(INTEGER, "L B T W E H K D"),
+        *fields(INTEGER, "kv_layer kv_batch kv_head kv_slot queries_layer is_tiled num_threads"),
+        ("eps", DOUBLE),
+        ("seconds", POINTER),
+    ]
+
+
+class RoundArguments(Struct):
+    """A round of a draft model: a pass over a block, then N guesses."""
+
+    _fields_ = [
+        ("first", PassArguments),
+        *fields(POINTER, "block num_read cos sin embeddings"),
+        *fields(INTEGER, "num_tokens form"),
+        ("norm", POINTER),
+        ("head", Matrix),
+        *fields(POINTER, "ids filters uniforms tokens probs"),
+        *fields(INTEGER, "N width"),
+    ]
+
+
+STRUCTS = (
+    AttentionArguments,
+    LinearArguments,
+    ProductArguments,
+    DequantizeArguments,
+    RotateArguments,
+    NormArguments,
+    FilterArguments,
+    Matrix,
+    LayerWeights,
+    PassArguments,
+    RoundArguments,
+)
+
+
+def check_sizes(library: ctypes.CDLL) -> None:
+    """Raises `OSError` if a library has structs of other sizes."""
+    library.minitri_sizeof.restype = INTEGER
+    for struct in STRUCTS:
+        size = library.minitri_sizeof(struct.__name__.encode())
+        if size != ctypes.sizeof(struct):
+            expected = f"{ctypes.sizeof(struct)} of devices/cpu/abi.py"
+            raise OSError(f"{struct.__name__} has {size} bytes in C++, not the {expected}")
