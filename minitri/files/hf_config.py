@@ -1,6 +1,6 @@
-"""A Hugging Face config.json, and `--rope-scaling`: from words to a `ModelConfig`.
+"""Config files of Hugging Face, and `--rope-scaling`: from JSON and words to a `ModelConfig`.
 
-Null is as good as absent. No value is rounded or replaced: the dataclasses check what they get.
+A null is as good as an absent key. No value is rounded or replaced: the dataclasses check them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {"attention_bias": True, "output_bias": False},
     "qwen3": {"head_norm": True},
 }
-"""Architectures by the `model_type` of their config.json, and what each adds to a Llama."""
+"""Architectures by the `model_type` of their config.json, and the fields that differ from Llama."""
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS = {
@@ -27,15 +27,16 @@ _KEYS = {
     "num_kv_heads": "num_key_value_heads",
     "context_length": "max_position_embeddings",
 }
-"""The file's own names of fields."""
-_RUNS = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
-_RUNS |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
+"""Names in a file of the fields that are called otherwise there."""
+_SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+_SUPPORTED |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
+"""Settings of which one value is supported."""
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """From a Hugging Face config.json. Raises `InputError` for a model of another family."""
+    """The shape in a config.json. Raises `InputError` for a model of another family."""
     kind: Any = settings.get("model_type")
-    if kind not in list(FAMILIES):  # it may be of any type
+    if kind not in list(FAMILIES):  # a file may have any type here
         raise InputError(
             f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
             f"{', '.join(FAMILIES)}"
@@ -45,16 +46,16 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if given.get("use_sliding_window") is False:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
-        require(given, _RUNS | {"layer_types": layer_types, "sliding_window": None}, name)
+        require(given, _SUPPORTED | {"layer_types": layer_types, "sliding_window": None}, name)
         if kind == "llama":  # others have defaults of their own
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
             given.setdefault("max_position_embeddings", 2048)
-        found = _fields(ModelConfig, given) | FAMILIES[kind]
         eos = given.get("eos_token_id", [])  # one or several
-        found["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
-        found |= {"name": name, "rope": _read_rope(given, name)}
-        config = ModelConfig(**{"head_dim": 2, **found})
-        head_dim = found.get("head_dim", config.hidden_size // config.num_heads)
+        fields = _fields(ModelConfig, given) | FAMILIES[kind]
+        fields |= {"name": name, "rope": _read_rope(given, name)}
+        fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
+        config = ModelConfig(**{"head_dim": 2, **fields})
+        head_dim = fields.get("head_dim", config.hidden_size // config.num_heads)
         return dataclasses.replace(config, head_dim=head_dim)
 
 
@@ -69,45 +70,39 @@ def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
-    """RoPE's part of a config.json, in its older form (`rope_scaling`) or its newer one."""
+    """The RoPE of a config.json, in its older form (`rope_scaling`) or its newer one."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
-        found = given.get(form, {})
-        if not isinstance(found, dict):
+        settings = given.get(form, {})
+        if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
-        scaling = _without_null(found) or scaling
-    require(scaling, _RUNS, name)
+        scaling = _without_null(settings) or scaling
+    require(scaling, _SUPPORTED, name)
     theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default", "none"):
         return RopeConfig(theta)
-    context = scaling.get(_TRAINED, given.get("max_position_embeddings"))
-    return RopeConfig(
-        **{
-            **_fields(RopeConfig, scaling),
-            "theta": theta,
-            "kind": kind,
-            "factor": scaling["factor"],
-            "original_context": given.get(_TRAINED, context),
-            "frequency_divisors": None,
-        }
-    )
+    trained = scaling.get(_TRAINED, given.get("max_position_embeddings"))
+    fields = _fields(RopeConfig, scaling) | {"theta": theta, "kind": kind}
+    fields |= {"factor": scaling["factor"], "original_context": given.get(_TRAINED, trained)}
+    return RopeConfig(**fields | {"frequency_divisors": None})
 
 
-def require(settings: Mapping[str, Any], wanted: Mapping[str, Any], name: str) -> None:
-    """Raises `InputError` for a setting of which minitri runs the wanted value only."""
-    for key, value in wanted.items():
-        found = settings.get(key)
-        is_alike = isinstance(found, bool) == isinstance(value, bool)
-        if found is not None and not (is_alike and found == value):
+def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str) -> None:
+    """Raises `InputError` for a setting that has another than the one supported value."""
+    for key, wanted in supported.items():
+        value = settings.get(key)
+        is_alike = isinstance(value, bool) == isinstance(wanted, bool)
+        if value is not None and not (is_alike and value == wanted):
             raise InputError(
-                f"{name} has {key}={shorten(repr(found), 60)}, which minitri does not run; use a "
-                f"model with {key}={shorten(value, 60)}"
+                f"{name} has {key}={shorten(repr(value), 60)}, which minitri does not run; use a "
+                f"model with {key}={shorten(wanted, 60)}"
             )
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A model stretched by a setting such as `yarn:4`, whatever scaling its config already had."""
+    """A model whose context is extended by a setting such as `yarn:4`, from that which it was
+    trained with; it replaces the scaling of its config. Raises `InputError`."""
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
@@ -127,7 +122,8 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """How a generation_config.json samples: greedily unless `do_sample`. Malformed values warn."""
+    """The sampling that a generation_config.json recommends: greedy unless `do_sample`. Malformed
+    values warn."""
     if settings.get("do_sample") is True:
         try:
             given = _fields(SamplingParams, _without_null(settings))
