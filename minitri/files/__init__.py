@@ -1,1 +1,1 @@
-"""From files on disk or on the hub to a model and its tokenizer."""
+"""Disk and hub: checkpoints, tokenizers, snapshots and the store of K and V."""

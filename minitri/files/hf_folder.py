@@ -1,6 +1,6 @@
 """A folder in the Hugging Face layout: JSON files, and weights in safetensors or .bin files.
 
-Code in a pickle is refused, never run. A file that is no regular file is not opened.
+Code in a pickle is refused, never run. Only regular files are opened.
 """
 
 import json
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Folder:
-    """A model in the Hugging Face layout, which is at `path`."""
+    """The files of a model in the folder `path`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -35,25 +35,27 @@ class Folder:
 
     @property
     def generation_config(self) -> dict[str, Any]:
-        """What its generation_config.json holds."""
+        """The content of generation_config.json."""
         return read_json(self.path / "generation_config.json")
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
-        """What its tokenizer_config.json holds; a chat template in a file of its own wins."""
-        found = read_json(self.path / "tokenizer_config.json")
+        """The content of tokenizer_config.json; a chat template in a separate file wins."""
+        settings = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
         if template.is_file():
-            found["chat_template"] = template.read_text("utf-8")
-        return found
+            settings["chat_template"] = template.read_text("utf-8")
+        return settings
 
     def tokenizer(self) -> Backend:
-        file, model = self.path / "tokenizer.json", self.path / "tokenizer.model"
+        """The library that reads its tokenizer. Raises all kinds of errors for damaged files."""
+        file = self.path / "tokenizer.json"
         if file.is_file():
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
             return TokenizersBackend(pipeline)
+        model = self.path / "tokenizer.model"
         if model.is_file():
             return SentencePieceBackend(model.read_bytes())
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
@@ -68,11 +70,11 @@ class Folder:
                         for name in shard.keys():  # noqa: SIM118 (not a dict)
                             yield name, shard.get_tensor(name)
                 else:
-                    import torch  # not for those who only ask which files there are
+                    import torch  # slow, and not needed to ask which files there are
 
                     with warnings.catch_warnings(action="ignore"):  # remarks on protocols
-                        found = torch.load(file, map_location="cpu", weights_only=True)
-                    for name, tensor in found.items():
+                        shard = torch.load(file, map_location="cpu", weights_only=True)
+                    for name, tensor in shard.items():
                         yield str(name), tensor.detach()
 
 
@@ -83,19 +85,21 @@ def read_json(path: Path) -> dict[str, Any]:
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
         if not path.is_file():  # a pipe might never end
             raise FileNotFoundError("there is no such regular file")
-        found = json.loads(path.read_text("utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"it holds a {type(found).__name__}, not an object")
-    return found
+        content = json.loads(path.read_text("utf-8"))
+        if not isinstance(content, dict):
+            raise TypeError(f"it holds a {type(content).__name__}, not an object")
+    return content
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The shards of a checkpoint. Safetensors win over .bin where a folder has both."""
+    """The shards of a checkpoint; safetensors win where a folder has both formats. Raises
+    `InputError` if there are none, or one is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
-        single, index = path / name, path / f"{name}.index.json"
+        single = path / name
+        index = path / f"{name}.index.json"
         if index.exists():
             with explain(f"{index} does not list the shards in its folder"):
-                shards = sorted({path / name for name in read_json(index)["weight_map"].values()})
+                shards = sorted({path / file for file in read_json(index)["weight_map"].values()})
                 if missing := [shard.name for shard in shards if not shard.is_file()]:
                     raise FileNotFoundError(f"there is no {missing}")
                 return shards

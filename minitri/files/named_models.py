@@ -1,8 +1,8 @@
-"""The models that `--model` and `--draft` know by a short name: a row each of named_models.txt.
+"""Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-A row holds what must be known before any file is read. Its shape serves `minitri plan` and
-`bench --load dummy`, which need no weights; a model that really runs has that of its config file.
-Of its repository the latest files are taken: who wants others says ORG/NAME@REVISION.
+The shape in a row serves `minitri plan` and `bench --load dummy`, which read no files; a model that
+runs has the shape in its config file. The latest files of a repository are taken; ask for others by
+ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
@@ -26,17 +26,17 @@ class ModelChoice:
     model: str = DEFAULT_MODEL
     """A named model of --list-models, a folder or file, or of the hub ORG/NAME[@REVISION]."""
     dtype: str = one_of("auto", "auto", *DTYPES)
-    """Of weights and KV cache. Default: what is fast here."""
+    """Number type of weights and KV cache. Default: what is fast here."""
     attention: str = one_of("auto", "auto", *BACKENDS)
-    """Of short blocks on a GPU. Default: the first that works."""
+    """Backend for short blocks on a GPU. Default: the first that works."""
     weights: str = one_of("auto", "auto", "native")
     """Native keeps the 4 to 8 bits of a GGUF file. Default: in --dtype, if memory suffices."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
-    """Of the target (same), or of a copy in fewer bits, where it guesses with the retrieval cache;
+    """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
     the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for
     it alone (drafter)."""
     device: str = "auto"
-    """The CPU, cpu, or a GPU: cuda, cuda:N. Default: cuda if it is there."""
+    """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None
     """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
     draft: str = "auto"
@@ -48,7 +48,7 @@ class ModelChoice:
 
 
 class NamedModel(NamedTuple):
-    """A repository on the Hugging Face hub, the default drafter, and the shape."""
+    """A row: a repository on the Hugging Face hub, the default drafter, and the shape."""
 
     repo: str
     draft: str
@@ -67,13 +67,13 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:
-    """The named models in a table for people, without their shapes."""
+    """The named models as a text table for `--list-models`, without their shapes."""
     width = _TABLE[0].index("kind")
     return "\n".join(line[:width].rstrip() for line in _TABLE)
 
 
 def unknown_model(name: str) -> InputError:
-    """The error for a model that is neither a name, nor a path, nor a hub repository."""
+    """The error for a model that is no short name, path or hub repository."""
     near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
     return InputError(
         f"unknown model {name!r}; give a folder or file, a hub repository by its ORG/NAME, or a "

@@ -1,1 +1,1 @@
-"""Filters that look at a text, and the matchers of grammars."""
+"""Text: tokenizers, chat templates, stop strings, filters, and grammars."""

@@ -1,1 +1,1 @@
-"""GGUF files: quantized blocks, and the models that are made of them."""
+"""GGUF files: the container, quantized blocks, and the tokenizer in them."""
