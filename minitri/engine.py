@@ -1,4 +1,4 @@
-"""The engine: turns prompts into a stream of typed events.
+"""The engine: models and a tokenizer, which turn prompts into a stream of typed events.
 
     with minitri.load("smollm2-135m") as engine:  # see loader.py
         for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
@@ -47,18 +47,18 @@ if TYPE_CHECKING:
     from minitri.worker import Worker
 
 LEAST_ROOM = 4096
-"""Tokens that rows of open runs have room for by default, if the context has."""
+"""Room of a row in an open run by default, in tokens; at most the context length."""
 
 
 class Engine:
-    """A model and its tokenizer, ready to generate any number of times, one after the other.
+    """A model and its tokenizer, ready to generate any number of times, one run after another.
 
-    It keeps the caches, and on a GPU the captured graphs, of the last run, until `release`. The
-    next one starts after what its prompts have in common with those texts, and where it has the
-    same settings and as many texts that are not longer, it captures nothing. Some attention kernels
-    cut a cache by its size, so that there the last bits may depend on how long those texts were.
+    It keeps the caches, and on a GPU the captured graphs, of the last run until `release`. The next
+    run reuses K and V of the beginnings that its prompts share with those texts; with the same
+    settings, and as many texts that are not longer, it captures nothing. Some attention kernels
+    split a cache by its size, so there the last bits may depend on how long earlier texts were.
 
-    Threads take turns at using one engine; a forked process cannot use it.
+    Threads may share an engine, which computes for one at a time; a forked process cannot use it.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Engine:
         drafter: Drafter | None = None,
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:
-        """`draft`, `retrieval_model` and `drafter` guess: see `Models`."""
+        """`draft`, `retrieval_model` and `drafter` guess tokens: see `Models`."""
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
-        """What the model's generation_config.json recommends; nothing here applies it."""
+        """Recommended by the model's generation_config.json; the engine does not apply it."""
         self.snapshot_note = ""
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, make_level))
         self._memory: MemoryPool | None = pool
@@ -124,42 +124,41 @@ class Engine:
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
-        `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` take the
-        places of those of `sampling`, `generation` and `speculation`; with `speculation` False
-        nothing is guessed. Without a `seed` each row draws one, which its `End` tells, and what is
-        open of the speculation follows the clock. A single `seed` gives row b the seed `seed + b`.
-        What prompts begin with in common is read once: `[prompt] * 4` are four texts of one prompt.
-        A row's tokens depend on its own prompt and seed alone, up to the last bits of the
-        arithmetic; but where method or gammas are open, at a temperature above 0 and uncoupled,
-        rows share the autotuner's choices. Raises `InputError` here, before any work, if a prompt
-        is empty, too long, or has tokens outside the vocabulary.
+        `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` replace those
+        of `sampling`, `generation` and `speculation`; `speculation=False` turns guessing off. A
+        `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
+        `End`, and the autotuner uses measured times. The common beginning of prompts is read once:
+        `[prompt] * 4` are four texts of one prompt.
+
+        A row's tokens depend on its own prompt and seed alone, up to rounding; but at a temperature
+        above 0, uncoupled, with method or gammas not set, rows share the autotuner's choices.
+        Raises `InputError` before any work, if a prompt is empty, too long, or has tokens outside
+        the vocabulary.
         """
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
-        pairs = zip(texts, seeds, strict=True)
-        requests = [Request(text, own, sampling, generation) for text, own in pairs]
+        requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
         return self._run(requests, generation, config)
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
-        """Starts a run over the answer to a conversation, as `generate` does: a list of messages
-        such as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`,
-        also if the model is not made for conversations."""
+        """Starts a run over the answer to a conversation: messages such as `{"role": "user",
+        "content": "Why?"}`, or the text of the only one; `settings` as in `generate`. Raises
+        `InputError`, also if the model has no chat template."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> Completion:
-        """All that a model says after one prompt; `settings` are those of `generate`."""
+        """Generates the whole output for one prompt; `settings` as in `generate`."""
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
-        """For asyncio, the events of one prompt: `async for event in engine.agenerate("Once")`;
-        `settings` are those of `generate`.
+        """Events of one prompt for asyncio: `async for event in engine.agenerate("Once")`;
+        `settings` as in `generate`.
 
-        A thread computes. Those that are asked for at once are rows of one batch, by whose numbers
-        events name them; those beyond `MAX_ROWS`, or that need another run, wait. Leaving the loop,
-        or cancelling the task, ends the text. What is open of the speculation follows the clock,
-        also with a seed, which repeats its text with `coupled=True`. Raises `InputError` at the
-        first event.
+        A thread computes. Concurrent calls are rows of one batch, by whose numbers events name
+        them; calls beyond `MAX_ROWS`, or with other settings of the run, wait. Leaving the loop, or
+        cancelling the task, ends the text. The autotuner uses measured times even with a seed;
+        `coupled=True` repeats the text of a seed. Raises `InputError` at the first event.
         """
         from minitri.worker import Job
 
@@ -175,20 +174,20 @@ class Engine:
     def achat(
         self, messages: "str | Sequence[Message]", **settings: Any
     ) -> AsyncGenerator[Event, None]:
-        """`chat` for asyncio; see `agenerate`. Raises `InputError` at once for wrong messages."""
+        """`chat` for asyncio: see `agenerate`. Raises `InputError` at once for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """How likely the model finds a text, read once: the natural logarithms of the probabilities
-        of its tokens but for the first, (N - 1,) float32 on the CPU, before temperature and filters
-        (`tokenizer.encode` tells the N tokens). Raises `InputError`."""
+        """Natural log-probabilities of the tokens of a text after the first, (N - 1,) float32 on
+        the CPU, before temperature and filters; `tokenizer.encode` gives the N tokens. Raises
+        `InputError`."""
         with running(self.models):
             ids = encode_prompt(text, self.tokenizer)
             check_prompt(ids, self.config, 0)
             if len(ids) < 2:
                 raise InputError("the text is one token, after which nothing is scored; give more")
             run = GenerationConfig(1)
-            # No guesses follow, and nothing after the last token.
+            # The last token is scored, but not read.
             shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
             full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
@@ -202,18 +201,18 @@ class Engine:
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
-        """Starts a run over any number of requests, at most `batch_size` of them at a time, fewer
-        where memory is short.
+        """Starts a run over any number of requests, `batch_size` at a time, or fewer where memory
+        is short. Events name requests by their numbers, from 0.
 
-        Events name requests by their numbers, from 0 on. Of `generation` and `fields` counts what
-        is of a run, such as `method`. Raises `InputError` before any work, naming the request.
+        `generation` and `fields` are settings of the run, such as `method`; those of a text are in
+        its request. Raises `InputError` before any work, naming the request.
         """
         check_run(batch_size, fields)
         _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
-        listed = list(requests)
-        if not listed:
+        requests = list(requests)
+        if not requests:
             raise InputError("there are no requests; give at least one")
-        return self._run(listed, generation, config, batch_size)
+        return self._run(requests, generation, config, batch_size)
 
     def open(
         self,
@@ -224,12 +223,12 @@ class Engine:
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
-        """Starts a run without requests, which goes on until it is closed: see `Generation.submit`.
+        """Starts a run without requests, which is open until it is closed: see `Generation.submit`.
 
         A row has room for `generation.reserve` tokens, prompt and output: 4096, if the context has.
-        With captured graphs requests must have filters of the kinds that `sampling` has, or
-        temperature 0; those whose numbers differ wait for one another; `fields` are as in `stream`.
-        A row that cannot go on ends alone: see `End.error`. Raises `InputError` without room.
+        With captured graphs requests need filters of the kinds that `sampling` has, or temperature
+        0, and those with other values wait for one another. `fields` as in `stream`. A row that
+        fails ends alone: see `End.error`. Raises `InputError` without room.
         """
         pool = self._pool
         check_run(batch_size, fields)
@@ -250,11 +249,13 @@ class Engine:
         speculation: SpeculationConfig,
         batch_size: int | None = None,
     ) -> Generation:
-        """At most `batch_size` at a time, as far as memory allows; None: all at once."""
+        """Runs at most `batch_size` requests at a time, as memory allows; None: all at once."""
         rows = make_rows(requests, self.model, self.tokenizer)
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
-        run = replace(run, max_new_tokens=max(it.generation.max_new_tokens for it in requests))
+        run = replace(
+            run, max_new_tokens=max(row.request.generation.max_new_tokens for row in rows)
+        )
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
@@ -268,7 +269,7 @@ class Engine:
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
     ) -> "tuple[Worker, Request, MemoryShape]":
-        """For a text of `agenerate`: who runs it, its request, and the run that it shares."""
+        """The worker of `agenerate`, the request, and the memory shape of the run that it joins."""
         from minitri.worker import Worker
 
         check_process(self.models)
@@ -279,12 +280,12 @@ class Engine:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
         request = Request(prompt, seed, sampling, generation)
-        [row] = make_rows([request], self.model, self.tokenizer)
+        row = self._make_row(0, request)
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
         speculation = replace(speculation, timed=not speculation.coupled)
-        if self.model.device.type != "cuda":  # no graphs that have filters
+        if self.model.device.type != "cuda":  # without captured graphs any filters may share a run
             sampling = SamplingParams()
         shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
         return self._worker, row.request, shape
@@ -294,20 +295,20 @@ class Engine:
 
     @property
     def held_tokens(self) -> list[int]:
-        """The longest text whose K and V are kept from the last run, or come from a snapshot."""
+        """Tokens of the longest text whose K and V are kept from the last run or a snapshot."""
         held = self._pool.held
         return list(held.tokens) if held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file for `load_kv`, which appears when it is whole;
-        returns how many tokens. Raises `InputError`."""
+        """Writes K and V of `held_tokens` to a file for `load_kv`, atomically; returns how many
+        tokens. Raises `InputError`."""
         with running(self.models):
             return save_held(self._pool, os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: texts that begin like its tokens start after them, until
-        `release`. Returns how many tokens it holds; its note is in `snapshot_note`. Raises
-        `InputError` if it is damaged, or not of this model, dtype and RoPE."""
+        """Opens a file of `save_kv`: until `release`, its K and V are reused by prompts that begin
+        like its tokens. Returns the number of tokens; the note is in `snapshot_note`. Raises
+        `InputError` if the file is damaged, or of another model, dtype or RoPE."""
         held, self.snapshot_note = load_snapshot(self._pool, os.fsdecode(path))
         return len(held.tokens)
 
@@ -316,18 +317,18 @@ class Engine:
         open_store(self._pool, url, num_bytes)
 
     def release(self) -> None:
-        """Frees the caches and graphs that are kept from one run to the next."""
+        """Frees the caches and graphs that are kept between runs."""
         with self.models.lock:
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, also those of asyncio, and frees caches, graphs and weights; may block the
-        calling thread, an event loop too, for the time of a step. Whatever is asked for then
-        raises `InputError`."""
-        if self._memory is not None:
-            if self._worker is not None:
-                self._worker.close()
-            for run in [*self._memory.runs]:
-                run.close()
-            self._memory.clear()
-            self._memory = None
+        """Ends all runs, also those of asyncio, and frees caches, graphs and weights; blocks for
+        the time of a step at most. Every later call raises `InputError`."""
+        if self._memory is None:
+            return
+        if self._worker is not None:
+            self._worker.close()
+        for run in [*self._memory.runs]:
+            run.close()
+        self._memory.clear()
+        self._memory = None

@@ -1,7 +1,7 @@
-"""A thread that runs requests of other threads, and of asyncio, as rows of one open run.
+"""Worker: a thread that serves requests of other threads and of asyncio, as rows of one open run.
 
-They leave their requests, which it takes between two events. One of another kind waits until the
-others have ended. When a run fails, its requests get the error, and the next ones a new run.
+It takes new jobs between two events of the run. A job that needs other settings of the run waits
+until all others have ended. When a run fails, its jobs get the error, and the next ones a new run.
 """
 
 import asyncio
@@ -18,31 +18,31 @@ from minitri.core.log import log
 from minitri.core.requests import End, Event, Idle, Request
 
 NUM_TICKS = 10
-"""Equal times without an event, after which the thread counts as stuck."""
+"""Calls of `Worker.tick` without an event between, after which the thread counts as stuck."""
 
 
 class Job:
-    """Requests on their way, and their events for the asyncio loop in which it is made."""
+    """Requests of one caller, and a queue of their events for the asyncio loop that makes it."""
 
     def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
-        """Only jobs of an equal `kind` run next to each other."""
+        """Only jobs of an equal `kind` run at the same time."""
         self.requests = requests
-        self.numbers: list[int] = []
-        """Of the requests, by which events name them."""
         self.kind = kind
+        self.numbers: list[int] = []
+        """Numbers of the requests in the run, by which events name them."""
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
 
-    def tell(self, event: Event | Exception | None) -> None:
-        """Passes an event on, from any thread; None is the last."""
+    def put(self, event: Event | Exception | None) -> None:
+        """Queues an event, from any thread; None ends the job."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop has ended
             self.is_cancelled = True
 
     async def events(self) -> AsyncIterator[Event]:
-        """Those of the requests; raises what went wrong with one."""
+        """The events of all requests; raises the error of one that failed."""
         num_left = len(self.requests)
         while num_left and (event := await self._events.get()) is not None:
             if isinstance(event, Exception):
@@ -52,26 +52,27 @@ class Job:
 
 
 class Worker:
-    """Runs jobs, next to each other where they are of one kind."""
+    """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(
         self, open_run: Callable[[Any], Generation], run: Generation | None = None
     ) -> None:
-        """`open_run` opens a run for jobs of a kind, which ends with them; that of the kind None,
-        which may be open already, stays open."""
-        self.problem = ""  # why requests fail now, if they do
+        """`open_run` opens a run for jobs of a kind; it is closed when they have ended. The run of
+        the kind None, which may be given, stays open."""
+        self.problem = ""  # why requests fail at present, if they do
         self._open = open_run
         self._run = run
         self._kind: Any = None
         self._waiting: deque[Job] = deque()
-        self._jobs: dict[int, Job] = {}  # by their numbers in the run
+        self._jobs: dict[int, Job] = {}  # by the numbers of their requests in the run
         self._process = os.getpid()
         self._num_quiet = 0  # ticks since the last event
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Its events are told until it is cancelled. Raises `FaultError`."""
+        """Starts a job, which gets events until it is cancelled. Raises `FaultError` if it cannot
+        run."""
         if os.getpid() != self._process:
             raise FaultError("this process was forked without the thread that computes; spawn it")
         if self._num_quiet >= NUM_TICKS:
@@ -79,30 +80,31 @@ class Worker:
         self._waiting.append(job)
         try:
             self._thread.submit(self._work)
-        except RuntimeError as error:  # no thread takes it any more
+        except RuntimeError as error:  # the thread was shut down
             raise FaultError(CLOSED) from error
 
     def give_up(self, problem: str) -> None:
-        """Tells all who wait that there is one."""
+        """Ends all jobs with this error, although the thread may still compute."""
         log.error("%s", problem)
         self.problem = problem
-        tell_of(FaultError(problem), *self._jobs.values(), *self._waiting)
+        report(FaultError(problem), *self._jobs.values(), *self._waiting)
 
     def tick(self) -> None:
-        """Is called from time to time: `NUM_TICKS` without an event are too many."""
+        """Checks for progress; called at equal intervals. After `NUM_TICKS` calls without an event
+        all jobs fail."""
         self._num_quiet = self._num_quiet + 1 if self._jobs or self._waiting else 0
         if self._num_quiet == NUM_TICKS:
             self.give_up("the model makes no progress; ask again later")
 
     def close(self) -> None:
-        """Ends the run; whoever waits gets an error."""
+        """Ends the run; jobs that have not ended get an error."""
         self._is_closed = True
         self._thread.shutdown()
-        tell_of(FaultError(CLOSED), *self._jobs.values(), *self._waiting)
+        report(FaultError(CLOSED), *self._jobs.values(), *self._waiting)
         self._end_run()
 
     def _work(self) -> None:
-        """Goes on until no job is left."""
+        """Runs in the thread until no job is left."""
         while (self._waiting or self._jobs) and not self._is_closed:
             job = self._waiting[0] if self._waiting else None
             if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
@@ -114,7 +116,7 @@ class Worker:
             self._end_run()
 
     def _start(self, job: Job) -> None:
-        """Adds a job to the run, or to a new one if that is of another kind."""
+        """Submits the requests of a job, to a new run if the current one is of another kind."""
         if job.is_cancelled:
             return
         try:
@@ -124,10 +126,10 @@ class Worker:
                 job.numbers.append(run.submit(request))
                 self._jobs[job.numbers[-1]] = job
         except BaseException as error:
-            tell_of(error, job)
+            report(error, job)
 
     def _renew(self, kind: Any) -> Generation:
-        """Opens a run of a kind in the place of another."""
+        """Replaces the run by a new one of a kind."""
         self._end_run()
         self._run = self._open(kind)
         self._kind = kind
@@ -135,7 +137,7 @@ class Worker:
         return self._run
 
     def _step(self) -> None:
-        """Takes the next event of the run; if that fails, so do its jobs."""
+        """Delivers the next event of the run; if the run fails, so do its jobs."""
         assert self._run is not None
         try:
             for number, job in [*self._jobs.items()]:
@@ -146,14 +148,14 @@ class Worker:
             self._num_quiet = 0
             self.problem = ""
             if not isinstance(event, Idle) and event.row in self._jobs:
-                self._jobs[event.row].tell(getattr(event, "error", None) or event)
+                self._jobs[event.row].put(getattr(event, "error", None) or event)
                 if isinstance(event, End):
                     del self._jobs[event.row]
         except BaseException as error:
             self.problem = f"the run has failed, and no other is open: {shorten(repr(error))}"
-            tell_of(error, *self._jobs.values())
+            report(error, *self._jobs.values())
             self._jobs.clear()
-            with contextlib.suppress(BaseException):  # of which the next request is told
+            with contextlib.suppress(BaseException):  # the next job gets it, when it tries again
                 self._renew(self._kind)
 
     def _end_run(self) -> None:
@@ -162,11 +164,11 @@ class Worker:
             run.close()
 
 
-def tell_of(error: BaseException, *jobs: Job) -> None:
-    """Tells jobs what went wrong, and if it is a bug the log."""
+def report(error: BaseException, *jobs: Job) -> None:
+    """Ends jobs with an error, which is logged unless it is an `InputError`."""
     if not isinstance(error, InputError):
         log.exception("the run failed: %s", error)
-    if not isinstance(error, Exception):  # it would end the thread of whoever asks
+    if not isinstance(error, Exception):  # such as SystemExit, which would end the caller's thread
         error = FaultError(f"the run was stopped by {shorten(repr(error))}; ask again")
     for job in dict.fromkeys(jobs):
-        job.tell(error)
+        job.put(error)

@@ -326,10 +326,10 @@ devices/gpu_twins/test_graphs.py
   a shape that was not captured is captured between steps
     GraphPool.run: self.is_open and key not in self._captured => key not in self._captured
 test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[submit]
-  a request that cannot be taken waits for ever | Worker._start: tell_of(error, job) => pass
+  a request that cannot be taken waits for ever | Worker._start: report(error, job) => pass
 test_worker.py::test_a_request_that_fails_is_told_why_and_the_next_one_runs[__next__]
   requests of a run that failed wait for ever
-    Worker._step: tell_of(error, *self._jobs.values()) => pass
+    Worker._step: report(error, *self._jobs.values()) => pass
 files/reuse/test_prefixes.py::test_idle_rows_are_restored[in its row]
   what idle rows wrote stays where a text goes on
     PrefixCache._fill: source.layers(num_tokens) => () if is_there else source.layers(num_tokens)

@@ -170,8 +170,8 @@ class Service:
         async def watch() -> None:
             leaving = asyncio.ensure_future(receive())
             while not (await asyncio.wait([leaving], timeout=WAITING_SECONDS))[0]:
-                job.tell(Idle())
-            job.tell(None)
+                job.put(Idle())
+            job.put(None)
 
         _, write = KINDS[scope["path"]]
         writer = write(requests, asked, self.protocol.names[0], self.protocol.engine, chat)
