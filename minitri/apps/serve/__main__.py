@@ -27,14 +27,14 @@ if TYPE_CHECKING:
     from minitri import Generation
 
 DEFAULT_CONTEXT = 8192
-"""Tokens of KV cache per row, which is taken at the start: what fits next to most models."""
+"""Default tokens of KV cache per row, allocated at the start: fits next to most models."""
 WARM_UP_TOKENS = 32
-"""Of a prompt, and of its answer, before clients are answered."""
+"""Tokens of a prompt, and of its answer, generated before clients are answered."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ServeFlags:
-    """What this program alone is asked for."""
+    """Flags of this program alone."""
 
     context: int | None = between(None, 1)
     """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
@@ -45,7 +45,7 @@ class ServeFlags:
     max_queue: int = between(64, 1)
     """Requests that wait for a row; more are answered with 503."""
     port: int = between(8000, 0, 65535)
-    """Where to listen; 0: any port that is free."""
+    """Port to listen at; 0: any port that is free."""
     stall_seconds: float = between(120.0, 1.0)
     """Without any progress, after which requests get an error, and /health answers 503."""
     grace: float = between(30.0, 0.0)
@@ -132,7 +132,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def warm_up(run: "Generation") -> None:
-    """Extends a short text, so that the first request does not wait for what is made once."""
+    """Generates a short text, so that the first request does not wait for one-time work."""
     from minitri import End, Request  # with PyTorch
 
     num = min(WARM_UP_TOKENS, run.shape.generation.reserve // 2)

@@ -1,15 +1,15 @@
-"""The HTTP side: endpoints and errors, as an ASGI application, and its server. If a request fails,
-the client gets OpenAI's error JSON; the others do not notice. A client that leaves frees its row.
+"""HTTP endpoints as a Starlette application, and the uvicorn server that runs it.
+
+A request that fails is answered with OpenAI's error JSON, and others do not notice. A client that
+leaves frees its row.
 """
 
 import asyncio
 import contextlib
-import functools
 import os
-import re
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,52 +19,78 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, Router
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minitri import End, Idle, InputError
-from minitri.apps.serve.access import Access, ApiError
-from minitri.apps.serve.answers import Json, Writer, to_json
+from minitri.apps.serve.access import Access
+from minitri.apps.serve.answers import Writer
+from minitri.apps.serve.bodies.completion import (
+    ChatBody,
+    DetokenizeBody,
+    Fields,
+    ForModel,
+    TextBody,
+    TokenizeBody,
+)
+from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import docs, page
-from minitri.apps.serve.protocol import Call, ChatFields, Fields, Protocol, TextFields
-from minitri.apps.serve.responses import ResponseFields, ResponseWriter
-from minitri.apps.serve.tokens import DetokenizeFields, TokenizeFields, detokenize, tokenize
-from minitri.core.errors import FaultError, shorten
+from minitri.apps.serve.protocol import Call, Protocol
+from minitri.apps.serve.refusals import ApiError, as_api_error, refuse
+from minitri.apps.serve.responses import ResponseWriter
+from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
-"""For a client to send its request."""
+"""Time for a client to send its request."""
 WAITING_SECONDS = 15
-"""Between signs of life in a stream that waits."""
-NAMED = re.compile(r"(?:the )?'?(\w+)[\w.\[\]]*'?(?: or \w+)? (?:is|has|cannot) ")
-"""The field that is wrong, in the message of an error."""
-KINDS: dict[str, tuple[type[Fields], Callable[..., Writer]]] = {
-    "/v1/completions": (TextFields, Writer),
-    "/v1/chat/completions": (ChatFields, Writer),
-    "/v1/responses": (ResponseFields, ResponseWriter),
+"""Time between the signs of life of a stream that waits."""
+WRITERS: dict[str, tuple[type[Fields], type[Writer]]] = {
+    "/v1/completions": (TextBody, Writer),
+    "/v1/chat/completions": (ChatBody, Writer),
+    "/v1/responses": (ResponseBody, ResponseWriter),
 }
-"""Endpoints of texts: what may be asked for, and who words the answer."""
-CONVERSIONS = {
-    "/tokenize": (TokenizeFields, tokenize),
-    "/detokenize": (DetokenizeFields, detokenize),
+"""Endpoints that generate, with their bodies and the writers of their answers."""
+CONVERSIONS: dict[str, tuple[type[ForModel], Callable[..., Json]]] = {
+    "/tokenize": (TokenizeBody, Protocol.tokenize),
+    "/detokenize": (DetokenizeBody, Protocol.detokenize),
 }
-"""Endpoints of the tokenizer."""
+"""Endpoints of the tokenizer, with their bodies."""
+
+
+class Stream(StreamingResponse):
+    """Server-sent events of a generator that has begun, which is closed when the client leaves."""
+
+    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield first
+            async for piece in others:
+                yield piece
+
+        headers = {"cache-control": "no-cache"}
+        super().__init__(pieces(), headers=headers, media_type="text/event-stream")
+        self._others = others
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._others):
+            await super().__call__(scope, receive, send)
 
 
 @dataclass
 class Service:
-    """The endpoints, and what they share."""
+    """Endpoints of one model, and their clients."""
 
     protocol: Protocol
     worker: Worker
     max_open: int
-    """Requests that may run or wait."""
+    """Most texts that run or wait."""
     access: Access = field(default_factory=Access)
     clients: list[str] = field(default_factory=list)
-    """One for each request that runs or waits."""
+    """Client of each text that runs or waits."""
 
     @property
     def num_open(self) -> int:
@@ -72,70 +98,120 @@ class Service:
 
     @property
     def app(self) -> ASGIApp:
-        fields = {path: kind for path, (kind, _) in [*KINDS.items(), *CONVERSIONS.items()]}
         routes = [
-            *(Route(path, self.complete, methods=["POST"]) for path in KINDS),
+            *(Route(path, self.complete, methods=["POST"]) for path in WRITERS),
             *(Route(path, self.convert, methods=["POST"]) for path in CONVERSIONS),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.model),
             Route("/health", self.health),
             Route("/", page),
-            Route("/docs", lambda _: docs(self.protocol, fields)),
+            Route("/docs", lambda _: docs(self.protocol, WRITERS | CONVERSIONS)),
         ]
         router = Router(routes)
 
-        async def check_and_route(scope: Scope, *ends: Any) -> None:
+        async def check_and_route(scope: Scope, receive: Receive, send: Send) -> None:
             self.access.check_site(HTTPConnection(scope).headers)
-            await router(scope, *ends)
+            await router(scope, receive, send)
 
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers = dict.fromkeys(handled, refuse)
         app = Starlette(routes=[Mount("", check_and_route)], exception_handlers=handlers)
         return CORSMiddleware(app, self.access.allow_origin, allow_methods="*", allow_headers="*")
 
-    async def complete(self, request: Request) -> ASGIApp:
+    async def complete(self, request: Request) -> Response:
+        """Texts are counted from before a prompt is tokenized to the end of the answer."""
         client, body = await self._asked(request)
         salt = client if self.access.keys and not self.access.share_prefixes else ""
-        kind, _ = KINDS[request.url.path]
-        read = functools.partial(self.protocol.read, body, kind, client, salt)
-        return functools.partial(self._take_in, client, read)
+        kind, make_writer = WRITERS[request.url.path]
+        with self._counted(client, 1):
+            call = await run_in_threadpool(self.protocol.read, body, kind, client, salt)
+        writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
+        pieces = self._pieces(call, writer, client, request.receive)
+        first = await anext(pieces, b"")
+        if call.asked.stream:
+            return Stream(first, pieces)
+        await pieces.aclose()
+        return Response(first, media_type="application/json")
+
+    async def _pieces(
+        self, call: Call, writer: Writer, client: str, receive: Receive
+    ) -> AsyncGenerator[bytes, None]:
+        """The answer to a call while its texts run, until they end or the client leaves. Raises
+        what goes wrong before the first piece; an error after that is the last piece."""
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        has_begun = False
+        outcome = "left"
+        with self._counted(client, len(call.requests)):
+            job = Job(call.requests)
+            watcher = loop.create_task(watch(job, receive))
+            try:
+                self.worker.submit(job)
+                async for event in job.events():
+                    index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
+                    if isinstance(event, End):
+                        outcome = event.finish_reason
+                    if isinstance(event, End) and not call.asked.stream:  # can take a second
+                        piece = await asyncio.to_thread(writer.take, index, event)
+                    else:
+                        piece = writer.take(index, event)
+                    if piece or call.asked.stream:
+                        has_begun = True
+                        yield piece
+            except Exception as error:
+                refused = as_api_error(error)
+                outcome = str(refused)
+                if not has_begun:
+                    raise refused from error
+                yield writer.fail(refused)
+            finally:
+                watcher.cancel()
+                job.is_cancelled = True
+                log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
 
     async def convert(self, request: Request) -> Response:
         client, body = await self._asked(request)
-        _, conversion = CONVERSIONS[request.url.path]
+        kind, convert = CONVERSIONS[request.url.path]
         with self._counted(client, 1):
-            return answer(await run_in_threadpool(conversion, self.protocol, body))
+            asked = await run_in_threadpool(self.protocol.parsed, body, kind)
+            return JSONResponse(await run_in_threadpool(convert, self.protocol, asked))
 
     async def _asked(self, request: Request) -> tuple[str, bytes]:
-        """Who asks, and the body. Raises `ApiError`."""
+        """Client and body of a request. Raises `ApiError`."""
         client = self.access.admit(request.headers, request.client)
         kind = request.headers.get("content-type", "")
         if not kind.lower().startswith("application/json"):  # which a web page cannot send
             message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
             raise ApiError(415, "unsupported_media_type", message)
+        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await self._body(request)
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        message = f"the body has more than {limit} bytes; shorten the prompt"
+                        raise ApiError(413, "request_too_large", message)
         except TimeoutError:
             message = f"the body was not there in {BODY_SECONDS} s; send it faster"
             raise ApiError(408, "request_timeout", message) from None
-        return client, body
+        return client, bytes(body)
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
         """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
-        num_own = self.clients.count(client)
+        num_running = self.clients.count(client)
         if num > share:
             message = f"n and prompt ask for {num} texts, and {share} may run or wait; ask for less"
             raise ApiError(400, "invalid_request", message, "n")
         if self.num_open + num > self.max_open:
             message = f"{self.num_open} requests run or wait, the most there may be; try later"
             raise ApiError(503, "queue_full", message)
-        if num_own + num > share:
-            message = f"{num_own} requests of yours run or wait, the most of a client; try later"
-            raise ApiError(429, "rate_limit_exceeded", message)
+        if num_running + num > share:
+            got = f"{num_running} requests of yours run or wait"
+            raise ApiError(429, "rate_limit_exceeded", f"{got}, the most of a client; try later")
         self.clients += [client] * num
         try:
             yield
@@ -143,82 +219,15 @@ class Service:
             for _ in range(num):
                 self.clients.remove(client)
 
-    async def _take_in(self, client: str, read: Callable[[], Call], *ends: Any) -> None:
-        """Counts texts from before a prompt is tokenized to the end of the answer."""
-        with self._counted(client, 1):
-            call = await run_in_threadpool(read)
-        with self._counted(client, len(call[0])):
-            await self._answer(call, *ends)
-
-    async def _body(self, request: Request) -> bytes:
-        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
-        body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > limit:
-                message = f"the body has more than {limit} bytes, the limit; shorten the prompt"
-                raise ApiError(413, "request_too_large", message)
-        return bytes(body)
-
-    async def _answer(self, call: Call, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a call while its row runs, until it ends or the client leaves."""
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        requests, asked, chat = call
-        job = Job(requests)
-
-        async def watch() -> None:
-            leaving = asyncio.ensure_future(receive())
-            while not (await asyncio.wait([leaving], timeout=WAITING_SECONDS))[0]:
-                job.put(Idle())
-            job.put(None)
-
-        _, write = KINDS[scope["path"]]
-        writer = write(requests, asked, self.protocol.names[0], self.protocol.engine, chat)
-        kind = b"text/event-stream" if asked.stream else b"application/json"
-        headers = [(b"content-type", kind), (b"cache-control", b"no-cache")]
-        start = {"type": "http.response.start", "status": 200, "headers": headers}
-        last = {"type": "http.response.body"}
-        has_begun = False
-        outcome = "left"
-        watcher = loop.create_task(watch())
-        try:
-            self.worker.submit(job)
-            async for event in job.events():
-                index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
-                if isinstance(event, End) and not asked.stream:  # which can take a second
-                    body = await asyncio.to_thread(writer.take, index, event)
-                else:
-                    body = writer.take(index, event)
-                if not has_begun and (body or asked.stream):
-                    has_begun = True
-                    await send(start)
-                if body:
-                    await send(last | {"body": body, "more_body": True})
-                if isinstance(event, End):
-                    outcome = event.finish_reason
-            if has_begun:  # else the client has left
-                await send(last)
-        except Exception as error:
-            refused = as_api_error(error)
-            outcome = str(refused)
-            if has_begun:
-                await send(last | {"body": writer.fail(refused)})
-            else:
-                await (await refuse(None, refused))(scope, receive, send)
-        finally:
-            watcher.cancel()
-            job.is_cancelled = True
-            log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
-
     async def models(self, request: Request) -> Response:
         self.access.admit(request.headers, request.client)
-        return answer({"object": "list", "data": [*map(self._about, self.protocol.names)]})
+        data = [self._about(name) for name in self.protocol.names]
+        return JSONResponse({"object": "list", "data": data})
 
     async def model(self, request: Request) -> Response:
         self.access.admit(request.headers, request.client)
         self.protocol.check_model(request.path_params["name"])
-        return answer(self._about(request.path_params["name"]))
+        return JSONResponse(self._about(request.path_params["name"]))
 
     def _about(self, name: str) -> Json:
         about = {"id": name, "object": "model", "created": 0, "owned_by": "minitri"}
@@ -227,15 +236,25 @@ class Service:
     async def health(self, _: Request) -> Response:
         problem = self.worker.problem
         content = {"status": problem or "ok", "requests": self.num_open}
-        return answer(content, 503 if problem else 200)
+        return JSONResponse(content, 503 if problem else 200)
+
+
+async def watch(job: Job, receive: Receive) -> None:
+    """Sends a job signs of life, until its client leaves."""
+    leaving = asyncio.ensure_future(receive())
+    while not (await asyncio.wait([leaving], timeout=WAITING_SECONDS))[0]:
+        job.put(Idle())
+    job.put(None)
 
 
 class Server(uvicorn.Server):
-    """From now on Ctrl-C and SIGTERM end it: then requests have `grace` seconds."""
+    """HTTP server that Ctrl-C and SIGTERM end: then requests have `grace` seconds."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
-        quiet: dict[str, Any] = {"log_config": None, "access_log": False, "proxy_headers": False}
-        super().__init__(uvicorn.Config(service.app, http=Connection, **quiet))
+        config = uvicorn.Config(
+            service.app, http=Connection, log_config=None, access_log=False, proxy_headers=False
+        )
+        super().__init__(config)
         self._service = service
         self._grace = grace
         self._ticks = round(10 * stall_seconds / NUM_TICKS)  # of 0.1 s
@@ -262,34 +281,3 @@ class Server(uvicorn.Server):
         timer.daemon = True
         timer.start()
         await super().shutdown(*sockets, **by_name)
-
-
-def answer(content: Json, status: int = 200, **headers: str) -> Response:
-    """A response of JSON."""
-    return Response(to_json(content), status, headers, media_type="application/json")
-
-
-async def refuse(_: Request | None, error: Exception) -> Response:
-    """OpenAI's JSON for what went wrong."""
-    refused = as_api_error(error)
-    return answer(refused.content, refused.status, **refused.headers)
-
-
-def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error; the traceback of a bug is in the log."""
-    match error:
-        case ApiError():
-            return error
-        case InputError():
-            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
-            message = str(InputError(error.message, *ways))
-            if isinstance(error, FaultError):
-                return ApiError(503, "unavailable", message)
-            field = NAMED.match(message)
-            return ApiError(400, "invalid_request", message, field and field[1])
-        case HTTPException():
-            refused = ApiError(error.status_code, "invalid_request", error.detail)
-            refused.headers |= error.headers or {}  # which methods are allowed
-            return refused
-    message = f"a bug: {shorten(repr(error))}; see the server's log"
-    return ApiError(500, "internal_error", message)

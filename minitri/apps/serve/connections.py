@@ -1,4 +1,4 @@
-"""Connections that do not pile up: one whose client makes no progress is closed."""
+"""HTTP connections with time limits: one whose client makes no progress is closed."""
 
 import asyncio
 import functools
@@ -8,24 +8,24 @@ from contextlib import suppress
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 SECONDS = 30
-"""For the headers of the first request, and for what was sent to be read."""
+"""Time for the headers of the first request, and for a client to read what was sent."""
 SPARE_FILES = 128
 """Open files that are not connections."""
 
 
 class Connection(H11Protocol):
-    """uvicorn limits only the pause between two requests."""
+    """Connection of uvicorn, which by itself limits only the pause between two requests."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > most_connections():
-            others = (it for it in self.connections if isinstance(it, Connection))
-            silent = (it for it in others if not (it.cycle or it.transport.is_closing()))
-            next((it for it in silent if it is not self), self).transport.abort()
+            others = (each for each in self.connections if isinstance(each, Connection))
+            idle = (each for each in others if not (each.cycle or each.transport.is_closing()))
+            next((each for each in idle if each is not self), self).transport.abort()
         self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        """Unlike uvicorn's it lets a limit stand until all headers are there."""
+        """Reads data; unlike uvicorn's, it keeps the time limit until all headers are there."""
         self.conn.receive_data(data)
         self.handle_events()
 
@@ -40,7 +40,7 @@ class Connection(H11Protocol):
 
 @functools.cache
 def most_connections() -> int:
-    """As many as files may be open here, less some."""
+    """Most open connections: the limit of open files, less `SPARE_FILES`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

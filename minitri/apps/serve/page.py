@@ -1,7 +1,6 @@
-"""What people look at: the page at `/`, one file without outside resources, and `/docs`."""
+"""Pages for people: the chat at `/`, one file without outside resources, and `/docs`."""
 
 import base64
-import dataclasses
 import hashlib
 import html
 import json
@@ -13,17 +12,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import HTMLResponse
 
-from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.protocol import IGNORED, Fields, Protocol
-from minitri.core.fields import wanted
+from minitri.apps.serve.bodies.completion import ForModel
+from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.protocol import IGNORED, Protocol
 
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
 def _hashes(tag: str) -> str:
-    """Of what stands in a tag of the page: nothing else is run, or gives it a style."""
-    found = re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
-    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in found)
+    """Hashes of a tag's texts in the page: nothing else is run, or gives it a style."""
+    texts = re.findall(f"<{tag}>(.*?)</{tag}>", PAGE, re.DOTALL)
+    digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()) for text in texts)
     return " ".join(f"'sha256-{digest.decode()}'" for digest in digests)
 
 
@@ -42,23 +41,31 @@ async def page(_: Request) -> HTMLResponse:
     return HTMLResponse(PAGE, headers=HEADERS)
 
 
-def docs(protocol: Protocol, kinds: Mapping[str, type[Any]]) -> HTMLResponse:
-    """The endpoints by their paths, and their fields, from what checks them."""
+def docs(protocol: Protocol, endpoints: Mapping[str, tuple[type[ForModel], Any]]) -> HTMLResponse:
+    """The endpoints by their paths, with the JSON schemas of their bodies."""
     lines = ["<!doctype html><title>minitri: endpoints</title><h1>Endpoints</h1>"]
     lines.append("<p>GET /v1/models, GET /v1/models/NAME, GET /health, and, as OpenAI and vLLM")
     lines.append(f"document them, these. Prompt and answer have {protocol.context} tokens.")
     fate = "refused" if protocol.ignored is None else "ignored, too"
     lines.append(f"Ignored: {', '.join(IGNORED)}. Others that ask for something are {fate}.")
-    for path, kind in kinds.items():
-        defaults = kind(**vars(protocol.sampling)) if issubclass(kind, Fields) else kind()
-        bases = kind.__mro__[-2::-1]  # the last has the last word
-        texts = {name: it for base in bases for name, it in field_texts(base).items()}
-        lines.append(f"<h2>POST {path}</h2>")
-        lines.append("<table><tr><th>field<th>what it does<th>what it may be<th>default")
-        for field in sorted(dataclasses.fields(kind), key=lambda it: it.name):
-            default = getattr(defaults, field.name)
-            shown = "" if default in (None, "", ()) else json.dumps(default)
-            cells = "<td>".join(map(html.escape, (texts[field.name], wanted(field), shown)))
-            lines.append(f"<tr><td><code>{field.name}</code><td>{cells}")
-        lines.append("</table>")
+    objects: dict[str, Any] = {}
+    for path, (kind, _) in endpoints.items():
+        schema = kind.model_json_schema()
+        objects |= schema.get("$defs", {})
+        lines += table(f"POST {path}", schema, vars(protocol.sampling))
+    for name, schema in objects.items():
+        lines += table(name, schema, {})
     return HTMLResponse("\n".join(lines), headers=HEADERS)
+
+
+def table(title: str, schema: Json, defaults: Mapping[str, Any]) -> list[str]:
+    """HTML of an object's fields; `defaults` are those of this server."""
+    lines = [f"<h2>{title}</h2>"]
+    lines.append("<table><tr><th>field<th>what it does<th>what it may be")
+    for name, field in sorted(schema["properties"].items()):
+        field |= {"default": defaults[name]} if name in defaults else {}
+        text = " ".join(field.pop("description", "").split())
+        rest = {key: value for key, value in field.items() if value and key != "title"}
+        cells = map(html.escape, (text, json.dumps(rest)[1:-1]))
+        lines.append(f"<tr><td><code>{name}</code><td>{'<td>'.join(cells)}")
+    return [*lines, "</table>"]

@@ -1,4 +1,4 @@
-"""How many requests a server runs at a time, and of how many tokens, in the memory it may take."""
+"""Size of a server: rows of its batch, and tokens of each, that fit the memory it may take."""
 
 from dataclasses import replace
 
@@ -10,20 +10,21 @@ from minitri.core.settings import round_up_to_stride
 from minitri.core.shape import MemoryShape
 
 SHARE = 0.6
-"""Of the memory that is free before weights are read, which a server takes by default."""
+"""Default share of the memory that is free before weights are read."""
 
 
 def choose_size(
     models: Models, shape: MemoryShape, gib: float | None, *, fewest: int, shortest: int
 ) -> tuple[int, int, float]:
-    """Rows, tokens of each, and the GiB that all takes, weights included: those of a shape, or what
-    fits `gib` (None: `SHARE` of what is free), with fewer rows before shorter ones. Raises
-    `InputError` with what would fit, if that has not the `fewest` rows, or not the `shortest`."""
+    """Rows, tokens of each, and GiB with the weights: the size of a shape, or if `gib` (None:
+    `SHARE` of the free memory) is less than that takes, first with fewer and then with shorter
+    rows. Raises `InputError`, which says what would fit, where `fewest` rows of `shortest` tokens
+    do not fit."""
     needs = demand_of(models, shape)
     on_device, on_host = room_for(models.target, needs)
     loaded = {models.target, models.retrieval, models.draft} - {None}
     # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
-    uncounted = sum(it.num_bytes for it in loaded if it) - needs.num_weight_bytes
+    uncounted = sum(model.num_bytes for model in loaded if model) - needs.num_weight_bytes
     free = on_device + uncounted
     most = SHARE * free if gib is None else min(gib * GIB, free)
 
@@ -36,9 +37,9 @@ def choose_size(
         step = round_up_to_stride(max(1, context // 128))
         choices = [(n, context) for n in range(shape.num_rows, fewest - 1, -1)]
         choices += [(fewest, n) for n in range(context - step, shortest - 1, -step)]
-        fitting = (it for it in choices if sized(*it).has_room(most - uncounted, on_host))
-        found = next(fitting, None)
-        return *(found or choices[-1]), found is not None
+        fitting = (size for size in choices if sized(*size).has_room(most - uncounted, on_host))
+        size = next(fitting, None)
+        return *(size or choices[-1]), size is not None
 
     rows, context, fits = best(fewest, shortest)
     on_chip = shape.generation.on_chip

@@ -77,7 +77,7 @@ def parsed(form: str | None, cuts: list[str], *, thinks: bool = False) -> list[P
 @pytest.mark.parametrize(("form", "text", "thought", "content", "calls"), SEEN)
 def test_an_answer_is_thought_content_and_calls(form, text, thought, content, calls):
     pieces = parsed(form, [text])
-    for kind, wanted in (("reasoning", thought), ("content", content)):
+    for kind, wanted in (("reasoning_content", thought), ("content", content)):
         assert "".join(it.text for it in pieces if it.kind == kind) == wanted
     assert [it.text for it in pieces if it.kind == "call"] == [name for name, _ in calls]
     assert "".join(it.text for it in pieces if it.kind == "arguments") == "".join(
@@ -107,7 +107,10 @@ def test_texts_put_together_at_random_lose_nothing():
         text = "".join(draw.choices(parts, k=draw.randrange(1, 9)))
         pieces = parsed(form, [*text])
         assert pieces == parsed(form, [text])
-        if not any(it.kind in ("call", "reasoning") for it in pieces) and "<think>" not in text:
+        if (
+            not any(it.kind in ("call", "reasoning_content") for it in pieces)
+            and "<think>" not in text
+        ):
             assert "".join(it.text for it in pieces) == text
             num_plain += 1
     assert num_plain > 3_000
@@ -140,7 +143,7 @@ def test_arguments_go_on_as_they_come(form):
 def test_a_thought_may_be_opened_by_the_prompt():
     for cuts in (["\nwell", "</th", "ink>", "\n\nYes"], ["\nwell</think>\n\nYes"]):
         found = parsed("hermes", cuts, thinks=True)
-        assert found == [Piece("reasoning", "well"), Piece("content", "Yes")]
+        assert found == [Piece("reasoning_content", "well"), Piece("content", "Yes")]
     assert parsed(None, [f"x</think>{TOOL}"], thinks=True)[1] == Piece("content", TOOL)
 
 

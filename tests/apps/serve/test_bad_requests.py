@@ -7,8 +7,8 @@ import threading
 import openai
 import pytest
 
-from minitri.apps.serve.app import as_api_error
 from minitri.apps.serve.protocol import MAX_WARNINGS
+from minitri.apps.serve.refusals import as_api_error
 from minitri.core.errors import FaultError, InputError, shorten
 from tests.apps.serve.conftest import CONTEXT, serving
 
@@ -20,14 +20,14 @@ USER = {"role": "user", "content": "a"}
     ("setting", "fields"),
     [
         ("prompt", {"prompt": ""}),
-        ("prompt is ['a', [5], 6]", {"prompt": ["a", [5], 6]}),
+        ("prompt is ['a', [5], 6]; give a text", {"prompt": ["a", [5], 6]}),
         ("prompt", {"prompt": ["a", ""]}),
         ("prompt", {"prompt": ["a"] * 2049}),
         ("prompt", {"prompt": [1, True]}),
         ("prompt", {"prompt": [1, 320]}),
         ("prompt", {"prompt": [5] * CONTEXT}),
         ("prompt", {"prompt": "\ud800"}),
-        ("n is 9; it must be a whole number from 1 to 8", {"n": 9}),
+        ("n is 9; it must be less than or equal to 8", {"n": 9}),
         ("n", {"messages": [USER], "n": 0}),
         ("best_of", {"best_of": 9}),
         ("best_of is 2; it must be at least n, which is 3", {"best_of": 2, "n": 3}),
@@ -58,7 +58,7 @@ USER = {"role": "user", "content": "a"}
         ("lower max_tokens", {"prompt": [5] * 390, "max_tokens": 11}),
         ("max_completion_tokens", {"messages": [USER], "max_completion_tokens": 0}),
         ("stop is [1]; it must be strings", {"stop": [1]}),
-        ("temperature is -1; it must be a number from 0", {"temperature": -1}),
+        ("temperature is -1; it must be greater than or equal to 0", {"temperature": -1}),
         ("seed", {"seed": 1 << 64}),
         ("seed", {"seed": -(1 << 63) - 1}),
         ("logprobs", {"logprobs": 21}),
@@ -124,7 +124,7 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
         for _ in range(2):
             answer = server.openai.completions.create(**fields, extra_body=extra)
             assert answer.choices[0].text == plain.choices[0].text
-        with pytest.raises(openai.BadRequestError, match="n is 9; it must be a whole number"):
+        with pytest.raises(openai.BadRequestError, match="n is 9; it must be less"):
             server.openai.completions.create(**fields, n=9)
         for name in (*extra, "n"):
             assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)

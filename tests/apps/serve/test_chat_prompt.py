@@ -3,9 +3,10 @@
 import pytest
 
 from minitri import End, InputError, Request
+from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.strict_json import checked, without_nulls
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
-from minitri.apps.serve.chats.tools import read_tools
 from minitri.core.requests import Row
 from minitri.text.chat_template import ChatTemplate
 from minitri.text.reader import TextReader
@@ -43,9 +44,11 @@ class Model:
         self.engine, self.kept = engine, Replay()
         self.encode = engine.tokenizer.encode_marked
 
-    def prompt(self, *messages, tools=TOOLS, choice=None, **how) -> ChatPrompt:
-        read = read_tools(tools, choice, None)
-        return ChatPrompt([*messages], read, self.engine, self.kept, self.encode, **how)
+    def prompt(self, *messages, tools=TOOLS, choice="auto", owner="", goes_on=False) -> ChatPrompt:
+        fields = {"messages": [without_nulls(it) for it in messages], "tools": tools}
+        fields |= {"tool_choice": choice, "continue_final_message": goes_on}
+        asked = checked(Conversation, fields)
+        return ChatPrompt(asked, self.engine, self.kept, owner)
 
     def answer(self, prompt: ChatPrompt, text: str, tokens: list[int] | None = None) -> list[int]:
         """Answers, and returns all tokens then."""
@@ -150,7 +153,7 @@ def test_a_thought_stays_in_the_prompt(model):
     said = model.answer(model.prompt(USER), f"I look\n</think>\n\n{SAID['hermes']}")
     later = model.prompt(USER, ANSWER, RESULT)
     assert later.token_ids[: len(said)] == said
-    assert later.parser().push("so</think>Yes", is_last=True)[0].kind == "reasoning"
+    assert later.parser().push("so</think>Yes", is_last=True)[0].kind == "reasoning_content"
 
 
 def test_what_is_kept_is_of_one_owner_one_conversation_and_these_tools(model):

@@ -5,14 +5,12 @@ import hashlib
 import html.parser
 import re
 import threading
-from dataclasses import fields
 
 import pytest
 
+from minitri.apps.serve.bodies import completion
+from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.page import PAGE
-from minitri.apps.serve.protocol import ChatFields, TextFields
-from minitri.apps.serve.responses import ResponseFields
-from minitri.apps.serve.tokens import DetokenizeFields, TokenizeFields
 from tests.apps.serve.chromium import browsing
 from tests.apps.serve.conftest import serving
 
@@ -259,18 +257,26 @@ def test_a_policy_lets_only_its_own_script_and_style_in(server):
 
 def test_the_endpoints_are_listed_with_all_fields(server):
     """With what they do, what they may be, and their defaults on this server."""
-    _, *parts = server.http.get("/docs").text.split("<h2>POST ")
-    kinds = (ResponseFields, TokenizeFields, DetokenizeFields, TextFields, ChatFields)
-    order = ("/v1/responses", "/tokenize", "/detokenize", "/v1/completions", "/v1/chat/completions")
-    by_path = {part.partition("</h2>")[0]: part for part in parts}
-    assert {*by_path} == {*order}
-    for path, kind in zip(order, kinds, strict=True):
-        text = by_path[path]
-        rows = re.findall("<tr><td><code>(\\w+)</code><td>(.+?)<td>(.*?)<td>(.*)", text)
-        assert [name for name, *_ in rows] == sorted(field.name for field in fields(kind))
+    _, *parts = server.http.get("/docs").text.split("<h2>")
+    by_name = {part.partition("</h2>")[0]: part for part in parts}
+    kinds = {
+        "/v1/completions": completion.TextBody,
+        "/v1/chat/completions": completion.ChatBody,
+        "/v1/responses": ResponseBody,
+        "/tokenize": completion.TokenizeBody,
+        "/detokenize": completion.DetokenizeBody,
+    }
+    for path, kind in kinds.items():
+        text = by_name[f"POST {path}"]
+        rows = re.findall("<tr><td><code>(\\w+)</code><td>(.+?)<td>(.*)", text)
+        assert [name for name, *_ in rows] == sorted(kind.model_fields)
         assert len({text for _, text, *_ in rows}) == len(rows)
-    about = {name: others for name, *others in rows}
-    assert about["temperature"][1:] == ["a number from 0 to 100", "1.0"]
-    assert about["top_logprobs"][1:] == ["a whole number from 0 to 20", ""]
-    assert about["n"][:2] == ["How many answers to each prompt.", "a whole number from 1 to 8"]
-    assert "Most tokens of the answer." in about["max_tokens"][0]
+        if path == "/v1/chat/completions":
+            about = {name: [*map(html.unescape, others)] for name, *others in rows}
+    assert '"maximum": 100.0, "minimum": 0.0, "type": "number"' in about["temperature"][1]
+    assert about["temperature"][1].endswith('"default": 1.0')
+    assert about["n"] == [
+        "How many answers to each prompt.",
+        '"default": 1, "maximum": 8, "minimum": 1, "type": "integer"',
+    ]
+    assert {"Message", "Tool", "Function"} <= {*by_name}

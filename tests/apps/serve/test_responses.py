@@ -7,8 +7,13 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from minitri.apps.serve.protocol import ChatFields
-from minitri.apps.serve.responses import ResponseFields, ResponseWriter
+from minitri import Request
+from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.strict_json import checked, without_nulls
+from minitri.apps.serve.protocol import Call
+from minitri.apps.serve.refusals import ApiError
+from minitri.apps.serve.responses import ResponseWriter
 from minitri.text.chat_template import ChatTemplate
 from tests.apps.serve.templates import FAMILIES
 from tests.apps.serve.test_answers import MESSAGES, own_text
@@ -29,6 +34,10 @@ ITEMS = [
     },
 ]
 LOOK = {"type": "function", "name": "look", "parameters": {"type": "object"}, "strict": False}
+
+
+def writer_of_a_stream(engine) -> ResponseWriter:
+    return ResponseWriter(Call([Request([5], 3)], ResponseBody(stream=True), None), "tiny", engine)
 
 
 @pytest.fixture
@@ -98,45 +107,37 @@ def test_an_answer_that_ends_by_itself_is_complete(ask):
     assert ended.output[0].status == "completed"
 
 
-def test_items_become_the_messages_of_a_chat():
+def test_items_become_a_conversation():
     """Calls that follow one another are of one message, reasoning and unknown tools go."""
-    asked = ResponseFields(
-        input=ITEMS, instructions="Hm", tools=[LOOK, {"type": "web_search"}], tool_choice="auto"
-    )
-    chat = asked.as_chat()
+    fields = {"input": ITEMS, "instructions": "Hm", "tools": [LOOK, {"type": "web_search"}]}
+    choice = {"type": "function", "name": "look"}
+    asked = checked(ResponseBody, without_nulls(fields | {"tool_choice": choice})).conversation
     calls = [
-        {"id": "c1", "type": "function", "function": {"name": "look", "arguments": '{"at": 1}'}},
-        {"id": "c2", "type": "function", "function": {"name": "look", "arguments": "{}"}},
+        {"id": "c1", "function": {"name": "look", "arguments": '{"at": 1}'}},
+        {"id": "c2", "function": {"name": "look", "arguments": "{}"}},
     ]
-    assert chat["messages"] == [
+    messages = [
         {"role": "system", "content": "Hm"},
-        {"role": "developer", "content": [{"type": "text", "text": "Be"}]},
+        {"role": "developer", "content": [{"type": "input_text", "text": "Be"}]},
         {"role": "user", "content": "Who is?"},
         {
             "role": "assistant",
-            "content": [{"type": "text", "text": "Anne"}],
+            "content": [{"type": "output_text", "text": "Anne"}],
             "tool_calls": calls,
         },
         {"role": "tool", "tool_call_id": "c1", "content": "a ship"},
-        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "text", "text": "no"}]},
+        {"role": "tool", "tool_call_id": "c2", "content": [{"type": "input_text", "text": "no"}]},
     ]
-    own = {name: value for name, value in LOOK.items() if name != "type"}
-    assert chat["tools"] == [{"type": "function", "function": own}]
-    by_name = ResponseFields(tool_choice={"type": "function", "name": "look"}).as_chat()
-    assert by_name["tool_choice"] == {"type": "function", "function": {"name": "look"}}
-    form = {"type": "json_schema", "name": "a", "schema": {"type": "object"}}
-    shaped = ResponseFields(text={"format": form}).as_chat()["response_format"]
-    assert shaped == {
-        "type": "json_schema",
-        "json_schema": {"name": "a", "schema": {"type": "object"}},
-    }
+    tools = [{"type": "function", "function": LOOK}]
+    wanted = {"messages": messages, "tools": tools, "tool_choice": "look"}
+    assert asked.called == wanted.pop("tool_choice")
+    wanted = checked(Conversation, wanted)
+    assert (asked.messages, asked.tools) == (wanted.messages, wanted.tools)
 
 
 def test_calls_and_reasoning_of_a_chat_become_items(engine):
     """However the arguments are cut."""
-    from minitri import Request
-
-    writer = ResponseWriter([Request([5], 3)], ResponseFields(stream=True), "tiny", engine)
+    writer = writer_of_a_stream(engine)
     said = [
         {"role": "assistant", "content": ""},
         {"reasoning_content": "Hm"},
@@ -201,21 +202,10 @@ def test_a_prompt_that_is_too_long_is_refused(ask):
 
 
 def test_a_stream_that_fails_says_so(engine):
-    from minitri import Request
-    from minitri.apps.serve.access import ApiError
-
-    writer = ResponseWriter([Request([5], 3)], ResponseFields(stream=True), "tiny", engine)
+    writer = writer_of_a_stream(engine)
     told = writer.fail(ApiError(503, "unavailable", "no memory"))
     event = json.loads(told.partition(b"data: ")[2])
     assert EVENT.validate_python(event).response.error.message == "no memory"
-
-
-def test_all_shared_fields_reach_the_chat():
-    """What both endpoints name alike means the same."""
-    asked = ResponseFields(temperature=0.5, top_p=0.9, seed=3, stop=["x"], user="a", model="tiny")
-    chat = asked.as_chat()
-    for name in ("temperature", "top_p", "seed", "stop", "user", "model"):
-        assert chat[name] == getattr(asked, name)
 
 
 def test_a_call_of_a_function_and_what_it_gave_make_a_turn(server, monkeypatch):
@@ -240,5 +230,5 @@ def test_a_call_of_a_function_and_what_it_gave_make_a_turn(server, monkeypatch):
     assert "".join(deltas) == call.arguments == events[-1].response.output[0].arguments
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "a ship"}
     items = [{"role": "user", "content": "Where?"}, call.to_dict(), result]
-    chat = ChatFields(messages=ResponseFields(input=items).as_chat()["messages"])
-    assert "a ship" in server.service.protocol.chat(chat).text
+    chat = checked(ResponseBody, {"input": items}).conversation
+    assert "a ship" in server.service.protocol.chat_of(chat).text

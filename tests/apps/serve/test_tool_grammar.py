@@ -5,8 +5,10 @@ import json
 import pytest
 
 from minitri import InputError
+from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.chats.answer_parser import FORMATS
-from minitri.apps.serve.chats.tools import format_of, read_tools
+from minitri.apps.serve.chats.tools import Tools, format_of
 from tests.apps.serve.templates import FAMILIES
 
 llguidance = pytest.importorskip("llguidance")
@@ -82,9 +84,14 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def tools(choice=None, parallel=None, **changes):
+def read_tools(functions, **fields) -> Tools:
+    listed = [{"type": "function", "function": it} for it in functions]
+    return Tools.of(checked(Conversation, {"tools": listed} | fields))
+
+
+def tools(choice="auto", parallel=True, **changes):
     functions = ({"name": name, "parameters": CITY} | changes for name in ("f", "g"))
-    return read_tools([{"type": "function", "function": it} for it in functions], choice, parallel)
+    return read_tools(functions, tool_choice=choice, parallel_tool_calls=parallel)
 
 
 def allowed(grammar: str, text: str | bytes) -> tuple[bool, bool]:
@@ -99,8 +106,8 @@ def allowed(grammar: str, text: str | bytes) -> tuple[bool, bool]:
 
 @pytest.mark.parametrize(("name", "how", "whole", "begun", "wrong"), CASES)
 def test_calls_follow_the_grammar_and_other_text_is_free(name, how, whole, begun, wrong):
-    settings = {"controls": {}, "thinks": False, "may_think": False, "choice": None} | how
-    asked = tools(settings.pop("choice"), settings.pop("parallel", None))
+    settings = {"controls": {}, "thinks": False, "may_think": False, "choice": "auto"} | how
+    asked = tools(settings.pop("choice"), settings.pop("parallel", True))
     grammar = asked.grammar(FORMATS[name], settings.pop("controls"), **settings)
     for text in whole:
         assert allowed(grammar, text) == (True, True), text
@@ -140,7 +147,7 @@ def test_formats_are_known_by_their_templates():
 
 def test_names_and_schemas_are_quoted():
     name = "a.b-c_D9"
-    made = read_tools([{"type": "function", "function": {"name": name}}], None, None)
+    made = read_tools([{"name": name}])
     grammar = made.grammar(FORMATS["hermes"], {}, thinks=False, may_think=False)
     call = json.dumps({"name": name, "arguments": {"x": '"'}})
     assert allowed(grammar, f"<tool_call>{call}</tool_call>") == (True, True)

@@ -1,8 +1,8 @@
-"""The text of a chat's answer as what it says: thinking, content and calls of tools.
+"""Parser of a chat's answer: its thinking, content and calls of tools.
 
-Text comes in pieces, cut anywhere, and goes on at once, but for what may be the beginning of a tag;
-pieces that are put together are what the whole text gives. What is no call stays content: nothing
-is lost. Arguments are passed on as the model writes them, without a look at what they say.
+Text comes in pieces, cut anywhere, and is passed on at once, except for a possible beginning of a
+tag; the pieces of each kind, joined, do not depend on the cuts. Text that is no call stays content:
+nothing is lost. Arguments are passed on as the model writes them, valid or not.
 """
 
 import itertools
@@ -19,68 +19,70 @@ END_THINK = "</think>"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes calls: JSON objects with a name and arguments, and tags."""
+    """Syntax in which a family of models writes calls: JSON objects between tags."""
 
+    name: str
     opening: str
-    """Stands before a call, or before all calls."""
+    """Tag before a call, or before all calls."""
     closing: str
-    """Stands after it, or after all of them."""
+    """Tag after a call, or after all calls."""
     arguments: str
-    """What the object calls them."""
+    """Key of the arguments in a call's object."""
     bracket: str = ""
-    """Stands after the opening."""
+    """Text after the opening."""
     separator: str = ""
-    """Stands between objects, if no tags do."""
+    """Text between objects, if there are no tags between them."""
     is_bare: bool = False
-    """Whether the opening may be missing where an answer begins."""
+    """Whether the opening may be missing at the beginning of an answer."""
 
 
-FORMATS = {
-    "mistral": ToolFormat("[TOOL_CALLS]", "]", "arguments", bracket="[", separator=","),
-    "hermes": ToolFormat("<tool_call>", "</tool_call>", "arguments"),
-    "llama3": ToolFormat("<|python_tag|>", "", "parameters", separator=";", is_bare=True),
-}
+_FORMATS = (
+    ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", bracket="[", separator=","),
+    ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments"),
+    ToolFormat("llama3", "<|python_tag|>", "", "parameters", separator=";", is_bare=True),
+)
+FORMATS = {form.name: form for form in _FORMATS}
 
 
 class Piece(NamedTuple):
-    """What a piece of text adds to an answer."""
+    """Part of an answer, of one kind."""
 
     kind: str
-    """`content`, `reasoning`, `call` (a new one, with its name) or `arguments` (of the latest)."""
+    """`content`, `reasoning_content`, `call` (with its name), `arguments` (of the latest call)."""
     text: str
 
 
 class AnswerParser:
-    """Reads one answer."""
+    """Parser of one answer."""
 
     def __init__(
         self, form: ToolFormat | None = None, names: Collection[str] = (), *, thinks: bool = False
     ) -> None:
-        """`names` are those of the tools; without a format nothing is a call. `thinks`: the prompt
-        has opened a thought."""
+        """`names` of the tools; without a format nothing is a call. `thinks`: the prompt has opened
+        a thought."""
         self._form = form
         starts = itertools.product(('{"name":"', '{"type":"function","name":"'), names)
         keys = ("arguments", "parameters")
         self._heads = [f'{start}{name}","{key}":{{' for start, name in starts for key in keys]
         self._rest = ""  # text that has not been passed on
         self._is_last = False
-        self._found: list[Piece] = []
+        self._pieces: list[Piece] = []
         self._steps = self._read(thinks)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
-        """Takes in a piece of text; returns what is certain now, all of it after the last one."""
+        """Takes in a piece of text; returns what can be passed on, after the last piece all."""
         self._rest += text
         self._is_last = is_last
         next(self._steps, None)
-        found = self._found
-        self._found = []
-        return found
+        pieces = self._pieces
+        self._pieces = []
+        return pieces
 
     def _read(self, thinks: bool) -> Generator[None, None, None]:
-        """The whole answer; waits for text at each `yield`."""
+        """Reads the whole answer; waits for text at each `yield`."""
         if thinks or (yield from self._take(THINK)):
             yield from self._skip_spaces()
-            yield from self._pass_to(END_THINK, "reasoning")
+            yield from self._pass_to(END_THINK, "reasoning_content")
             yield from self._skip_spaces()
         opening = self._form.opening if self._form else ""
         taken = (yield from self._take(opening)) if opening else ""
@@ -94,7 +96,7 @@ class AnswerParser:
                 may_call = True
 
     def _calls(self, taken: str) -> Generator[None, None, bool]:
-        """Calls after a tag, which is content if there are none. Whether there are."""
+        """Reads calls after a tag, which is content if there are none. Whether there are."""
         assert self._form is not None
         is_call = False
         heads = self._heads
@@ -104,7 +106,7 @@ class AnswerParser:
             heads = heads if bracket else []
         while head := (yield from self._take(*heads)):
             is_call = True
-            self._found.append(Piece("call", json.loads("".join(head.split()) + "}}")["name"]))
+            self._pieces.append(Piece("call", json.loads("".join(head.split()) + "}}")["name"]))
             self._rest = "{" + self._rest
             yield from self._pass_arguments()
             if (yield from self._take(',"id":"')):
@@ -119,20 +121,18 @@ class AnswerParser:
         return is_call
 
     def _take(self, *texts: str) -> Generator[None, None, str]:
-        """Takes the one of these texts that comes next, spaces apart; returns it with them, and
-        nothing if none comes."""
+        """Takes the one of these texts that comes next, spaces ignored; returns it with its spaces,
+        or nothing if none comes."""
         seen = ""
-        at = 0
+        num_read = 0
         while True:
-            for character in self._rest[at:]:
-                at += 1
+            for character in self._rest[num_read:]:
+                num_read += 1
                 seen += character.strip()
                 if not any(text.startswith(seen) for text in texts):
                     return ""
                 if seen in texts:
-                    taken = self._rest[:at]
-                    self._rest = self._rest[at:]
-                    return taken
+                    return self._cut(num_read)
             if self._is_last:
                 return ""
             yield
@@ -143,25 +143,24 @@ class AnswerParser:
         self._rest = rest
 
     def _pass_to(self, tag: str, kind: str = "") -> Generator[None, None, str]:
-        """Passes on text up to a tag, or to the end; of no kind, drops it. Returns the tag, if it
-        comes."""
+        """Passes on text up to a tag, or to the end; drops it if it has no kind. Returns the tag,
+        if it comes."""
         while True:
-            at = self._rest.find(tag) if tag else -1
+            place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
-            text = self._rest[: len(self._rest) - held if at < 0 else at]
-            self._rest = self._rest[len(text) :]
-            self._add(kind, text)
-            if at >= 0 or self._is_last:
-                self._rest = self._rest.removeprefix(tag)
-                return tag if at >= 0 else ""
+            self._add(kind, self._cut(len(self._rest) - held if place < 0 else place))
+            if place >= 0:
+                return self._cut(len(tag))
+            if self._is_last:
+                return ""
             yield
 
     def _pass_arguments(self) -> Generator[None, None, None]:
-        """Passes on an object, by its brackets and strings."""
+        """Passes on an object of JSON, whose end is known by its brackets and strings."""
         depth = 0
         is_string = is_escaped = False
         while True:
-            for at, character in enumerate(self._rest, 1):
+            for num_read, character in enumerate(self._rest, 1):
                 if is_escaped:
                     is_escaped = False
                 elif is_string:
@@ -171,15 +170,19 @@ class AnswerParser:
                     is_string = character == '"'
                     depth += (character in "{[") - (character in "}]")
                     if not depth:
-                        self._add("arguments", self._rest[:at])
-                        self._rest = self._rest[at:]
+                        self._add("arguments", self._cut(num_read))
                         return
-            self._add("arguments", self._rest)
-            self._rest = ""
+            self._add("arguments", self._cut(len(self._rest)))
             if self._is_last:
                 return
             yield
 
+    def _cut(self, num: int) -> str:
+        """Takes characters off the rest of the text."""
+        text = self._rest[:num]
+        self._rest = self._rest[num:]
+        return text
+
     def _add(self, kind: str, text: str) -> None:
         if kind and text:
-            self._found.append(Piece(kind, text))
+            self._pieces.append(Piece(kind, text))

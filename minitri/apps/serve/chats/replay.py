@@ -1,8 +1,8 @@
-"""Answers as the token ids that were generated, kept under the conversations that they belong to.
+"""Store of generated token ids by conversation, so that the next prompt reuses the KV cache.
 
-A client sends an answer back as text, which may be cut into tokens in another way, and a call with
-other spaces. With the very tokens the next prompt begins like the last one and its answer, whose K
-and V are at hand. A conversation is found by what its messages say, not by how they are spelled.
+A client sends an answer back as text, which may be tokenized in another way, and a call with other
+spaces. With the very tokens the next prompt begins like the last one and its answer, whose K and V
+are cached. The key of a conversation does not depend on how its calls are spelled.
 """
 
 import hashlib
@@ -14,24 +14,24 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minitri.apps.serve.chats.answer_parser import THINK, Piece
-from minitri.apps.serve.chats.messages import Message
+from minitri.apps.serve.chats.messages import Turn
 
 MAX_KEPT_TOKENS = 1 << 22
-"""Of all conversations together, of 4 bytes each."""
+"""Most tokens of all conversations together; 4 bytes each."""
 
 
 class Kept(NamedTuple):
-    """A prompt and its answer."""
+    """Tokens of a prompt and its answer."""
 
     token_ids: Sequence[int]
     length: int
-    """Characters of the prompt, up to a thought that it opens."""
+    """Characters of the prompt's text, up to a thought that it opens."""
     digest: bytes
-    """Of these."""
+    """SHA-256 of that text."""
 
 
 class Replay:
-    """What is kept: that which was used last, as much as there is room for."""
+    """Least-recently-used store of conversations."""
 
     def __init__(self, max_tokens: int = MAX_KEPT_TOKENS) -> None:
         self._max_tokens = max_tokens
@@ -55,33 +55,32 @@ class Replay:
         """The last of these that is kept, with its index."""
         with self._lock:
             for index in reversed(range(len(keys))):
-                if found := self._kept.get(keys[index]):
+                if kept := self._kept.get(keys[index]):
                     self._kept.move_to_end(keys[index])
-                    return index, found
+                    return index, kept
         return None
 
 
 def digest_of(text: str) -> bytes:
-    """By which a text is known again."""
+    """SHA-256 of a text."""
     return hashlib.sha256(text.encode("utf-8", "replace")).digest()
 
 
-def keys_of(messages: Sequence[Message], *context: Any) -> list[bytes]:
-    """Keys of a conversation up to each of its messages, in a context: whose it is, with which
-    tools."""
+def keys_of(turns: Sequence[Turn], *context: Any) -> list[bytes]:
+    """Keys of a conversation up to each of its messages, in a context: its owner, its tools."""
     digest = hashlib.sha256(json.dumps(context, sort_keys=True).encode())
     keys = []
-    for it in messages:
-        calls = [call["function"] for call in it.get("tool_calls", ())]
-        said = [it["role"], it["content"].strip(), calls]
-        digest.update(json.dumps(said, sort_keys=True).encode())
+    for turn in turns:
+        calls = [call["function"] for call in turn.get("tool_calls", ())]
+        meaning = [turn["role"], turn["content"].strip(), calls]
+        digest.update(json.dumps(meaning, sort_keys=True).encode())
         keys.append(digest.digest())
     return keys
 
 
-def as_message(pieces: Sequence[Piece]) -> Message:
-    """An answer as `read_messages` gives it when it comes back. Raises `ValueError` if its calls
-    are not whole."""
+def as_turn(pieces: Sequence[Piece]) -> Turn:
+    """An answer as `read_turns` gives it when it comes back. Raises `ValueError` if its calls are
+    incomplete."""
     content = "".join(text for kind, text in pieces if kind == "content")
     functions: list[dict[str, Any]] = []
     for kind, text in pieces:

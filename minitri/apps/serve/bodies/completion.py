@@ -1,0 +1,263 @@
+"""Bodies of all endpoints but /v1/responses.
+
+Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
+`continue_final_message` are additions, /tokenize and /detokenize are vLLM's. The models check a
+body, and their JSON schemas are the tables at /docs.
+"""
+
+import dataclasses
+import json
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import Field, model_validator
+
+from minitri import Grammar, InputError, SamplingParams
+from minitri.apps.cli.arguments import field_texts
+from minitri.apps.serve.bodies.conversation import Conversation, Message
+from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says
+from minitri.core.errors import MAX_COUNT, shorten
+from minitri.core.fields import refuse
+from minitri.core.settings import MAX_ROWS
+
+Texts = Annotated[str | Many[str], Says("it must be strings of at least one character")]
+STOP_CHARACTERS = 1024
+"""Most characters of all stop strings: each is looked for after every token."""
+MAX_PROMPTS = 2048
+"""Most prompts of a request, as at OpenAI."""
+GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""Kinds of `minitri.Grammar`, by vLLM's names."""
+SAMPLING = {field.name: field for field in dataclasses.fields(SamplingParams)}
+
+
+def like(name: str) -> Any:
+    """Optional field with the bounds and the help of one of `SamplingParams`."""
+    least, most = SAMPLING[name].metadata.get("range", (None, None))
+    return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
+
+
+class ForModel(Body):
+    """Body of a request to one model."""
+
+    model: str | None = None
+    """One of the names at /v1/models. Default: the first."""
+
+
+M = TypeVar("M", bound=ForModel)
+
+
+class StreamOptions(Body):
+    """Options of a stream."""
+
+    include_usage: bool = False
+    """End the stream with counts of tokens."""
+    include_obfuscation: Literal[False] = False
+    """Nothing is obfuscated."""
+
+
+class Fields(ForModel):
+    """Fields of all endpoints that answer with a text."""
+
+    is_chat: ClassVar[bool] = False
+    form_name: ClassVar[str] = "response_format"
+    temperature: float | None = like("temperature")
+    top_k: int | None = like("top_k")
+    top_p: float | None = like("top_p")
+    min_p: float | None = like("min_p")
+    repetition_penalty: float | None = like("repetition_penalty")
+    presence_penalty: float | None = like("presence_penalty")
+    frequency_penalty: float | None = like("frequency_penalty")
+    logit_bias: dict[str, float] | None = like("logit_bias")
+    bad_words: Texts | None = like("bad_words")
+    min_tokens: int | None = like("min_tokens")
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Most tokens of the answer. Default: 16, of a chat as many as the context has room for."""
+    stop: Texts = ()
+    """A text, or a list of texts, before which the answer ends. At most 1024 characters in all."""
+    ignore_eos: bool = False
+    """Go on after a token that ends the text."""
+    seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
+    """The same request with the same seed has the same answer; answer i has that of seed + i. Of 64
+    bits (those of a negative number, too) the upper 32 are combined with the lower ones by
+    exclusive or. Default: drawn, and part of the answer."""
+    n: int = Field(1, ge=1, le=MAX_ROWS)
+    """How many answers to each prompt."""
+    stream: bool = False
+    """Send the answer in pieces, as they are made."""
+    stream_options: StreamOptions = StreamOptions()
+    """Whether a stream ends with counts of tokens."""
+    details: bool = False
+    """In a stream, add how much of the prompt is read, and which model guessed each token."""
+    speculation: bool = True
+    """Let tokens be guessed; the answer's distribution stays the same."""
+    safety_identifier: str = ""
+    """The end user. With keys, cached prompts are shared only where this is the same."""
+    user: str = ""
+    """The end user, if there is no safety_identifier."""
+    prompt_cache_key: str = ""
+    """The end user, if there is no user."""
+    response_format: Json | None = None
+    """Form of the answer: of type text, json_object, or json_schema, with a schema."""
+    structured_outputs: Json | None = None
+    """Form of the answer in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
+
+    @model_validator(mode="after")
+    def _check_stop(self) -> Self:
+        if sum(map(len, self.stop)) > STOP_CHARACTERS:
+            refuse(self, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
+        return self
+
+    @property
+    def end_user(self) -> str:
+        return self.safety_identifier or self.user or self.prompt_cache_key
+
+    @property
+    def most(self) -> int | None:
+        """Most new tokens of an answer, if the client says so."""
+        return self.max_tokens
+
+    @property
+    def num_texts(self) -> int:
+        """Texts generated for each prompt; the n best are its answers."""
+        return self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Likeliest tokens with log-probabilities at each place; None: no log-probabilities."""
+        return None
+
+    @property
+    def has_echo(self) -> bool:
+        """Whether the answer begins with the prompt."""
+        return False
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the prompt's tokens have log-probabilities, too."""
+        return self.has_echo and self.num_logprobs is not None
+
+    @property
+    def conversation(self) -> Conversation | None:
+        """The chat to continue, if this is one. Raises `InputError`."""
+        return None
+
+    @property
+    def form(self) -> Any:
+        """Form of the answer in OpenAI's words."""
+        return self.response_format
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """Form of the answer. Raises `InputError`."""
+        match self.form, self.structured_outputs:
+            case None | {"type": "text"}, None:
+                return None
+            case {"type": "json_object"}, None:
+                return Grammar("json_object")
+            case (
+                {"type": "json_schema", "json_schema": {"schema": schema}}
+                | {"type": "json_schema", "schema": schema},
+                None,
+            ):
+                return Grammar("json_schema", json.dumps(schema))
+            case None, {**one} if len(one) == 1 and (name := str(*one)) in GRAMMARS:
+                text = one[name]
+                return Grammar(GRAMMARS[name], text if isinstance(text, str) else json.dumps(text))
+        name = "structured_outputs" if self.form is None else self.form_name
+        given = shorten(repr(self.form or self.structured_outputs), 60)
+        raise InputError(f"{name} is {given}; see /docs for what it may be, and give one form")
+
+
+class TextBody(Fields):
+    """Body of /v1/completions."""
+
+    prompt: Annotated[
+        str | Many[int] | Annotated[Many[str | Many[int]], Field(max_length=MAX_PROMPTS)],
+        Says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
+    ] = ""
+    """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
+    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
+    """Most tokens of an answer, or with echo none. Default: 16."""
+    echo: bool = False
+    """Begin with the prompt, and if logprobs are asked for with those of its tokens."""
+    logprobs: int | None = Field(None, ge=0, le=20)
+    """Add log-probabilities: of each token, and of this many that are likeliest."""
+    best_of: int | None = Field(None, ge=1, le=MAX_ROWS)
+    """How many answers the n with the highest mean log-probability are chosen from."""
+
+    @model_validator(mode="after")
+    def _check_text(self) -> Self:
+        if self.num_texts < self.n:
+            refuse(self, "best_of", f"it must be at least n, which is {self.n}")
+        if self.stream and self.num_texts > self.n:
+            refuse(self, "best_of", "a stream does not wait for the best; leave one of them out")
+        if self.stream and self.echo and self.logprobs is not None:
+            refuse(self, "echo", "a stream has no log-probabilities of a prompt; leave one out")
+        if self.max_tokens == 0 and (self.stream or not self.echo):
+            refuse(self, "max_tokens", "nothing would be answered; add echo, without stream")
+        return self
+
+    @property
+    def num_texts(self) -> int:
+        return self.best_of or self.n
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def has_echo(self) -> bool:
+        return self.echo
+
+
+class ChatBody(Fields, Conversation):
+    """Body of /v1/chat/completions."""
+
+    is_chat: ClassVar[bool] = True
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """OpenAI's newer name of max_tokens, before which it counts."""
+    logprobs: bool = False
+    """Add log-probabilities."""
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    """With logprobs: also of this many tokens that are likeliest."""
+    modalities: Many[Literal["text"]] = ()
+    """Kinds of answers."""
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            refuse(self, "top_logprobs", "set logprobs to true, too")
+        return self
+
+    @property
+    def conversation(self) -> Conversation:
+        return self
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeBody(ForModel):
+    """Body of /tokenize."""
+
+    prompt: str = ""
+    """A text."""
+    messages: Many[Message] = ()
+    """The messages of a chat, in place of a text."""
+    add_special_tokens: bool = True
+    """Begin a text with the token that the model wants there, if it wants one."""
+    add_generation_prompt: Literal[True] = True
+    """End messages with what an answer begins with; may not be false."""
+    return_token_strs: bool = False
+    """Add how the vocabulary spells each token."""
+
+
+class DetokenizeBody(ForModel):
+    """Body of /detokenize."""
+
+    tokens: Annotated[Many[int], Says("it must be a list of token ids")] = ()
+    """A list of token ids."""

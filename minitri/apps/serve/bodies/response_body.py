@@ -1,0 +1,96 @@
+"""Body of /v1/responses: a chat in other words, of which nothing is stored."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+
+from minitri import InputError
+from minitri.apps.serve.bodies.completion import Fields
+from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says, checked
+from minitri.core.errors import MAX_COUNT, shorten
+
+
+class TextForm(Body):
+    """Form of the answer's text."""
+
+    format: Json | None = None
+    """An object of type text, json_object, or json_schema, with a schema."""
+
+
+class ResponseBody(Fields):
+    """Body of /v1/responses."""
+
+    is_chat: ClassVar[bool] = True
+    form_name: ClassVar[str] = "text"
+    input: Annotated[str | Many[Json], Says("give a text, or a list of items")] = ""
+    """A text, or a list of items: messages of texts, calls of functions and what those gave;
+    reasoning is left out."""
+    instructions: str = ""
+    """A message of the system, before the input."""
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    """Most tokens of the answer. Default: as many as the context has room for."""
+    text: TextForm = TextForm()
+    """Its form, such as {"format": {"type": "text"}}."""
+    tools: Annotated[Many[Json], Says("it must be a list of objects with a type")] = ()
+    """Functions that may be called; tools of other types are left out."""
+    tool_choice: Annotated[str | Json, Says("give auto, none, required, or a function")] = "auto"
+    """Whether functions are called: auto, none, required, or which one."""
+    parallel_tool_calls: bool = True
+    """Whether several may be called."""
+    n: int = Field(1, ge=1, le=1)
+    """How many answers."""
+    details: Literal[False] = False
+    """Events have none."""
+
+    @property
+    def most(self) -> int | None:
+        return self.max_output_tokens or self.max_tokens
+
+    @property
+    def form(self) -> Any:
+        return self.text.format or self.response_format
+
+    @property
+    def conversation(self) -> Conversation:
+        functions = (tool for tool in self.tools if tool.get("type") == "function")
+        choice = self.tool_choice
+        content = {
+            "messages": self._messages(),
+            "tools": [nested(tool) for tool in functions],
+            "tool_choice": choice if isinstance(choice, str) else nested(choice),
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        return checked(Conversation, content)
+
+    def _messages(self) -> list[Json]:
+        """Messages of the chat; calls that follow one another are of one message."""
+        text = self.input
+        items = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        messages: list[Json] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in items:
+            match item:
+                case {"type": "reasoning"}:
+                    pass
+                case {"type": "function_call", "call_id": call_id, "name": name, "arguments": text}:
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
+                    call = {"id": call_id, "function": {"name": name, "arguments": text}}
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                    messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                case {"role": str(role), "content": content, **rest} if (
+                    rest.get("type", "message") == "message"
+                ):
+                    messages.append({"role": role, "content": content})
+                case _:
+                    raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
+        return messages
+
+
+def nested(function: Mapping[str, Any]) -> Json:
+    """A function as a chat has it: its fields one level below its type."""
+    return {"type": "function", "function": function}

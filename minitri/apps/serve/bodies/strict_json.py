@@ -1,0 +1,93 @@
+"""Strict JSON objects as pydantic models, with errors that are one line for the client."""
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic_core import CoreSchema, core_schema
+
+from minitri.core.errors import InputError, explain, shorten
+
+SCHEMAS = ("schema", "parameters", "json")
+"""Keys whose value is a JSON Schema, in which null is a value."""
+ADVICE = {
+    "missing": "give it",
+    "int_type": "it must be a whole number",
+    "bool_type": "it must be true or false",
+    "tuple_type": "it must be a list",
+    "model_type": "it must be an object",
+    "dict_type": "it must be an object",
+    "extra_forbidden": "this server does not know it; leave it out",
+}
+"""Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
+T = TypeVar("T")
+Json = dict[str, Any]
+Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
+"""A list as a tuple, checked up to its first bad item: a body may have a million of them."""
+
+
+class Body(BaseModel):
+    """JSON object without conversions of types: true is no number, and "3" is none either."""
+
+    model_config = ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        regex_engine="python-re",
+        use_attribute_docstrings=True,
+    )
+
+
+B = TypeVar("B", bound=Body)
+
+
+class Says:
+    """Annotation of a type: the advice for the client, whatever is wrong with the value."""
+
+    def __init__(self, advice: str) -> None:
+        self.advice = advice
+
+    def __get_pydantic_core_schema__(
+        self, source: Any, handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return core_schema.custom_error_schema(
+            handler(source), custom_error_type="wrong", custom_error_message=self.advice
+        )
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """JSON object without its null values, at any depth: null means that nothing was given.
+    Raises `InputError`."""
+    with explain("the body is no object of JSON", "send an object"):
+        return {**without_nulls(json.loads(body))}
+
+
+def without_nulls(value: Any) -> Any:
+    """JSON value without the pairs of its objects that have null."""
+    match value:
+        case {**pairs}:
+            return {
+                name: item if name in SCHEMAS else without_nulls(item)
+                for name, item in pairs.items()
+                if item is not None
+            }
+        case [*items]:
+            return [*map(without_nulls, items)]
+    return value
+
+
+def checked(kind: type[B], content: object) -> B:
+    """The content as a model. Raises `InputError` for the first thing that is wrong."""
+    try:
+        return kind.model_validate(content)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+    if not problem["loc"]:
+        raise problem["ctx"]["error"]
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
+    place = shorten("".join(steps)[1:], 60)
+    is_missing = problem["type"] == "missing"
+    got = "missing" if is_missing else shorten(repr(problem["input"]), 60)
+    advice = problem["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+    raise InputError(f"{place} is {got}; {ADVICE.get(problem['type'], advice)}")
