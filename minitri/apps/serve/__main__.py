@@ -24,7 +24,8 @@ from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
 
 if TYPE_CHECKING:
-    from minitri import Generation
+    from minitri import Engine, Generation
+    from minitri.worker import Worker
 
 DEFAULT_CONTEXT = 8192
 """Default tokens of KV cache per row, allocated at the start: fits next to most models."""
@@ -82,11 +83,9 @@ def run_command(args: argparse.Namespace) -> None:
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.keys or access.is_for_one)
-    import_pytorch(huge_pages=False)  # here, and not before: no flag is wrong any more
-    from minitri.apps.serve.app import Server, Service  # by an extra; --help works without it
+    import_pytorch(huge_pages=False)  # after all flags are checked
+    from minitri.apps.serve.app import Server, Service  # an extra, which --help does without
     from minitri.apps.serve.protocol import Protocol
-    from minitri.apps.serve.room import choose_size
-    from minitri.worker import Worker
 
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
@@ -95,40 +94,50 @@ def run_command(args: argparse.Namespace) -> None:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
         engine = boot(args)
-        most = engine.config.context_length
-        context = args.context or min(DEFAULT_CONTEXT, most)
-        if not 1 < context <= most:
-            raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
         names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
-        generation = arguments.taken(GenerationConfig, args, reserve=context)
-        if args.memory is not None and args.offload and args.on_chip is None:
-            raise InputError(
-                "--memory with --offload needs --on-chip N, layers that stay on the GPU"
-            )
-        shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
-        least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
-        num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
-        open_run = functools.partial(
-            engine.open,
-            batch_size=num_rows,
-            sampling=sampling,
-            generation=dataclasses.replace(generation, reserve=context),
-            speculation=speculation,
-        )
-        run = open_run()
-        warm_up(run)
-        worker = Worker(lambda _: open_run(), run)
+        worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
             ignored: set[str] | None = set() if args.ignore_unknown_fields else None
-            max_open = num_rows + args.max_queue
             protocol = Protocol(engine, names, sampling, context, ignored)
-            service = Service(protocol, worker, max_open, access)
+            service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
             address = listener.getsockname()
             log.info(f"{text}; Ctrl-C ends", engine.config.name, *address, num_rows, context, gib)
             server.run(sockets=[listener])
     log.info("stopped")
+
+
+def open_worker(
+    args: argparse.Namespace,
+    engine: "Engine",
+    sampling: SamplingParams,
+    speculation: SpeculationConfig,
+) -> tuple["Worker", int, int, float]:
+    """Worker of a warmed-up run; its rows, their tokens, and GiB. Raises `InputError`."""
+    from minitri.apps.serve.room import choose_size
+    from minitri.worker import Worker
+
+    most = engine.config.context_length
+    context = args.context or min(DEFAULT_CONTEXT, most)
+    if not 1 < context <= most:
+        raise InputError(f"--context is {context}; give from 2 to {most}, what the model holds")
+    if args.memory is not None and args.offload and args.on_chip is None:
+        raise InputError("--memory with --offload needs --on-chip N, layers that stay on the GPU")
+    generation = arguments.taken(GenerationConfig, args, reserve=context)
+    shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
+    least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
+    num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
+    open_run = functools.partial(
+        engine.open,
+        batch_size=num_rows,
+        sampling=sampling,
+        generation=dataclasses.replace(generation, reserve=context),
+        speculation=speculation,
+    )
+    run = open_run()
+    warm_up(run)
+    return Worker(lambda _: open_run(), run), num_rows, context, gib
 
 
 def warm_up(run: "Generation") -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from minitri import InputError
 from minitri.apps.cli.inputs import read_text
-from minitri.apps.serve.refusals import ApiError
+from minitri.apps.serve.api_error import ApiError
 from minitri.core.errors import shorten
 from minitri.core.fields import between
 

@@ -10,15 +10,15 @@ import json
 import secrets
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from minitri import End, Engine, Event, Idle, Request, Token
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
-from minitri.apps.serve.refusals import ApiError
 from minitri.core.requests import PrefillProgress
 from minitri.core.stats import LogProbs
 from minitri.text.text_stream import IncrementalDecoder
@@ -29,9 +29,9 @@ PROMPT = "prompt"
 """Origin of a prompt's tokens."""
 
 
-def to_json(content: Json, default: Callable[[Any], Any] | None = None) -> bytes:
-    """UTF-8, where lone surrogates become question marks; `default` as in `json.dumps`."""
-    return json.dumps(content, ensure_ascii=False, default=default).encode("utf-8", "replace")
+def to_json(content: Json) -> bytes:
+    """UTF-8, where lone surrogates become question marks."""
+    return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def in_stream(content: bytes) -> bytes:
@@ -97,7 +97,7 @@ class Writer:
         return in_stream(self._json(choices, **others))
 
     def _json(self, choices: list[Json], **others: Json | None) -> bytes:
-        return to_json(self._head | {"choices": choices} | others, self._choices[0].likeliest)
+        return to_json(self._head | {"choices": choices} | others)
 
     def _groups(self) -> list[list[End]]:
         """Texts of each prompt."""
@@ -221,29 +221,28 @@ class Choice:
         return [Token(0, token, text, PROMPT, *score) for token, text, score in triples]
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
-        """Log-probabilities of tokens, without one that ends the text. The likeliest tokens are
-        named by `likeliest` while JSON is written: between these calls other threads run."""
-        tokens = [it for it in tokens if it.origin == PROMPT or it.token_id not in self._ends]
-        if self._asked.is_chat:
-            return {"content": tokens}
+        """Log-probabilities of tokens, without one that ends the text."""
+        tokens = [
+            token for token in tokens if token.origin == PROMPT or token.token_id not in self._ends
+        ]
         entries = [self._entry(token.token_id, token.logprob) for token in tokens]
+        tops = [[self._entry(*pair) for pair in token.top_logprobs] for token in tokens]
+        pairs = zip(entries, tops, strict=True)
+        if self._asked.is_chat:
+            return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
         lengths = (len(token.text) for token in tokens)
         *offsets, self._offset = itertools.accumulate(lengths, initial=self._offset)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": tokens,
+            "top_logprobs": [  # none at the start of a prompt
+                None
+                if entry["logprob"] is None
+                else {other["token"]: other["logprob"] for other in top}
+                for entry, top in pairs
+            ],
             "text_offset": offsets,
         }
-
-    def likeliest(self, token: Token) -> Json | None:
-        """Likeliest tokens at a token's place, in a chat with itself; None at a prompt's start."""
-        if token.logprob is None:
-            return None
-        tops = [self._entry(*pair) for pair in token.top_logprobs]
-        if self._asked.is_chat:
-            return self._entry(token.token_id, token.logprob) | {"top_logprobs": tops}
-        return {entry["token"]: entry["logprob"] for entry in tops}
 
     def _entry(self, token_id: int, logprob: float | None) -> Json:
         """Token as text and, unless it is a part of a character, in UTF-8."""

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,11 +21,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, HTTPConnection, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route, Router
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.completion import (
     ChatBody,
     DetokenizeBody,
@@ -39,7 +40,7 @@ from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import docs, page
 from minitri.apps.serve.protocol import Call, Protocol
-from minitri.apps.serve.refusals import ApiError, as_api_error, refuse
+from minitri.apps.serve.refusals import as_api_error, refuse
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -62,22 +63,23 @@ CONVERSIONS: dict[str, tuple[type[ForModel], Callable[..., Json]]] = {
 """Endpoints of the tokenizer, with their bodies."""
 
 
-class Stream(StreamingResponse):
-    """Server-sent events of a generator that has begun, which is closed when the client leaves."""
+class Answer(StreamingResponse):
+    """Response that begins with its first piece: an error before that has a status of its own."""
 
-    def __init__(self, first: bytes, others: AsyncGenerator[bytes, None]) -> None:
-        async def pieces() -> AsyncIterator[bytes]:
-            yield first
-            async for piece in others:
-                yield piece
+    def __init__(self, pieces: AsyncGenerator[bytes, None], kind: str) -> None:
+        super().__init__(pieces, headers={"content-type": kind, "cache-control": "no-cache"})
+        self._pieces = pieces
 
-        headers = {"cache-control": "no-cache"}
-        super().__init__(pieces(), headers=headers, media_type="text/event-stream")
-        self._others = others
+    async def stream_response(self, send: Send) -> None:
+        held: list[Message] = []
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._others):
-            await super().__call__(scope, receive, send)
+        async def send_with_body(message: Message) -> None:
+            held.append(message)
+            while held and message["type"] == "http.response.body":
+                await send(held.pop(0))
+
+        async with contextlib.aclosing(self._pieces):  # at once, if the client has left
+            await super().stream_response(send_with_body)
 
 
 @dataclass
@@ -122,35 +124,27 @@ class Service:
         """Texts are counted from before a prompt is tokenized to the end of the answer."""
         client, body = await self._asked(request)
         salt = client if self.access.keys and not self.access.share_prefixes else ""
-        kind, make_writer = WRITERS[request.url.path]
+        body_kind, make_writer = WRITERS[request.url.path]
         with self._counted(client, 1):
-            call = await run_in_threadpool(self.protocol.read, body, kind, client, salt)
+            call = await run_in_threadpool(self.protocol.read, body, body_kind, client, salt)
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
-        pieces = self._pieces(call, writer, client, request.receive)
-        first = await anext(pieces, b"")
-        if call.asked.stream:
-            return Stream(first, pieces)
-        await pieces.aclose()
-        return Response(first, media_type="application/json")
+        kind = "text/event-stream" if call.asked.stream else "application/json"
+        return Answer(self._pieces(call, writer, client), kind)
 
-    async def _pieces(
-        self, call: Call, writer: Writer, client: str, receive: Receive
-    ) -> AsyncGenerator[bytes, None]:
-        """The answer to a call while its texts run, until they end or the client leaves. Raises
-        what goes wrong before the first piece; an error after that is the last piece."""
+    async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
+        """Answer to a call, piece by piece, while its texts run; cancelled if the client leaves.
+        Raises `ApiError` for what goes wrong before the first piece; later that is the last one."""
         loop = asyncio.get_running_loop()
         started = loop.time()
         has_begun = False
         outcome = "left"
         with self._counted(client, len(call.requests)):
             job = Job(call.requests)
-            watcher = loop.create_task(watch(job, receive))
+            life = loop.create_task(give_signs_of_life(job))
             try:
                 self.worker.submit(job)
                 async for event in job.events():
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
-                    if isinstance(event, End):
-                        outcome = event.finish_reason
                     if isinstance(event, End) and not call.asked.stream:  # can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
                     else:
@@ -158,6 +152,8 @@ class Service:
                     if piece or call.asked.stream:
                         has_begun = True
                         yield piece
+                    if isinstance(event, End):
+                        outcome = event.finish_reason
             except Exception as error:
                 refused = as_api_error(error)
                 outcome = str(refused)
@@ -165,7 +161,7 @@ class Service:
                     raise refused from error
                 yield writer.fail(refused)
             finally:
-                watcher.cancel()
+                life.cancel()
                 job.is_cancelled = True
                 log.info("%s: %s after %.1f s", writer.id, outcome, loop.time() - started)
 
@@ -239,12 +235,11 @@ class Service:
         return JSONResponse(content, 503 if problem else 200)
 
 
-async def watch(job: Job, receive: Receive) -> None:
-    """Sends a job signs of life, until its client leaves."""
-    leaving = asyncio.ensure_future(receive())
-    while not (await asyncio.wait([leaving], timeout=WAITING_SECONDS))[0]:
+async def give_signs_of_life(job: Job) -> None:
+    """Sends events to a job that may have to wait, so that its client does not give up."""
+    while True:
+        await asyncio.sleep(WAITING_SECONDS)
         job.put(Idle())
-    job.put(None)
 
 
 class Server(uvicorn.Server):

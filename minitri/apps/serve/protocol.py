@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.completion import (
     DetokenizeBody,
     Fields,
@@ -17,7 +18,6 @@ from minitri.apps.serve.bodies.conversation import Conversation
 from minitri.apps.serve.bodies.strict_json import Json, checked, read_object
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
-from minitri.apps.serve.refusals import ApiError
 from minitri.core.errors import shorten
 from minitri.core.fields import changed, refuse
 from minitri.core.log import log
@@ -59,7 +59,8 @@ class Protocol:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
         asked = self.parsed(body, kind)
-        owner = f"{salt}/{asked.end_user}" if salt else ""
+        end_user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        owner = f"{salt}/{end_user}" if salt else ""
         conversation = asked.conversation
         chat = self.chat_of(conversation, owner) if conversation is not None else None
         sampling = self.sampling_of(asked, chat)
@@ -106,7 +107,7 @@ class Protocol:
             name = "messages" if asked.is_chat else "prompt"
             raise ApiError(400, "context_length_exceeded", text, name)
         is_ranked = asked.num_texts > asked.n
-        logprobs = asked.num_logprobs or 0 if is_ranked else asked.num_logprobs
+        logprobs = (asked.num_logprobs or 0) if is_ranked else asked.num_logprobs
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, logprobs)
 
     def prompts_of(self, asked: Fields) -> Iterable[list[int]]:

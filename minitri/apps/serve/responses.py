@@ -8,10 +8,10 @@ from typing import Any
 
 from minitri import End, Engine, Event, Idle, Token
 from minitri.apps.serve.answers import Writer, in_stream, to_json
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.protocol import Call
-from minitri.apps.serve.refusals import ApiError
 
 ITEMS: dict[str, tuple[str, str, Json]] = {
     "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),

@@ -8,11 +8,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from minitri import Request
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.conversation import Conversation
 from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.bodies.strict_json import checked, without_nulls
 from minitri.apps.serve.protocol import Call
-from minitri.apps.serve.refusals import ApiError
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.text.chat_template import ChatTemplate
 from tests.apps.serve.templates import FAMILIES

@@ -107,10 +107,6 @@ class Fields(ForModel):
         return self
 
     @property
-    def end_user(self) -> str:
-        return self.safety_identifier or self.user or self.prompt_cache_key
-
-    @property
     def most(self) -> int | None:
         """Most new tokens of an answer, if the client says so."""
         return self.max_tokens

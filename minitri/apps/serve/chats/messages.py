@@ -42,10 +42,9 @@ def read_turns(messages: Sequence[Message]) -> list[Turn]:
 
 def short_id(call_id: str) -> str:
     """Id of a call as all templates allow it: Mistral's want nine letters and digits."""
-    is_short = re.fullmatch("[a-zA-Z0-9]{9}", call_id)
-    return (
-        call_id if is_short else hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
-    )
+    if re.fullmatch("[a-zA-Z0-9]{9}", call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def one_call_each(turns: Sequence[Turn]) -> Iterator[Turn]:
@@ -53,4 +52,5 @@ def one_call_each(turns: Sequence[Turn]) -> Iterator[Turn]:
     for turn in turns:
         first, *others = turn.get("tool_calls", ()) or [None]
         yield turn | ({"tool_calls": [first]} if others else {})
-        yield from ({"role": "assistant", "content": "", "tool_calls": [it]} for it in others)
+        for call in others:
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
