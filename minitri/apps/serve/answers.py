@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from minitri import End, Engine, Event, Idle, Request, Token
+from minitri import End, Engine, Event, Request, Token
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
@@ -75,9 +75,7 @@ class Writer:
             case Token(text=text):
                 is_shown = text or asked.details or asked.num_logprobs is not None
                 return self._chunk([choice.piece(text, [event])]) if is_shown else b""
-            case Idle():
-                return b": waiting\n\n"
-        return b""
+        return b": waiting\n\n"  # Idle
 
     def fail(self, error: ApiError) -> bytes:
         """End of a stream that has begun and cannot go on."""
