@@ -155,7 +155,7 @@ class Worker:
             self.problem = f"the run has failed, and no other is open: {shorten(repr(error))}"
             report(error, *self._jobs.values())
             self._jobs.clear()
-            with contextlib.suppress(BaseException):  # the next job gets it, when it tries again
+            with contextlib.suppress(BaseException):  # if this fails, the next job opens one
                 self._renew(self._kind)
 
     def _end_run(self) -> None:

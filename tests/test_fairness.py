@@ -4,8 +4,18 @@ import itertools
 
 import pytest
 
-from minitri import End, GenerationConfig, InputError, Request, SamplingParams, Token
-from minitri.core.requests import Idle, PrefillProgress
+from minitri import (
+    End,
+    GenerationConfig,
+    InputError,
+    Request,
+    SamplingParams,
+    SpeculationConfig,
+    Token,
+)
+from minitri.core.requests import Idle, PrefillProgress, Row
+from minitri.core.scheduler import Scheduler
+from minitri.core.shape import MemoryShape
 
 CHUNK = 8
 
@@ -129,10 +139,14 @@ def test_every_client_s_long_prompt_gets_its_turn_among_its_short_ones(narrow):
     assert max(serve_in_a_loop(narrow, short, long)) <= 20
 
 
-def test_a_client_that_has_gone_is_forgotten(run):
-    until(run, End, ask(run, 3, 1, client="gone"))
-    until(run, End, ask(run, 3, 1, client="other"))
-    assert run._scheduler.turns.keys() == {"other"}
+def test_a_client_that_has_gone_is_forgotten():
+    shape = MemoryShape((1,), SamplingParams(), GenerationConfig(), SpeculationConfig())
+    scheduler = Scheduler([], shape, is_open=True)
+    for number, client in enumerate(["gone", "other"]):
+        scheduler.add(Row(number, Request([5], client=client), [5]))
+        scheduler.admit(0, scheduler.next_row())
+        scheduler.remove(0)
+    assert scheduler.turns.keys() == {"other"}
 
 
 def test_a_seed_repeats_its_text_whatever_the_clock_says(engine):

@@ -62,8 +62,7 @@ class Generation(Iterator[Event]):
         self.stats = stack.stats
         self._scheduler = Scheduler(
             rows,
-            shape.num_rows,
-            longest_chunk=shape.generation.shared_chunk,
+            shape,
             is_open=is_open,
             is_offloaded=stack.memory.full.on_chip < model.config.num_layers,
             is_captured=stack.memory.graphs is not None,

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from minitri.core.requests import CANCELLED, Row
+from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
 """In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
@@ -45,29 +46,27 @@ class Scheduler:
     def __init__(
         self,
         rows: Sequence[Row],
-        num_places: int,
+        shape: MemoryShape,
         *,
-        longest_chunk: int,
-        is_open: bool,
-        is_offloaded: bool,
-        is_captured: bool,
+        is_open: bool = False,
+        is_offloaded: bool = False,
+        is_captured: bool = False,
     ) -> None:
-        """`longest_chunk` tokens of a prompt are read between two steps; longer prompts are long.
-        `is_offloaded`: K and V are in host memory, so a closed run reads whole prompts, layer by
-        layer. `is_captured`: CUDA graphs have one set of filters, so only equal ones run together.
-        """
+        """`rows` wait first; an open run may `add` others. `is_offloaded`: K and V are in host
+        memory, where a closed run reads whole prompts, layer by layer. `is_captured`: CUDA graphs
+        apply one set of filters, so only rows with equal ones run together."""
         self.running: dict[int, Row] = {}
-        """Rows by their places in the batch, the oldest first."""
+        """Rows by place in the batch, the oldest first."""
         self.unread: dict[int, int] = {}
-        """Tokens left to read of prompts that are not read yet, by places, the oldest first."""
+        """Tokens left to read of each prompt that is not read yet, by place, the oldest first."""
         self.turns: dict[str, tuple[int, int]] = {}
         """By client: number of its latest admission, and how many admissions it had."""
-        self._num_places = num_places
-        self._longest_chunk = longest_chunk
+        self._num_places = shape.num_rows
+        self._max_chunk = shape.generation.shared_chunk  # longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(rows, 0)  # and the number of admissions when they came
+        self._waiting = dict.fromkeys(rows, 0)  # with the number of admissions before they came
         self._num_admitted = 0
         self._num_chunks = 0
 
@@ -89,20 +88,20 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.running]
 
     def next_row(self) -> Row | None:
-        """The waiting request that gets the next free place; None if there is none, or no place.
+        """The waiting request to admit next; None if there is none, or no free place.
 
-        First is the client with the fewest running rows, then the one that was served least
-        recently. Of its requests an open run prefers the shortest; long prompts that are being read
-        take at most half of the places."""
+        The client with the fewest running rows is first, then the one that was admitted least
+        recently. Of its requests an open run prefers the shortest prompt. Long prompts that are
+        being read take at most half of the places of an open run."""
         if len(self.running) == self._num_places:
             return None
         num_rows = Counter(row.request.client for row in self.running.values())
         clients = num_rows.keys() | {row.request.client for row in self._waiting}
         self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
         waiting = [*self._waiting]
-        num_long = sum(num_left > self._longest_chunk for num_left in self.unread.values())
+        num_long = sum(num_left > self._max_chunk for num_left in self.unread.values())
         if self._is_open and num_long >= max(1, self._num_places // 2):
-            waiting = [row for row in waiting if len(row.prompt_ids) <= self._longest_chunk]
+            waiting = [row for row in waiting if len(row.prompt_ids) <= self._max_chunk]
 
         def rank(row: Row) -> tuple[int, int, int]:
             client = row.request.client
