@@ -13,8 +13,8 @@ from typing import Any
 from minitri import InputError, ModelConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.hardware import SITES, TABLE, Site, site_of_size, this_machine
 from minitri.apps.cli.pytorch import import_pytorch
+from minitri.apps.hardware import SITES, TABLE, Site, site_of_size, this_machine
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log

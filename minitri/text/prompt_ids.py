@@ -3,12 +3,14 @@
 import operator
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, shorten
 from minitri.core.requests import Prompt
-from minitri.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it imports libraries, which the help of programs does not need
+    from minitri.text.tokenizer import Tokenizer
 
 MAX_STRETCH = 32
 """Times its context to which RoPE is advised to stretch a model."""
@@ -24,7 +26,7 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
     return [items]  # of token ids
 
 
-def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
+def encode_prompt(prompt: Prompt, tokenizer: "Tokenizer") -> list[int]:
     """Token ids of a prompt; a tensor or an array will do. Raises `InputError`."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt) if prompt else []

@@ -6,7 +6,7 @@ numbers imply (`minitri/core/roofline.py`, the autotuner).
 import functools
 from collections.abc import Sequence
 
-from minitri.apps.cli.hardware import SITES
+from minitri.apps.hardware import SITES
 from minitri.apps.plan import config_of
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.roofline import Workload

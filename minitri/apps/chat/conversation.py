@@ -12,12 +12,14 @@ import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import MAX_COUNT, InputError, explain
 from minitri.core.log import log
-from minitri.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minitri.text.tokenizer import Tokenizer
 
 QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
 """How a conversation is written for a model without a template."""
@@ -49,7 +51,7 @@ class Turn(NamedTuple):
 class Conversation:
     """A system message, documents, and turns of questions and answers."""
 
-    tokenizer: Tokenizer
+    tokenizer: "Tokenizer"
     system: str | None = None
     """How the model is to behave."""
     documents: Sequence[Document] = ()

@@ -1,20 +1,20 @@
-"""The flags of the programs, in groups that they share, and the settings that flags stand for.
+"""Command line flags that programs share, and the settings that they stand for.
 
-A flag for a field of a settings class takes its kind and default from the field and its help from
-the text below it. This module loads nothing.
+The flag for a field of a settings class has the field's type and default, and as its help the text
+below the field. Imports nothing of PyTorch.
 """
 
 import argparse
 import dataclasses
 import functools
 import inspect
-import json
 import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri.apps.cli.inputs import read_text
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import between, changed
 from minitri.core.log import log
@@ -27,51 +27,50 @@ Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer
 """A parser, or a group of its flags."""
 
-SHORT = {"model": ["-m"], "prompt": ["-p"], "max_new_tokens": ["-n"]}
-SHORT |= {"quiet": ["-q"], "verbose": ["-v"]}
+SHORT = {"model": "-m", "prompt": "-p", "max_new_tokens": "-n", "quiet": "-q", "verbose": "-v"}
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
-"""One in a message, as a parameter."""
+"""A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SharedFlags:
-    """What several programs ask for and no other class holds."""
+    """Flags of several programs that are fields of no other class."""
 
     quiet: bool = False
     """No progress, log or statistics on standard error."""
     verbose: bool = False
     """More about files, kernels and memory on standard error."""
     threads: int | None = between(None, 1, 1024)
-    """Cores of a CPU to compute on; leave some to other programs. Default: all."""
+    """Cores of a CPU to compute on. Default: all."""
     bitwise: bool = False
-    """Stop with an error where texts might differ in the last bits: without compiled kernels."""
+    """Refuse to run where texts might differ in the last bits: without compiled kernels."""
     prompt: str | None = None
-    """The prompt itself."""
+    """The text to continue."""
     prompt_file: str | None = None
-    """A UTF-8 file; - is standard input."""
+    """A file of UTF-8 text; - is standard input."""
     demo: bool = False
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the prompt; of the demo 4000 if nothing else is said."""
+    """Keep the first N tokens of the prompt. Default: all, of the demo 4000."""
     seed: int | None = between(None, 0, MAX_SEED)
-    """The same command with the same seed writes the same text. Default: drawn."""
+    """The same command with the same seed writes the same text. Default: a random one, printed."""
     system: str | None = None
-    """How the model is to behave: a message of the system."""
+    """The system message, which says how the model is to behave: 'Be brief'."""
     color: bool = False
     """Color each token by the stage it came from."""
     kv_store: str | None = None
-    """Folder, or URL of fsspec, where K and V of prompts are kept for later and for others."""
+    """Folder, or URL of fsspec such as s3://bucket/kv, that shares the KV cache of prompts between
+    runs."""
     kv_store_size: float = between(10.0, 0.001)
-    """GiB that it may hold; what was not used for longest goes."""
+    """Most GiB in the --kv-store; the least recently used entries are deleted."""
 
 
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
-"""Whose fields are flags; no two have the same name. The following are those that go together."""
+"""Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
 MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
 MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs", "kv_store", "kv_store_size")
 SAMPLING = [*vars(SamplingParams())]
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
-"""Of the drafter's cache."""
 RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
 SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
 SPECULATION = ("method", "coupled", "draft", *SIZES)
@@ -80,11 +79,11 @@ UNUSED: dict[str, tuple[str, ...]] = {
     "naive": RETRIEVAL,
     "retrieval": ("draft", "gamma1"),
 }
-"""What methods have no use for; the others use all."""
+"""Fields that a method ignores; the other methods ignore none."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Shows the default of a flag that is a number or a word, unless its help text tells it."""
+    """Shows the default of a flag that is a number or a word, unless the help text says it."""
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
@@ -93,7 +92,7 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong with the flags in one line, without the usage text in front."""
+    """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
         """`examples` are flags of `minitri PROGRAM`."""
@@ -106,8 +105,8 @@ class OneLineParser(argparse.ArgumentParser):
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:
-        """What went wrong in the words of this program: settings as its flags, and of the ways out
-        those whose settings it has."""
+        """The message of an error with settings spelled as flags: `budget=30` as `--budget 30`. Of
+        the ways out, those are left out that need a flag this program lacks."""
         flags = {
             name: flag
             for action in self._actions
@@ -124,7 +123,9 @@ class OneLineParser(argparse.ArgumentParser):
                 return f"--no-{flags[name][2:]}"
             return flags[name] + " " * (value == "")
 
-        ways = [it for it in error.ways if all(one[1] in flags for one in SETTING.finditer(it))]
+        ways = [
+            way for way in error.ways if all(match[1] in flags for match in SETTING.finditer(way))
+        ]
         text = SETTING.sub(spelled, str(InputError(error.message, *ways)))
         name, _, rest = text.partition(" is ")
         return f"{flags[name]} is {rest}" if name in flags else text
@@ -139,7 +140,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
-    """How to read a flag's value that must be a whole number within bounds."""
+    """Makes the type of a flag that is a whole number from `least` to `most`."""
 
     def read(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
@@ -155,7 +156,7 @@ positive = whole(1)
 
 
 def read_bias(text: str) -> tuple[int, float]:
-    """A token id and what is added to its logit, of `ID:BIAS`."""
+    """Parses `ID:BIAS`, a token id and the number to add to its logit."""
     token, _, bias = text.partition(":")
     try:
         return int(token), float(bias)
@@ -165,49 +166,40 @@ def read_bias(text: str) -> tuple[int, float]:
 
 
 class GrammarFlag(argparse.Action):
-    """Makes the setting `grammar` of a flag's value; several choices are one grammar."""
+    """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
 
     def __call__(
         self, _parser: object, namespace: argparse.Namespace, value: Any, _flag: object = None
     ) -> None:
         """Raises `InputError`."""
         kind = self.const
-        if kind == "choice":
-            earlier = namespace.grammar
-            value = json.dumps([*(json.loads(earlier.text) if earlier else ()), value])
-        elif kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
-            from minitri.apps.cli.inputs import read_text  # with parts of PyTorch
-
+        if kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
             value = read_text(value, self.option_strings[0])
         namespace.grammar = Grammar(kind, value or "")
 
 
 def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """One way to say what the whole output must be."""
+    """Adds the flags of which one may say what the whole output must be."""
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    for name, kind, metavar, text in (
-        ("--json-schema", "json_schema", "FILE|JSON", "JSON that this schema allows"),
-        ("--json-object", "json_object", None, "any object of JSON"),
-        ("--regex", "regex", "REGEX", "what this regular expression matches"),
-        ("--grammar", "lark", "FILE", "what the rule start of this Lark grammar derives"),
-        ("--choice", "choice", "TEXT", "this text; may be given several times: one of them"),
-    ):
-        options: dict[str, Any] = {"nargs": None if metavar else 0, "metavar": metavar}
-        group.add_argument(
-            name, action=GrammarFlag, const=kind, dest="grammar", help=text, **options
-        )
+    add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
+    text = "JSON that this schema allows, such as '{\"enum\": [1, 2]}'"
+    add("--json-schema", const="json_schema", metavar="FILE|JSON", help=text)
+    add("--json-object", const="json_object", nargs=0, help="any object of JSON")
+    add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
+    text = "text that the rule `start` of this Lark grammar derives"
+    add("--grammar", const="lark", metavar="FILE", help=text)
 
 
 def add_flags(flags: Flags, *names: str, title: str = "") -> None:
-    """A flag for each of these fields of `SETTINGS`, in a group of their own if it has a title."""
+    """Adds flags for these fields of `SETTINGS`, as a group if there is a title."""
     group = flags.add_argument_group(title) if title else flags
     for settings in SETTINGS:
         add_fields(group, settings, *names)
 
 
 def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
-    """A flag for each of these fields of a settings class, by default all."""
+    """Adds flags for these fields of a settings class, by default for all."""
     texts = field_texts(settings)  # type: ignore[arg-type]  # a class has a hash
     for field in dataclasses.fields(settings):
         if (names and field.name not in names) or field.name == "grammar":
@@ -228,23 +220,24 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options["type"] = float
         else:
             options["choices"] = field.metadata.get("choices")
-        flags.add_argument(*SHORT.get(field.name, []), as_flag(field.name), **options)
+        short = [SHORT[field.name]] if field.name in SHORT else []
+        flags.add_argument(*short, as_flag(field.name), **options)
 
 
 def as_flag(name: str) -> str:
-    """How a setting is spelled."""
+    """The flag of a setting: --max-new-tokens for max_new_tokens."""
     return f"--{name.replace('_', '-')}"
 
 
 @functools.cache
 def field_texts(settings: type) -> dict[str, str]:
-    """The text below each field of a class; every field has one."""
-    found = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
-    return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in found}
+    """The text below each field of a class, by the field's name."""
+    pairs = re.findall(r'^    (\w+): .*?"""(.*?)"""', inspect.getsource(settings), re.M | re.S)
+    return {name: " ".join(text.split()).replace(r"\\", "\\") for name, text in pairs}
 
 
 def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> Flags:
-    """What the model reads, and how much it writes; returns the group of which one may be given."""
+    """Adds the flags of prompt and length; returns the group of which one flag may be given."""
     title = f"prompt (default: {default})"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add_flags(group, "prompt", "prompt_file", "demo")
@@ -253,8 +246,8 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
 
 
 def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
-    """Speculation, and sampling that the model's files decide where no flag does: those are None
-    then."""
+    """Adds the flags of sampling, grammar and speculation. Sampling flags that are not given are
+    None, so that the model's files decide."""
     title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
     add_grammar_flags(parser)
@@ -269,14 +262,14 @@ def taken(
     base: Settings | None = None,
     **others: Any,
 ) -> Settings:
-    """Settings by the flags that are named after their fields, the rest as in `base`, or by
-    default. Raises `InputError`."""
+    """Settings with the values of the flags named after their fields, and of `others`; the rest is
+    as in `base`, by default as in the class. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword arguments of `load` by the flags. Names those that the method has no use for."""
+    """Keyword arguments of `minitri.load` by the flags; warns of flags that the method ignores."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
     defaults = {"draft": "auto", **vars(SpeculationConfig())}
     unused = UNUSED.get(vars(args).get("method", ""), ())
@@ -291,5 +284,5 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
-    """How the flags want to speculate; by the clock if no seed is given. Raises `InputError`."""
+    """The speculation of the flags; it uses the clock if no seed is given. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)

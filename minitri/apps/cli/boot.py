@@ -13,7 +13,6 @@ from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.cli.report import outline, where
 from minitri.core.errors import shorten
 from minitri.core.log import log
-from minitri.core.offload.placement import GIB
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
@@ -68,6 +67,8 @@ def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (url := vars(args).get("kv_store")) is not None:
+        from minitri.core.offload.placement import GIB
+
         engine.open_kv_store(url, int(args.kv_store_size * GIB))
     return engine
 

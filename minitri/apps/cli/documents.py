@@ -15,14 +15,14 @@ from minitri.core.log import log
 
 
 def read_document(file: str, flag: str) -> str:
-    """The text of the file of a flag, or of standard input (`-`). Raises `InputError`."""
+    """The text of the file that a flag names, or of standard input (`-`). Raises `InputError`."""
 
     def read(content: bytes) -> str:
-        text, kind = _text_of(content)
+        text, encoding = _text_of(content)
         if not text.strip():
             raise ValueError("it has no text")
-        if kind:
-            log.info("%s: read as %s", shorten(file), kind)
+        if encoding:
+            log.info("%s: read as %s", shorten(file), encoding)
         return text
 
     wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
@@ -30,10 +30,10 @@ def read_document(file: str, flag: str) -> str:
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
-    """A text, and what it was found in unless that is UTF-8. Raises `ValueError` if it is none."""
+    """The text, and its encoding or file format unless that is UTF-8. Raises `ValueError`."""
     if content.startswith(b"%PDF"):
         pypdf = import_module("pypdf")
-        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it remarks on every small damage
+        logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every small damage
         pages = pypdf.PdfReader(io.BytesIO(content)).pages
         return "\n".join(page.extract_text() for page in pages), "PDF"
     if re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
@@ -44,15 +44,15 @@ def _text_of(content: bytes) -> tuple[str, str]:
         return re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip(), "HTML"
     text = content.decode("utf-8-sig", errors="replace")
     num_damaged = text.count("\ufffd")
-    kind = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
+    encoding = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
     if "\0" in text or num_damaged > len(text) // 1000:
-        found = import_module("charset_normalizer").from_bytes(content)
-        if not found:
+        guesses = import_module("charset_normalizer").from_bytes(content)
+        if not guesses:
             raise ValueError("it is in no known encoding, or no text")
         # The library prefers the Central European code page where both will do.
-        is_western = any("cp1252" in it.could_be_from_charset for it in found)
-        kind = "cp1252" if is_western else found.best().encoding
-        text = content.decode(kind)
+        is_western = any("cp1252" in guess.could_be_from_charset for guess in guesses)
+        encoding = "cp1252" if is_western else guesses.best().encoding
+        text = content.decode(encoding)
     if re.search("[\0-\x08\x0e-\x1a]", text):
         raise ValueError("it has control characters, as no text has")
-    return text, kind
+    return text, encoding

@@ -7,11 +7,11 @@ downloads and checks them. The default model may also have come in a wheel.
 import argparse
 import contextlib
 import functools
+import itertools
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program, stop_at_once
@@ -23,42 +23,36 @@ from minitri.files.hf_folder import read_json, weight_files
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
 
 
-class StoredModel(NamedTuple):
-    """A repository in the hub's cache, or the unpacked wheel, by the name that `--model` takes."""
-
-    name: str
-    repo: str
-    path: Path
-    num_bytes: int
-    is_ready: bool
-
-
-def stored_models() -> list[StoredModel]:
-    """All models on this disk, by name."""
-    models = []
+def stored_models() -> dict[Path, str]:
+    """The models on this disk: for the folder or wheel of each its repository."""
+    models = {
+        path: path.name.removeprefix("models--").replace("--", "/")
+        for path in hub_cache().glob("models--*")
+    }
     wheel = wheel_of(repository_of(DEFAULT_MODEL))
-    if wheel and wheel.is_file():
-        size = wheel.stat().st_size
-        models.append(StoredModel(DEFAULT_MODEL, f"wheel {WHEEL}", wheel, size, True))
+    return models | ({wheel: f"wheel {WHEEL}"} if wheel and wheel.is_file() else {})
+
+
+def name_of(repo: str) -> str:
+    """The name of a repository that `--model` takes: a short one, if it has one."""
     names = {row.repo: name for name, row in MODELS.items()}
-    for path in hub_cache().glob("models--*"):
-        repo = path.name.removeprefix("models--").replace("--", "/")
-        size = sum(file.stat().st_size for file in path.glob("blobs/*"))
-        is_ready = any(map(is_runnable, path.glob("snapshots/*")))
-        models.append(StoredModel(names.get(repo, repo), repo, path, size, is_ready))
-    return sorted(models, key=lambda model: model.name.lower())
+    return DEFAULT_MODEL if repo == f"wheel {WHEEL}" else names.get(repo, repo)
 
 
-def is_runnable(folder: Path) -> bool:
-    """Whether a folder holds a whole model of a family that minitri runs."""
-    with contextlib.suppress(InputError):
-        weight_files(folder)
-        return read_json(folder / "config.json").get("model_type") in list(FAMILIES)
-    return False
+def is_ready(path: Path) -> bool:
+    """Whether a whole model is there, of a family that minitri runs."""
+    for folder in path.glob("snapshots/*"):
+        with contextlib.suppress(InputError):
+            weight_files(folder)
+            if read_json(folder / "config.json").get("model_type") in list(FAMILIES):
+                return True
+    return path.is_file()
 
 
-def in_words(num_bytes: int) -> str:
-    """A number of bytes in MB or GB."""
+def size_of(*paths: Path) -> str:
+    """The size of files, and of models in the hub's cache, in MB or GB."""
+    files = [[path] if path.is_file() else path.glob("blobs/*") for path in paths]
+    num_bytes = sum(file.stat().st_size for file in itertools.chain(*files))
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
 
 
@@ -76,35 +70,35 @@ def pull_model(args: argparse.Namespace) -> None:
     # Ctrl-C ends a download at once, not when its threads have; only pip has a folder to clean up.
     with contextlib.nullcontext() if wheel_of(repo) else stop_at_once():
         path = fetch(repo, progress=not args.quiet and sys.stderr.isatty())
-    size = sum(file.stat().st_size for file in ([path] if path.is_file() else path.iterdir()))
-    print(f"{args.model}: {in_words(size)} in {path}")
+    print(f"{args.model}: {size_of(*([path] if path.is_file() else path.iterdir()))} in {path}")
 
 
 def show_models(_: argparse.Namespace) -> None:
     """Lists the models on this disk: in the hub's cache, and the default model's wheel."""
     models = stored_models()
-    width = max([24, *(len(model.name) for model in models)])
-    for model in models:
-        state = "ready" if model.is_ready else "not whole, or not for minitri"
-        size = in_words(model.num_bytes)
-        print(f"{model.name:{width}s} {size:>10s}  {state:30s}  {model.repo}")
-    total = in_words(sum(model.num_bytes for model in models))
-    print(f"{'together':{width}s} {total:>10s}\n{places()}")
+    rows = sorted((name_of(repo), path, repo) for path, repo in models.items())
+    width = max([24, *(len(name) for name, *_ in rows)])
+    for name, path, repo in rows:
+        state = "ready" if is_ready(path) else "not whole, or not for minitri"
+        print(f"{name:{width}s} {size_of(path):>10s}  {state:30s}  {repo}")
+    print(f"{'together':{width}s} {size_of(*models):>10s}\n{places()}")
 
 
 def remove_model(args: argparse.Namespace) -> None:
     """Deletes a model from the hub's cache, which other programs share."""
-    models = [model for model in stored_models() if args.model in (model.name, model.repo)]
-    if not models:
+    models = stored_models()
+    paths = [path for path, repo in models.items() if args.model in (repo, name_of(repo))]
+    if not paths:
         name = shorten(args.model, 60)
         raise InputError(f"no model {name!r} is on this disk; `minitri list` names those that are")
-    for model in models:
-        with explain(f"{model.path} cannot be deleted", "check whose it is"):
-            if model.path.is_symlink() or model.path.is_file():
-                model.path.unlink()
+    size = size_of(*paths)
+    for path in paths:
+        with explain(f"{path} cannot be deleted", "check whose it is"):
+            if path.is_symlink() or path.is_file():
+                path.unlink()
             else:
-                shutil.rmtree(model.path)
-    print(f"{args.model} is removed: {in_words(sum(model.num_bytes for model in models))}")
+                shutil.rmtree(path)
+    print(f"{args.model} is removed: {size}")
 
 
 def build_parser(run: Callable[[argparse.Namespace], None], name: str) -> OneLineParser:

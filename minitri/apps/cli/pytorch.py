@@ -6,7 +6,6 @@ import os
 import warnings
 
 from minitri.apps.cli.exits import stop_at_once
-from minitri.devices.cpu.build import has_kernels
 
 
 def import_pytorch(*, huge_pages: bool = True) -> None:
@@ -16,6 +15,8 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     caches 5 % faster. Not for a server: of its many rows short texts would fill memory for long
     ones. Variables of the environment that are set already win.
     """
+    from minitri.devices.cpu.build import has_kernels
+
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
     # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
     # prompts are read 15 % faster. Without those kernels spinning is faster.

@@ -283,7 +283,6 @@ def test_flags_for_grammars_are_one_setting(run, tmp_path):
         (("--json-schema", schema), {"17", '"x"'}),
         (("--json-schema", schema.read_text()), {"17", '"x"'}),
         (("--regex", "a{3}b?"), {"aaa", "aaab"}),
-        (("--choice", "She had", "--choice", "日本"), {"She had", "日本"}),
     ):
         done = run(PROMPT, *map(str, flags), "--json", "-n", "60", "--temperature", "1")
         assert done.json["text"] in wanted

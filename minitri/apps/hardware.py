@@ -1,8 +1,7 @@
-"""Machines for `minitri plan`: GPUs and Apple chips by name, a row each of hardware.txt, and this
-one's processor.
+"""Machines for `minitri plan`: GPUs and Apple chips, a row each of hardware.txt, and this CPU.
 
-GiB of a GPU are those that its driver reports, with ECC as shipped, of an Apple chip the most it is
-sold with. GB/s and TFLOP/s are the data sheet's: the link in one direction, dense matrices.
+A GPU's GiB are those that its driver reports, with ECC as shipped; an Apple chip's are the most it
+is sold with. GB/s and TFLOP/s are the data sheet's: the link in one direction, dense matrices.
 """
 
 import os
@@ -17,13 +16,14 @@ from minitri.core.offload.placement import GIB
 from minitri.core.roofline import CARDS, CPU, Machine, card
 
 REACHED = 0.8
-"""Of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; and half of its FLOP/s. Assumed."""
+"""Share of a data sheet's GB/s that is reached, as 25 of the 32 GB/s of PCIe 4.0 x16; of its FLOP/s
+half is. Assumed."""
 REACHED_BY_CORES = 0.5
-"""Of an Apple chip's GB/s, all of which only its GPU can use, for which minitri has no kernels."""
+"""Share of an Apple chip's GB/s that its CPU cores can use; minitri has no kernels for its GPU."""
 
 
 class Site(NamedTuple):
-    """Where a model is to run, with the GiB of the memory that computes."""
+    """A machine for a model, with the GiB of the GPU's memory, or of a CPU's."""
 
     name: str
     gib: float
@@ -39,12 +39,12 @@ def site_of_size(gib: float) -> Site:
 
 
 def processor(speed: float) -> Machine:
-    """A CPU whose memory is read at so many bytes per second."""
+    """A CPU that reads its memory at `speed` bytes per second."""
     return replace(CPU, weight_bytes_per_second=speed, kv_bytes_per_second=speed)
 
 
 def site_of_row(row: str) -> Site:
-    """A row of the table, as far as its peaks are reached."""
+    """The machine in a row of the table, with speeds that are reached in practice."""
     name, gib, memory, link, tflops, source = row.split(None, 5)
     speed = 1e9 * float(memory)
     if link == "-":
@@ -59,7 +59,7 @@ SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 
 
 def this_machine() -> Site:
-    """The processor here: its free memory, and how fast PyTorch's threads read it."""
+    """This machine's CPU: its free memory, and how fast PyTorch's threads read it, measured."""
     import_pytorch()
     import torch
 
