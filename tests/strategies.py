@@ -22,8 +22,8 @@ from minitri.core.settings import METHODS, VERIFICATIONS
 from minitri.text.prompt_ids import MAX_SEED
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer, tiny_model
+from tests.core.policies import NAMES
 from tests.core.rigs import near_copy, tiny_config, trimmed_copy
-from tools.paper.baselines.policies import NAMES
 
 VOCAB = 320
 CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)

@@ -10,9 +10,9 @@ import pytest
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from tests.cascades import texts_of, tiny_engine
 from tests.conftest import tiny_model
+from tests.core.policies import policy_of
 from tests.core.rigs import Rig, near_copy, plain_tokens, random_prompt, tiny_config
 from tests.devices.gpu_twins.offload import offloaded
-from tools.paper.baselines.policies import policy_of
 
 SMALL = {"budget": 32, "chunk_size": 8, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
 FREE = {**SMALL, "gamma1": None, "gamma2": None}
@@ -41,7 +41,7 @@ def ways() -> dict[str, tuple[str, dict]]:
     for name, size in sizes.items():
         found[f"triforce, {name}"] = ("other", {"method": "triforce", **size})
         found[f"naive, {name}"] = ("lookup", {"method": "naive", **size})
-    for policy in ("streaming", "topk", "h2o"):
+    for policy in ("streaming", "topk", "received"):
         settings = {"method": "triforce", "policy": policy, **OFTEN}
         found[f"triforce, {policy}"] = ("near", settings)
     found["triforce, plug-in, tree 4"] = ("plug-in", {"method": "triforce", "tree": "4", **SMALL})

@@ -38,9 +38,9 @@ from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.stats import Stats
 from minitri.text.filters import text_filters
 from minitri.text.text_stream import StopScanner
+from tests.core.policies import policy_of
 from tests.core.rigs import fresh_read
 from tests.strategies import END_TOKEN, Case, cases, make_engine
-from tools.paper.baselines.policies import policy_of
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "100"))
 FUZZ_SEED = int(os.environ.get("MINITRI_FUZZ_SEED", "0"))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minitri.core.runner import ModelRunner
+from tests.core.policies import policy_of
 from tests.core.rigs import (
     GREEDY,
     WARM,
@@ -18,7 +19,6 @@ from tests.core.rigs import (
     tiny_config,
     tiny_model,
 )
-from tools.paper.baselines.policies import policy_of
 
 CONFIG = tiny_config()
 PROMPTS = [random_prompt(CONFIG, n, seed=n) for n in (50, 1, 23)]
@@ -110,7 +110,7 @@ def poison_all(rig: Rig) -> None:
 @pytest.mark.parametrize(
     ("method", "noise", "policy"),
     [(*stack, "retrieval") for stack in STACKS]
-    + [("triforce", 0.02, name) for name in ("streaming", "topk", "h2o")],
+    + [("triforce", 0.02, name) for name in ("streaming", "topk", "received")],
 )
 def test_poisoned_slots_change_nothing(method, noise, policy, sampling, coupled, monkeypatch):
     """A cache of NaN from the start, after every step, and whenever a level has taken guesses back

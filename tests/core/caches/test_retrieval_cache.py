@@ -14,8 +14,8 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.model.llama import Block
 from minitri.core.settings import SamplingParams, SpeculationConfig
 from tests.core.exactness import probs_after
+from tests.core.policies import NAMES, policy_of
 from tests.core.rigs import Rig, new_cache, plain_tokens, random_prompt, tiny_config, tiny_model
-from tools.paper.baselines.policies import NAMES, policy_of
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
@@ -85,7 +85,7 @@ def unit_scores(bench: Bench, name: str, layer: int, k: int, end: int, M: int) -
         means = torch.stack([keys_SD[n * M : (n + 1) * M].mean(0) for n in range(end // M)])
         plain = [0, *received(means, *window).tolist()]
         return [max(own, NEIGHBOR * before) for before, own in itertools.pairwise(plain)]
-    if name == "h2o":
+    if name == "received":
         total = torch.zeros(end)
         for t in range(end):
             total[: t + 1] += received(keys_SD[: t + 1], bench.queries[0, layer, t])
@@ -131,7 +131,7 @@ def test_a_build_holds_exactly_what_the_policy_chooses(name, M, length, window):
 
 
 @pytest.mark.parametrize("window", [1, 4, 9])
-@pytest.mark.parametrize("name", ["retrieval", "streaming", "h2o"])
+@pytest.mark.parametrize("name", ["retrieval", "streaming", "received"])
 def test_a_build_after_several_rounds_asks_the_latest_queries(name, window):
     """In blocks of several tokens, longer and shorter than the window."""
     M = 4 if name == "retrieval" else 1

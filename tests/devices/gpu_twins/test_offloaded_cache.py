@@ -17,10 +17,10 @@ from minitri.core.model.cache import BlockKV
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK, METHODS
 from tests.conftest import fill, tiny_model
+from tests.core.policies import NAMES, policy_of
 from tests.core.rigs import WARM, Rig, near_copy, new_cache, random_prompt
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL
 from tests.devices.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
-from tools.paper.baselines.policies import NAMES, policy_of
 
 
 def random_block(batch_size: int, size: int, seed: int = 0) -> BlockKV:

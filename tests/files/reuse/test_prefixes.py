@@ -13,9 +13,9 @@ from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Idle, PrefillProgress, Token
 from minitri.core.settings import METHODS
 from tests.cascades import ends_of, tiny_engine
+from tests.core.policies import NAMES, policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.test_offloaded_cache import offloaded
-from tools.paper.baselines.policies import NAMES, policy_of
 
 WARM = SamplingParams(0.9, 30)
 
@@ -59,7 +59,7 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
     for prompt in ([*document, *first[0], 9, 8, 7], document[:90], document[1:]):
         again, cached = say(engine, [prompt], speculation, seed=4)
         assert fresh(engine, [prompt], speculation, seed=4) == (again, [0])
-        if prompt[0] != document[0] or (policy == "h2o" and method != "auto"):
+        if prompt[0] != document[0] or (policy == "received" and method != "auto"):
             assert cached == [0]  # that policy must see all queries of a prompt
         elif policy == "retrieval":
             window = 0 if method in ("autoregressive", "naive") else 4
