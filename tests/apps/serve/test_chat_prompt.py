@@ -4,7 +4,7 @@ import pytest
 
 from minitri import End, InputError, Request
 from minitri.apps.serve.bodies.conversation import Conversation
-from minitri.apps.serve.bodies.strict_json import checked, without_nulls
+from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
 from minitri.core.requests import Row
@@ -45,7 +45,7 @@ class Model:
         self.encode = engine.tokenizer.encode_marked
 
     def prompt(self, *messages, tools=TOOLS, choice="auto", owner="", goes_on=False) -> ChatPrompt:
-        fields = {"messages": [without_nulls(it) for it in messages], "tools": tools}
+        fields = {"messages": messages, "tools": tools}
         fields |= {"tool_choice": choice, "continue_final_message": goes_on}
         asked = checked(Conversation, fields)
         return ChatPrompt(asked, self.engine, self.kept, owner)

@@ -11,7 +11,7 @@ from minitri import Request
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.conversation import Conversation
 from minitri.apps.serve.bodies.response_body import ResponseBody
-from minitri.apps.serve.bodies.strict_json import checked, without_nulls
+from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.protocol import Call
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.text.chat_template import ChatTemplate
@@ -111,7 +111,7 @@ def test_items_become_a_conversation():
     """Calls that follow one another are of one message, reasoning and unknown tools go."""
     fields = {"input": ITEMS, "instructions": "Hm", "tools": [LOOK, {"type": "web_search"}]}
     choice = {"type": "function", "name": "look"}
-    asked = checked(ResponseBody, without_nulls(fields | {"tool_choice": choice})).conversation
+    asked = checked(ResponseBody, fields | {"tool_choice": choice}).conversation
     calls = [
         {"id": "c1", "function": {"name": "look", "arguments": '{"at": 1}'}},
         {"id": "c2", "function": {"name": "look", "arguments": "{}"}},

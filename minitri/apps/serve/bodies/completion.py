@@ -144,19 +144,22 @@ class Fields(ForModel):
     @property
     def grammar(self) -> Grammar | None:
         """Form of the answer. Raises `InputError`."""
-        match self.form, self.structured_outputs:
-            case None | {"type": "text"}, None:
+        outputs = self.structured_outputs or {}
+        present = [name for name, value in outputs.items() if value is not None]
+        match self.form, self.structured_outputs, present:
+            case None | {"type": "text"}, None, _:
                 return None
-            case {"type": "json_object"}, None:
+            case {"type": "json_object"}, None, _:
                 return Grammar("json_object")
             case (
                 {"type": "json_schema", "json_schema": {"schema": schema}}
                 | {"type": "json_schema", "schema": schema},
                 None,
+                _,
             ):
                 return Grammar("json_schema", json.dumps(schema))
-            case None, {**one} if len(one) == 1 and (name := str(*one)) in GRAMMARS:
-                text = one[name]
+            case None, _, [name] if name in GRAMMARS:
+                text = outputs[name]
                 return Grammar(GRAMMARS[name], text if isinstance(text, str) else json.dumps(text))
         name = "structured_outputs" if self.form is None else self.form_name
         given = shorten(repr(self.form or self.structured_outputs), 60)

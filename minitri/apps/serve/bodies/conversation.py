@@ -61,14 +61,6 @@ class Message(Body):
     tool_call_id: str | None = None
     """Of the role tool: the call whose result this is."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_empty(cls, given: Any) -> Any:
-        """Unknown fields that are empty ask for nothing."""
-        if not isinstance(given, dict):
-            return given
-        return {name: value for name, value in given.items() if value or name in cls.model_fields}
-
     @model_validator(mode="after")
     def _check_role(self) -> Self:
         if self.role != "assistant" and self.tool_calls:

@@ -82,8 +82,9 @@ class ResponseBody(Fields):
                     messages[-1].setdefault("tool_calls", []).append(call)
                 case {"type": "function_call_output", "call_id": call_id, "output": output}:
                     messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-                case {"role": str(role), "content": content, **rest} if (
-                    rest.get("type", "message") == "message"
+                case {"role": str(role), "content": content, **rest} if rest.get("type") in (
+                    None,
+                    "message",
                 ):
                     messages.append({"role": role, "content": content})
                 case _:

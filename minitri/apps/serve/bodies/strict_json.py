@@ -3,13 +3,18 @@
 import json
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from minitri.core.errors import InputError, explain, shorten
 
-SCHEMAS = ("schema", "parameters", "json")
-"""Keys whose value is a JSON Schema, in which null is a value."""
 ADVICE = {
     "missing": "give it",
     "int_type": "it must be a whole number",
@@ -38,6 +43,15 @@ class Body(BaseModel):
         use_attribute_docstrings=True,
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, given: Any) -> Any:
+        """Null is as if nothing was given; unknown fields that are empty ask for nothing."""
+        if not isinstance(given, dict):
+            return given
+        known = cls.model_fields
+        return {name: v for name, v in given.items() if v or (name in known and v is not None)}
+
 
 B = TypeVar("B", bound=Body)
 
@@ -56,25 +70,10 @@ class Says:
         )
 
 
-def read_object(body: bytes) -> dict[str, Any]:
-    """JSON object without its null values, at any depth: null means that nothing was given.
-    Raises `InputError`."""
+def read_object(body: bytes) -> Json:
+    """JSON object that a body is. Raises `InputError`."""
     with explain("the body is no object of JSON", "send an object"):
-        return {**without_nulls(json.loads(body))}
-
-
-def without_nulls(value: Any) -> Any:
-    """JSON value without the pairs of its objects that have null."""
-    match value:
-        case {**pairs}:
-            return {
-                name: item if name in SCHEMAS else without_nulls(item)
-                for name, item in pairs.items()
-                if item is not None
-            }
-        case [*items]:
-            return [*map(without_nulls, items)]
-    return value
+        return {**json.loads(body)}
 
 
 def checked(kind: type[B], content: object) -> B:
