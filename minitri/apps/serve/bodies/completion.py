@@ -258,5 +258,5 @@ class TokenizeBody(ForModel):
 class DetokenizeBody(ForModel):
     """Body of /detokenize."""
 
-    tokens: Annotated[Many[int], Says("it must be a list of token ids")] = ()
+    tokens: Many[int] = ()
     """A list of token ids."""

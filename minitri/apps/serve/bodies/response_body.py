@@ -33,7 +33,7 @@ class ResponseBody(Fields):
     """Most tokens of the answer. Default: as many as the context has room for."""
     text: TextForm = TextForm()
     """Its form, such as {"format": {"type": "text"}}."""
-    tools: Annotated[Many[Json], Says("it must be a list of objects with a type")] = ()
+    tools: Many[Json] = ()
     """Functions that may be called; tools of other types are left out."""
     tool_choice: Annotated[str | Json, Says("give auto, none, required, or a function")] = "auto"
     """Whether functions are called: auto, none, required, or which one."""
