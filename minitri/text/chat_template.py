@@ -1,4 +1,4 @@
-"""Chat templates: how a model wants a conversation written, in Jinja, as its files say.
+"""Chat templates: a conversation as text for a model, by the Jinja template in its files.
 
 Another process renders them, within limits (`template_sandbox.py`). It starts in 0.1 s, and stays.
 """
@@ -22,17 +22,18 @@ MAX_BYTES = 1 << 29  # of memory, for a process
 ADVICE = "give a prompt of plain text, or correct the template"
 
 Message = Mapping[str, Any]
-"""`role` (system, user, assistant or tool) and `content`; of calls also what the template wants."""
+"""`role` (system, user, assistant or tool) and `content`; a call also has what its
+template reads."""
 
 
 class ChatTemplate:
-    """A model's template, ready to render conversations, in several threads, too."""
+    """A model's chat template, ready to render conversations from several threads."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
-        """`special_tokens` are texts of `bos_token` and the like; with tools `tool_source` counts,
-        if there is one. Raises `InputError`."""
+        """`special_tokens` are the texts of `bos_token` and the like; `tool_source` is the template
+        for conversations with tools, if it is another. Raises `InputError`."""
         self._source = source
         self.tool_source = tool_source or source
         self._special_tokens = special_tokens
@@ -43,12 +44,13 @@ class ChatTemplate:
             self._ask(source, {})
 
     def render(self, messages: Sequence[Message], tools: Sequence[Any] = ()) -> str:
-        """A conversation as text, up to where the next answer begins. Raises `InputError`. The role
-        developer is that of the system in a template that does not know it."""
+        """A conversation as text, up to the beginning of the next answer. Raises `InputError`. The
+        role developer becomes system for a template that does not know it."""
         source = self.tool_source if tools else self._source
         if "developer" not in source:
             messages = [
-                {**it, "role": "system"} if it.get("role") == "developer" else it for it in messages
+                {**message, "role": "system"} if message.get("role") == "developer" else message
+                for message in messages
             ]
         variables = {"messages": [*messages], "add_generation_prompt": True}
         variables |= {"tools": [*tools] or None, "documents": None, **self._special_tokens}
@@ -56,13 +58,13 @@ class ChatTemplate:
             return self._ask(source, variables)
 
     def _ask(self, source: str, variables: Mapping[str, object]) -> str:
-        """What a process makes of a template. Raises `ValueError`."""
-        if self._owner != os.getpid():  # after a fork they are the other's
+        """The text that a process renders. Raises `ValueError`."""
+        if self._owner != os.getpid():  # after a fork the processes are the parent's
             self._owner = os.getpid()
             self._idle.clear()
         try:
             child = self._idle.pop()
-        except IndexError:  # it is the first, or others are busy
+        except IndexError:  # the first rendering, or other threads use the rest
             child = start()
         line = ""
         with suppress(BrokenPipeError):
@@ -81,7 +83,7 @@ class ChatTemplate:
 
 
 def start() -> subprocess.Popen[str]:
-    """A process that renders templates. Raises `InputError` where nothing could limit it."""
+    """A new process that renders templates. Raises `InputError` where nothing can limit it."""
     if find_spec("resource") is None:
         problem = "chat templates run within limits of a process, which this system does not have"
         raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
@@ -91,12 +93,12 @@ def start() -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        start_new_session=True,  # a Ctrl-C is not meant for it
+        start_new_session=True,  # Ctrl-C ends minitri, not a rendering
     )
 
 
 def stop(children: list[subprocess.Popen[str]]) -> None:
-    """Ends processes, but not those of the process that this one is a fork of."""
+    """Ends processes, except the parent's after a fork."""
     for child in children:
         with suppress(OSError), child:
             child.kill()

@@ -1,9 +1,9 @@
-"""A program that renders chat templates; `chat_template.py` starts it.
+"""The program that renders chat templates in a process with limits; `chat_template.py` starts it.
 
 A template comes from anywhere. Jinja's sandbox keeps it away from Python, but one expression may
-ask for any time and memory, and Jinja computes constants before it renders anything. So the limits
-are those of a process. Each line of JSON that comes in, a template and its variables, is answered
-by one, with `text` or `error`. Nothing of minitri is imported, to start fast.
+ask for any time and memory, and Jinja computes constants before it renders anything: only limits of
+a process help. Each line of input is JSON, a template and its variables; the answer is a line with
+`text` or `error`. Nothing of minitri is imported, to start fast.
 """
 
 import datetime
@@ -13,7 +13,6 @@ import resource
 import signal
 import sys
 from contextlib import suppress
-from typing import Any
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension, loopcontrols
@@ -22,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` ... `{% endgeneration %}` marks answers for training; ignored."""
+    """`{% generation %}` ... `{% endgeneration %}`, which marks answers for training: ignored."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's way)
 
@@ -32,24 +31,25 @@ class GenerationBlock(Extension):
 
 
 def complain(message: str) -> None:
-    """What a template calls where a conversation does not suit it."""
+    """Refuses a conversation; a template calls this as `raise_exception`."""
     raise TemplateError(message)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """Jinja's sandbox with what `transformers` offers."""
-    options: dict[str, Any] = {"trim_blocks": True, "lstrip_blocks": True}
-    made = ImmutableSandboxedEnvironment(extensions=[GenerationBlock, loopcontrols], **options)
-    # Jinja's own filter would escape what means something in HTML.
-    made.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-    made.globals["raise_exception"] = complain
-    made.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    return made
+    """Jinja's sandbox with the filters and functions that `transformers` offers."""
+    sandbox = ImmutableSandboxedEnvironment(
+        extensions=[GenerationBlock, loopcontrols], trim_blocks=True, lstrip_blocks=True
+    )
+    # Jinja's own filter escapes HTML.
+    sandbox.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    sandbox.globals["raise_exception"] = complain
+    sandbox.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    return sandbox
 
 
 def main(seconds: float, num_bytes: int) -> None:
-    """Answers until standard input ends; a line that takes too long ends the process."""
-    with suppress(ValueError):  # there is a lower limit already
+    """Renders until standard input ends; a line that takes too long ends the process."""
+    with suppress(ValueError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     compiled = functools.cache(environment().from_string)

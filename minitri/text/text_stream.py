@@ -1,4 +1,4 @@
-"""Text as it grows, token by token: whole characters, and stop strings wherever borders fall."""
+"""Streamed text: a decoder that gives whole characters, and a scanner for stop strings."""
 
 import functools
 import os.path
@@ -8,7 +8,9 @@ from minitri.text.tokenizer import Tokenizer
 
 
 class StopScanner:
-    """Lets text through until a stop string is complete; holds back what may be one's beginning."""
+    """A filter of streamed text, which ends it before the first complete stop string.
+
+    Text that may be the beginning of a stop string is held back."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = stop
@@ -16,7 +18,7 @@ class StopScanner:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Takes in a piece; returns what may be shown. Sets `found` at the first stop string."""
+        """Takes the next piece; returns text to show. Sets `found` at the first stop string."""
         if self.found:
             return ""
         text = self._held + text
@@ -31,51 +33,51 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """What was held back, once nothing can follow."""
+        """The text that was held back, once nothing can follow."""
         held = self._held
         self._held = ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`."""
+    """Length of the longest end of `text` with which `stop` begins."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class IncrementalDecoder:
-    """The text of a growing token sequence, piece by piece.
+    """A detokenizer for a growing sequence: the text of new tokens, piece by piece.
 
-    A token reads by its neighbours: a leading space, a character of several tokens. So each step
-    decodes a short window twice, with and without the new tokens, and gives out the difference. A
-    window that ends in U+FFFD may end in half a character, and waits, but for no more than
-    `MAX_WAITING` tokens: each decodes the window again.
+    The text of a token depends on its neighbours: a leading space, a character of several tokens.
+    So each step decodes a short window twice, with and without the new tokens; the difference is
+    the new text. A window that ends in U+FFFD may end in half a character, and waits for at most
+    `MAX_WAITING` tokens, since each decodes the window again.
     """
 
     CONTEXT = 6
-    """Tokens of the prompt that the first new token is decoded after."""
+    """Tokens of the prompt that are decoded before the first new token."""
     MAX_WAITING = 16
     """Four times the tokens that a character may have."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], shown: Container[int] = ()) -> None:
-        """`shown` are control tokens that the text has, as they are spelled."""
+        """`shown` are the control tokens that the text spells out."""
         self._decode = functools.partial(tokenizer.decode, shown=shown)
         self._ids = prompt[-self.CONTEXT :]
         self._window = 0  # first token of the window
-        self._read = len(self._ids)  # first token whose text has not been given out
-        self._num_held = 0  # characters just before it that have not, either
+        self._read = len(self._ids)  # first token whose text was not returned
+        self._num_held = 0  # characters just before it that were not returned, either
 
     def push(self, token: int) -> str:
-        """The text that became certain with this token; may be empty."""
+        """The text that is final with this token; may be empty."""
         self._ids.append(token)
         text = self._decode(self._ids[self._window :])
         num_broken = len(text) - len(text.rstrip("\ufffd"))
         if num_broken and len(self._ids) - self._read < self.MAX_WAITING:
             return ""
-        return self.flush(min(num_broken, 3))  # a character may go on after three bytes
+        return self.flush(min(num_broken, 3))  # a character may continue after three bytes
 
     def flush(self, num_held: int = 0) -> str:
-        """All text not given out yet but its last characters, whatever may follow; broken
-        characters as U+FFFD."""
+        """All text not returned yet, without its last `num_held` characters; broken characters
+        are U+FFFD."""
         known = self._decode(self._ids[self._window : self._read])
         known = known[: len(known) - self._num_held]
         text = self._decode(self._ids[self._window :])
