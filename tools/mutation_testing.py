@@ -1,6 +1,6 @@
-"""Changes the code by one small step at a time, and says which test notices.
+"""Mutation testing: changes the code by one small step at a time, and says which test notices.
 
-    python tools/mutation_testing.py --seed 1 --count 80
+    python -m tools.mutation_testing --seed 1 --count 80
 
 Takes `count` of all changes of a few kinds in the files that decide what the text is: another
 operator or number, a bound of a slice or a statement left out, `min` for `max`, a call such as
@@ -31,42 +31,52 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-DECODING = "sampling verification cascade random_source noise"
-FILES = [f"minitri/decoding/{name}.py" for name in DECODING.split()]
-FILES += [f"minitri/caches/{name}.py" for name in ("full", "policies", "retrieval", "streaming")]
-FILES += ["minitri/trees/walk.py", "minitri/trees/tree_level.py", "minitri/core/caches/prefixes.py"]
-FILES += [
-    "minitri/text/text_stream.py",
-    "minitri/core/runner.py",
-    "minitri/core/memory.py",
-    "minitri/core/stack.py",
-]
-
-SUITE = [
-    "core/test_runner.py",
-    "core/decoding/test_noise.py",
-    "engine/test_random_source.py",
-    "core/decoding/test_enumeration.py",
-    "engine/test_switching_plans.py",
-    "core/caches/test_caches_after_steps.py",
-    "core/caches/test_streaming_cache.py",
-    "core/caches/test_retrieval_cache.py",
-    "core/decoding/test_sampling.py",
-    "engine/test_equality.py",
-]
-"""Tests of exactness, quick ones first."""
-SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"
-"""What is left out of them: the longest runs of claims that shorter ones make, too."""
-FIRST = {
-    "sampling": "core/decoding/test_sampling.py",
-    "stopping": "test_engine.py",
-    "full": "core/model/test_full_cache.py",
-    "policies": "core/caches/test_retrieval_cache.py",
-    "retrieval": "core/caches/test_retrieval_cache.py",
-    "streaming": "core/caches/test_streaming_cache.py",
-    "memory": "devices/gpu_twins/test_session_pool.py",
+ROOMS = {
+    "core": "runner memory stack scheduler generation",
+    "core/decoding": "sampling verification cascade level random_source noise text_filters",
+    "core/caches": "full policies prefixes retrieval streaming",
+    "devices/parallel": "split",
+    "files": "snapshots pool_files",
+    "text": "text_stream reader filters",
+    "trees": "walk tree_level",
 }
-"""The tests that know a file best."""
+"""Modules that decide what the text is, by room."""
+FILES = [f"minitri/{room}/{name}.py" for room, names in ROOMS.items() for name in names.split()]
+SUITE = [
+    "runner",
+    "noise",
+    "random_source",
+    "enumeration",
+    "switching_plans",
+    "caches_after_steps",
+    "streaming_cache",
+    "retrieval_cache",
+    "sampling",
+    "equality",
+]
+"""Tests of exactness wherever they are, quick ones first: `test_NAME.py`."""
+SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"
+"""Leaves out their longest runs, of claims that shorter ones make, too."""
+FIRST = {
+    "sampling": "sampling",
+    "policies": "retrieval_cache",
+    "retrieval": "retrieval_cache",
+    "streaming": "streaming_cache",
+    "memory": "session_pool",
+    "prefixes": "prefixes",
+    "snapshots": "prefixes",
+    "pool_files": "prefixes",
+    "filters": "text_filters",
+    "text_filters": "text_filters",
+    "reader": "engine",
+    "text_stream": "engine",
+    "generation": "engine",
+    "scheduler": "fairness",
+    "split": "split",
+    "walk": "tree_sampling",
+    "tree_level": "tree_sampling",
+}
+"""The tests that know a module best, which run first."""
 
 OPERATORS = {
     "<": "<=",
@@ -125,7 +135,7 @@ class Change:
         before, after = source[: self.start], source[self.end :]
         change = f"⟦{source[self.start : self.end].decode()} → {self.new}⟧"
         line = before.split(b"\n")[-1].decode() + change + after.split(b"\n")[0].decode()
-        name = self.file.removeprefix("minitri/").removesuffix(".py").replace("decoding/", "")
+        name = self.file.removeprefix("minitri/").removesuffix(".py")
         return f"{name}:{self.line} | `{line.strip().replace('|', chr(92) + '|')}`"
 
 
@@ -298,14 +308,22 @@ def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
 
 
 def suite_for(file: str) -> list[str]:
-    """The tests, those first that know the file best."""
+    """Paths of the tests, those that know the file best first. Raises `SystemExit` if one is not
+    there."""
     first = FIRST.get(Path(file).stem, SUITE[0])
-    names = [first, *(name for name in SUITE if name != first)]
-    return [f"tests/{name}" for name in names if (ROOT / "tests" / name).exists()]
+    paths = []
+    for name in dict.fromkeys([first, *SUITE]):
+        found = [*ROOT.glob(f"tests/**/test_{name}.py")]
+        if not found:
+            raise SystemExit(f"there is no tests/**/test_{name}.py; correct SUITE and FIRST")
+        paths += [str(path.relative_to(ROOT)) for path in found]
+    return paths
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=80, help="changes to make")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for each at most")
@@ -323,7 +341,7 @@ def main(argv: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
         ignored = shutil.ignore_patterns("__pycache__")
-        for name in ("minitri", "tests"):
+        for name in ("minitri", "tests", "tools"):
             shutil.copytree(ROOT / name, copy / name, ignore=ignored)
         shutil.copy(ROOT / "pyproject.toml", copy)
         healthy, seconds = fate(copy, suite_for(""), 10 * args.limit)

@@ -1,19 +1,18 @@
-"""A regression net: records what the engine does today, and checks that later commits do the same.
+"""Regression net: records tokens, texts and logits of many runs, and compares a later commit.
 
-    python tools/regression_grid.py --record before.json
-    python tools/regression_grid.py --check before.json
-    python tools/regression_grid.py --against HEAD~3
+    python -m tools.regression_grid --record before.json
+    python -m tools.regression_grid --check before.json
+    python -m tools.regression_grid --against HEAD~3
 
-The grid is a list of runs ("cases") on the CPU with one thread: every method, policy, kind of
-drafter and way to sample, streams with a request that is cancelled, texts that go on from K and V
-that are held, log-probabilities, trees, the answers of a server; most on tiny random models, some
-on SmolLM2-135M. Of every case the tool records token ids, texts, counts of accepted guesses, and a
-digest of every tensor that an LM head returned, in call order: this pins the logits of target,
-retrieval level and drafter bit for bit.
+The grid is a list of runs ("cases") on one CPU thread: every method, policy, kind of drafter and
+way to sample, streams with a cancelled request, prompts that begin with cached K and V,
+log-probabilities, trees, answers of a server; most with tiny random models, some with SmolLM2-135M.
+A record of a case holds token ids, texts, counts of accepted guesses, and a digest of every tensor
+that an LM head returned, in call order, which pins the logits of all levels bit for bit.
 
 Where method or gammas are open and the text cannot depend on them (at temperature 0, or coupled),
-the autotuner may follow the clock. Then tokens are the same in every run but passes are
-not: of such a case tokens and texts are recorded, the rest is null.
+the autotuner may follow the clock, so passes differ from run to run: only tokens and texts are
+recorded then, the rest is null.
 
 Bits are the same only on the same processor with the same PyTorch; `--check` warns where these
 differ. The tool needs minitri's public API, and `lm_head` as a module of its models.
@@ -24,7 +23,6 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import importlib
 import itertools
 import json
 import operator
@@ -40,7 +38,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -49,12 +47,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
-from minitri.core import settings as minitri_settings
+from tools.paper.baselines.policies import speculation_with
 
 Settings = dict[str, Any]
-"""What a case wants, by the names of minitri's settings; model, draft, dtype, prompts, seed too."""
+"""Settings of a case: fields of minitri's settings, and model, draft, dtype, prompts, seed."""
 Axis = dict[str, Settings]
-"""Settings to choose from, by the part that each adds to a case's name."""
+"""Alternative settings, by the part that each adds to a case's name."""
 
 ROOT = Path(__file__).resolve().parent.parent
 ORIGINS = {"draft": "d", "retrieval": "r", "recovered": "x", "bonus": "b"}
@@ -359,19 +357,16 @@ def follows_clock(settings: Settings) -> bool:
 
 
 def settings_for(kind: Any, rest: Settings) -> Any:
-    """One of minitri's settings classes, made of what it has fields for; that leaves `rest`."""
+    """Makes one of minitri's settings classes; takes the fields that it has out of `rest`."""
     names = {field.name for field in dataclasses.fields(kind)} & set(rest)
-    found = {name: rest.pop(name) for name in names}
-    policy = found.get("policy", "retrieval")
-    if hasattr(minitri_settings, "POLICIES") or policy == "retrieval":
-        return kind(**found)
-    sys.path.insert(0, str(ROOT))
-    baselines = importlib.import_module("tools.paper.baselines.policies")
-    return baselines.speculation_with(found.pop("policy"), kind(**found))
+    values = {name: rest.pop(name) for name in names}
+    if values.get("policy", "retrieval") == "retrieval":
+        return kind(**values)
+    return speculation_with(values.pop("policy"), kind(**values))
 
 
 def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
-    """Runs a case; returns what a later commit has to reproduce."""
+    """Runs a case; returns the record that a later commit has to reproduce."""
     rest = dict(settings)
     if rest.get("run") == "server":
         return run_server(folder, settings)
@@ -418,7 +413,7 @@ def run_stream(
 def run_again(
     engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
 ) -> list[Any]:
-    """A text, and another one that begins with it: K and V are used again."""
+    """A text, and another one that begins with it, so that K and V are used again."""
     engine.release()
     events = list(engine.generate(prompts[-1], seed=seed, **wishes))
     end = next(event for event in events if isinstance(event, minitri.End))
@@ -429,7 +424,7 @@ def run_again(
 def run_snapshot(
     engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
 ) -> list[Any]:
-    """The same over a file of K and V."""
+    """As `run_again`, by a file of K and V."""
     engine.release()
     list(engine.generate(prompts[-1], seed=seed, **wishes))
     with tempfile.TemporaryDirectory() as folder:
@@ -443,18 +438,12 @@ def run_snapshot(
 
 
 def run_server(folder: Path, settings: Settings) -> dict[str, Any]:
-    """What a server answers to requests that come one after the other."""
+    """Answers of a server to requests that come one after the other."""
     place, names = folder / settings["model"], ("method", "gamma1", "gamma2", "budget")
     flags = [f"--{name.replace('_', '-')}={settings[name]}" for name in names]
-    command = [
-        sys.executable,
-        "-m",
-        "minitri",
-        "serve",
-        "--port=0",
-        f"--dtype={settings['dtype']}",
-    ]
-    command += [f"--model={place / 'target'}", f"--draft={place / settings['draft']}", *flags]
+    flags += [f"--model={place / 'target'}", f"--draft={place / settings['draft']}"]
+    flags += ["--port=0", f"--dtype={settings['dtype']}"]
+    command = [sys.executable, "-m", "minitri", "serve", *flags]
     fields = {"max_tokens": 32, "ignore_eos": True, "logprobs": 2}
     fields |= {"temperature": settings["temperature"]}
     answers = []
@@ -485,8 +474,6 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
     scores = [[(t.logprob, t.top_logprobs) for t in row if t.logprob is not None] for row in rows]
     stats: Any = ends[0].stats
     fixed = not follows_clock(settings)
-    # Not the same name in every revision.
-    num_rebuilds = stats.rebuilds.count if hasattr(stats, "rebuilds") else stats.num_rebuilds
     levels = [{name: getattr(level, name) for name in COUNTS} for level in stats.stages]
     return {
         "settings": settings,
@@ -497,14 +484,14 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
         "cached": [end.row_stats.num_cached_tokens for end in ends],
         "origins": ["".join(ORIGINS[t.origin] for t in row) for row in rows] if fixed else None,
         "levels": levels if fixed else None,
-        "num_rebuilds": num_rebuilds if fixed else None,
+        "num_rebuilds": stats.num_rebuilds if fixed else None,
         "steps_per_plan": dict(stats.steps_per_plan) if fixed else None,
         "digest": calls if fixed else None,
     }
 
 
 def header() -> dict[str, Any]:
-    """Which code ran, and on what."""
+    """Revision, processor and versions of a record."""
     code = Path(minitri.__file__).resolve().parent
     git = ["git", "-C", str(code), "describe", "--always", "--dirty", "--abbrev=12"]
     described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
@@ -524,7 +511,7 @@ def header() -> dict[str, Any]:
 
 
 def run_grid(cases: Mapping[str, Settings]) -> dict[str, Any]:
-    """Runs all cases; the result is what a file holds."""
+    """Runs all cases; returns the content of a record."""
     torch.set_num_threads(1)
     top = header()
     print(f"regression_grid: {top['minitri']}, revision {top['revision']}", file=sys.stderr)
@@ -573,7 +560,7 @@ def check(before: dict[str, Any], cases: dict[str, Settings]) -> int:
 
 
 def record_revision(revision: str, flags: list[str]) -> dict[str, Any]:
-    """What the code of another revision does, by its own grid in a worktree of its own."""
+    """Record of another revision, made by its own grid in a temporary worktree."""
     if Path(minitri.__file__).resolve().parent.parent != ROOT:
         raise minitri.InputError(f"minitri is {minitri.__file__}; set PYTHONPATH={ROOT}")
     weights = os.environ.get("MINITRI_WEIGHTS", str(ROOT / "weights"))
@@ -586,12 +573,8 @@ def record_revision(revision: str, flags: list[str]) -> dict[str, Any]:
             last = (added.stderr.strip().splitlines() or ["git gave no reason"])[-1]
             raise minitri.InputError(f"git has no worktree for {revision} ({last}); name a commit")
         try:
-            script = tree / "tools" / Path(__file__).name
-            if not script.exists():
-                print(f"{revision} has no {script.name}; this one records it", file=sys.stderr)
-                script = Path(__file__).resolve()
             subprocess.run(
-                [sys.executable, str(script), "--record", str(file), *flags],
+                [sys.executable, "-m", "tools.regression_grid", "--record", str(file), *flags],
                 env={**os.environ, "PYTHONPATH": str(tree), "MINITRI_WEIGHTS": weights},
                 cwd=tree,
                 check=True,
@@ -613,19 +596,14 @@ def read_record(file: Path) -> dict[str, Any]:
     return found
 
 
-class OneLineParser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise minitri.InputError(f"{message}; see --help")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = OneLineParser(
+    parser = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="examples:\n"
-        "  python tools/regression_grid.py --record before.json\n"
-        "  python tools/regression_grid.py --check before.json --only triforce --skip-real\n"
-        "  python tools/regression_grid.py --against main~1 --only core/",
+        "  python -m tools.regression_grid --record before.json\n"
+        "  python -m tools.regression_grid --check before.json --only triforce --skip-real\n"
+        "  python -m tools.regression_grid --against HEAD~1 --only core/",
     )
     task = parser.add_mutually_exclusive_group(required=True)
     task.add_argument("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
@@ -648,7 +626,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def wanted(cases: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """The cases that the flags ask for. Raises `InputError` if there are none."""
+    """Cases that the flags name. Raises `InputError` if there are none."""
     skipped = "real/" if args.skip_real else "\0"
     found = {k: v for k, v in cases.items() if args.only in k and not k.startswith(skipped)}
     if not found:
