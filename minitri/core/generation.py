@@ -53,6 +53,7 @@ class Generation(Iterator[Event]):
         self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # being read, by place
         model = pool.models.target
         prompts = [row.prompt_ids for row in rows]
+        # With several GPUs, each process makes the same calls.
         settings = (shape, prompts, [row.request for row in rows])
         model.execution.ranks.check_same("prompts, seeds or settings", settings)
         is_open = make_row is not None
@@ -68,7 +69,7 @@ class Generation(Iterator[Event]):
             is_captured=stack.memory.graphs is not None,
         )
         self._events = self._run(stack)
-        pool.runs.add(self)
+        pool.runs.add(self)  # so that `Engine.close` ends it
 
     def __next__(self) -> Event:
         with running(self._pool.models):
@@ -76,12 +77,12 @@ class Generation(Iterator[Event]):
                 return next(self._events)
             except BaseException as error:
                 is_over = isinstance(error, StopIteration)
-                # Other errors may leave K and V half written, but where memory was short in an
-                # open run, the next one needs the same memory again.
-                is_shortage = self._make_row and as_fault(error, self._pool.models) is not error
-                if is_over or is_shortage or not isinstance(error, Exception):
-                    self._give_back(was_interrupted=not is_over)
-                self._stack = None
+                is_fault = as_fault(error, self._pool.models) is not error
+                # A bug may leave K and V half written. Where memory was short in an open run, the
+                # next one needs the same memory again; after Ctrl-C, too.
+                is_sound = is_over or not isinstance(error, Exception)
+                is_kept = is_sound or (is_fault and self._make_row is not None)
+                self._end(is_kept=is_kept, was_interrupted=not is_over)
                 raise
 
     def __enter__(self) -> Self:
@@ -94,15 +95,17 @@ class Generation(Iterator[Event]):
         """Ends the run and gives up its memory; further events raise `StopIteration`."""
         with running(self._pool.models):
             self._events.close()
-            self._give_back()
+            self._end()
 
-    def _give_back(self, *, was_interrupted: bool = False) -> None:
-        """Hands the memory back to the pool: later runs start after what its texts have read."""
-        if self._stack is not None:
+    def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
+        """Gives up the memory. If it is kept, the pool lends it to the next run, whose prompts
+        may reuse what these texts have read."""
+        self._prompts.clear()
+        if self._stack is not None and is_kept:
             for b in self._scheduler.running:
                 self._stack.retire(b)
             self._pool.put(self._stack.memory, was_interrupted=was_interrupted)
-            self._stack = None
+        self._stack = None
 
     def result(self) -> End:
         """The whole output of the only prompt; runs to the end. Raises `InputError`."""
@@ -134,7 +137,7 @@ class Generation(Iterator[Event]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        # A temperature above 0 makes `filters_of` compare the form of what was captured.
+        # What was captured has a form even if it is greedy: at 0 it would not be compared.
         captured = replace(self.shape.sampling, temperature=1.0)
         filters_of([captured, request.sampling], self._pool.models.target, run)
         self._num_requests += 1
@@ -154,7 +157,7 @@ class Generation(Iterator[Event]):
                     return
                 yield Idle()
             for work in self._scheduler.turn(stack.cascade.active):
-                started = time.perf_counter()
+                started = time.perf_counter()  # of the work alone: the caller takes time in a yield
                 match work:
                     case Chunk(b):
                         yield self._read_chunk(stack, b)
@@ -181,9 +184,10 @@ class Generation(Iterator[Event]):
             self._prompts[b] = self._prefill(stack, b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
-        """Ends row b; its K and V are reused by later prompts, if they are sound."""
+        """Ends row b; if its K and V are sound, later prompts may reuse them."""
         stack.retire(b, is_sound=is_sound)
         self._scheduler.remove(b)
+        del self._prompts[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
         """Reads one chunk of the prompt of row b."""
