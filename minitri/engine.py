@@ -40,7 +40,7 @@ from minitri.files.pool_files import load_snapshot, open_store, save_held
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
-from minitri.trees.tree_level import make_level
+from minitri.trees.tree_level import level_type
 
 if TYPE_CHECKING:
     from minitri.text.chat_template import Message
@@ -76,7 +76,7 @@ class Engine:
         self.sampling_defaults = sampling_defaults
         """Recommended by the model's generation_config.json; the engine does not apply it."""
         self.snapshot_note = ""
-        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, make_level))
+        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, level_type))
         self._memory: MemoryPool | None = pool
         self._worker: Worker | None = None
 

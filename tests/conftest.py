@@ -18,7 +18,7 @@ from minitri.core.errors import InputError
 from minitri.core.model.llama import Llama
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
-from minitri.trees.tree_level import make_level
+from minitri.trees.tree_level import level_type
 from tests.core import rigs
 
 if not torch.cuda.is_available():
@@ -26,7 +26,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
-rigs.Rig.make_level = staticmethod(make_level)  # which `tests/core` does not import
+rigs.Rig.level_type = staticmethod(level_type)  # which `tests/core` does not import
 
 SENTENCES = [
     "She had been forced into prudence in her youth, she learned romance as she grew older.",

@@ -203,7 +203,7 @@ trees/test_tree_sampling.py::test_every_child_and_every_test_has_a_number_of_its
     IndependentSource.uniforms: self._by_row[b] => torch.Generator().manual_seed(b)
 test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in_a_batch]
   noise of a tree by node, not by position
-    walk_by_source: start + torch.tensor(proposal.shape.depths)
+    TreeLevel.walk: start + torch.tensor(proposal.shape.depths)
     => start + torch.tensor(proposal.shape.depths) + len(proposal.shape)
 devices/gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
@@ -237,7 +237,11 @@ devices/gpu_twins/test_capture_lint.py
     => zip(buffers[:2], tree_leaves(inputs))
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
-    target_runner#1: models.target => models.retrieval
+    allocate: ModelRunner(target, full, **common,
+        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
+        graphs=None if isinstance(full, OffloadedFullCache) else graphs,
+        block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS})
+    => ModelRunner(models.retrieval, full, **common)
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_is_as_large_as_planned_and_shares_the_rest[False-4]
   the largest number of a group is cut off
     quantized_copies:quantize: most_NG > -least_NG => most_NG > least_NG
@@ -338,7 +342,7 @@ core/decoding/test_sampling.py::test_a_row_has_filters_of_its_own
     probs_of_rows: row == params[0] => row.form == params[0].form
 trees/test_tree_sampling.py::test_a_row_that_guesses_nothing_takes_one_number
   numbers by the size of a tree for a row that guesses nothing
-    walk_by_source: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
+    TreeLevel.walk: len(proposal.shape) if proposal.depth(b) else 1 => len(proposal.shape)
 test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
   a part of the rows draws the numbers of others
     RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)

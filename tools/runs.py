@@ -12,7 +12,7 @@ from minitri.core.requests import Request
 from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
-from minitri.trees.tree_level import make_level
+from minitri.trees.tree_level import level_type
 
 
 def begin(
@@ -33,7 +33,7 @@ def begin(
     prompts = [[int(token) for token in it.prompt] for it in requests]
     lengths = tuple(len(prompt) for prompt in prompts)
     shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
-    models = replace(models, make_level=make_level)
+    models = replace(models, level_type=level_type)
     stack = Stack(allocate(models, shape, **memory), shape)
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):

@@ -1,9 +1,7 @@
-"""What a run computes with, allocated once: caches, runners over them, captured graphs.
+"""The memory of a run, allocated once: KV caches, model runners over them, captured graphs.
 
-A `Memory` is frozen and holds no text: `stack.py` puts the stages of a step over it. `MemoryPool`
-keeps that of the last run for one that fits.
-
-Legend: L layers, B rows, T tokens of a block, H query heads, D head dim.
+A `Memory` is frozen and holds no text: `stack.py` builds the stages of the cascade over it.
+`MemoryPool` keeps the memory of the last run, for a next one that it fits.
 """
 
 import contextlib
@@ -20,7 +18,7 @@ from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.caches.prefixes import PrefixCache, Store
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.drafters.draft_model import DraftRunner, MakeLevel, make_level
+from minitri.core.drafters.draft_model import DraftRunner, LevelType, chain_level
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool, graph_pool
@@ -35,9 +33,9 @@ from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes for which passes of the target are captured, as far as a run has blocks that long."""
+"""Block sizes for which passes of the target are captured, cut to the longest of a run."""
 WORTH_COPYING = 64
-"""Tokens at the beginning of a prompt for which two full caches may be in memory for a moment."""
+"""Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,34 +44,34 @@ class Models:
 
     target: Llama
     retrieval: Llama
-    """Guesses with the retrieval cache: the target, or a copy of it in fewer bits."""
+    """Proposes with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
     """The first level of the cascade."""
     drafter: Drafter | None = None
-    """Guesses in its place; without both the last words are looked up in the text."""
-    make_level: MakeLevel = make_level
-    """Makes the levels of a cascade; that of `minitri.trees` makes some that guess trees."""
+    """Proposes instead of a draft model; without either, the text is searched for repetitions."""
+    level_type: LevelType = chain_level
+    """Chooses the class of each level of the cascade; `minitri.trees` has one with trees."""
     lock: Any = field(default_factory=threading.RLock)
     """Held by the thread that computes."""
     process: int = field(default_factory=os.getpid)
-    """The one that loaded them."""
+    """Id of the process that loaded the models."""
 
     @property
     def drafter_name(self) -> str:
-        """Of the object that guesses first, of the draft model, or `suffix`."""
+        """Name of the drafter from outside, or of the draft model, or `suffix`."""
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
 
 
 def demand_of(models: Models, shape: MemoryShape) -> Demand:
-    """What a run of this shape needs."""
+    """Bytes that a run of this shape needs."""
     draft = models.draft.config if models.draft is not None else None
     return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
 
 
 def check_process(models: Models) -> None:
-    """Raises `InputError` in a process that was forked from the models' own."""
+    """Raises `InputError` in a process that was forked from the one that loaded the models."""
     if os.getpid() != models.process:
         raise FaultError(
             f"the engine was loaded by process {models.process}, from which this one was forked, "
@@ -83,7 +81,7 @@ def check_process(models: Models) -> None:
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
-    """For one thread at a time, the models' device as the current one; see `as_fault`."""
+    """One thread at a time computes, on the models' device; errors are those of `as_fault`."""
     check_process(models)
     try:
         with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
@@ -93,12 +91,12 @@ def running(models: Models) -> Iterator[None]:
 
 
 def as_fault(error: E, models: Models) -> E | FaultError:
-    """What a user is told of it: if memory was short, or numbers not finite, a `FaultError`."""
+    """Maps lack of memory and numbers that are not finite to `FaultError`, others to themselves."""
     model = models.target
     if isinstance(error, NotFiniteError) and str(error):
         return FaultError(f"the grammar is too complex here ({error}); simplify it")
     if isinstance(error, NotFiniteError):
-        names = dict.fromkeys(it.config.name for it in (model, models.draft) if it is not None)
+        names = dict.fromkeys(m.config.name for m in (model, models.draft) if m is not None)
         return FaultError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged, or overflow: get them again",
@@ -117,14 +115,14 @@ def as_fault(error: E, models: Models) -> E | FaultError:
 
 @dataclass(frozen=True, eq=False)
 class Memory:
-    """Caches, runners and captured graphs of a run."""
+    """KV caches, model runners and captured graphs of a run."""
 
     models: Models
     shape: MemoryShape
-    """What it was made for."""
+    """The largest run that it serves."""
     full: FullCache
     prefix: PrefixCache
-    """What the rows of the full cache still hold of texts that have ended."""
+    """Finds in the full cache what earlier texts have left there."""
     target: ModelRunner
     graphs: GraphPool | None
     retrieval: ModelRunner | None = None
@@ -133,7 +131,8 @@ class Memory:
 
     @property
     def runners(self) -> list[ModelRunner]:
-        return [it for it in (self.draft, self.retrieval, self.target) if it is not None]
+        stages = (self.draft, self.retrieval, self.target)
+        return [runner for runner in stages if runner is not None]
 
     @property
     def num_cache_bytes(self) -> int:
@@ -151,9 +150,9 @@ def allocate(
 ) -> Memory:
     """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
-    `full` is a full cache to take over, by default a new one where it fits; `held` are texts that
-    another run left; `host` lends memory for K and V. Passes are captured on a GPU, but for those
-    that stream K and V from host memory.
+    `full` is a full cache to take over, by default a new one is allocated; `held` are texts that
+    an earlier run left; `host` lends memory for K and V. On a GPU all passes are captured except
+    those that stream K and V from host memory.
     """
     target = models.target
     speculation = shape.speculation
@@ -165,10 +164,17 @@ def allocate(
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    drafting = draft_runner(draft, models, shape, graphs) if draft is not None else None
-    retrieval = cache = None
+    common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
+    drafting = retrieval = cache = None
+    if draft is not None:
+        with small_caches_fit(target.device):
+            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
+            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
+        # Rounds of chains are captured as a whole, by the level.
+        sizes = {speculation.max_block} if speculation.tree else ()
+        drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
     if any(plan.uses_retrieval for plan in speculation.plans):
-        with small_caches_fit(models):
+        with small_caches_fit(target.device):
             cache = RetrievalCache(
                 full,
                 speculation,
@@ -176,94 +182,50 @@ def allocate(
                 num_heads=target.config.num_heads,
                 make_slots=target.execution.make_slots,
             )
-        retrieval = retrieval_runner(cache, models, shape, graphs)
+        longest = 1 + max(plan.gamma1 for plan in speculation.plans)
+        sizes = {1, speculation.max_block if speculation.tree else longest}
+        retrieval = ModelRunner(models.retrieval, cache, **common, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
-    verifying = target_runner(full, cache, models, shape, graphs)
+    verifying = ModelRunner(
+        target,
+        full,
+        **common,
+        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
+        graphs=None if isinstance(full, OffloadedFullCache) else graphs,
+        block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS},
+    )
     return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
 
 
 @contextlib.contextmanager
-def small_caches_fit(models: Models) -> Iterator[None]:
+def small_caches_fit(device: torch.device) -> Iterator[None]:
     """Raises `InputError` where the caches of the lower stages find no memory."""
     try:
         yield
     except RuntimeError as error:  # out of memory, on CUDA too
         raise InputError(
-            f"the small KV caches do not fit on {models.target.device} next to the full one "
+            f"the small KV caches do not fit on {device} next to the full one "
             f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
         ) from error
 
 
-def draft_runner(
-    draft: Llama, models: Models, shape: MemoryShape, graphs: GraphPool | None
-) -> DraftRunner:
-    """The draft model over a new streaming cache."""
-    speculation = shape.speculation
-    with small_caches_fit(models):
-        where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-        window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-    return DraftRunner(
-        draft,
-        window,
-        shape.sampling,
-        vocab_size=models.target.config.vocab_size,
-        graphs=graphs,
-        block_sizes={speculation.max_block} if speculation.tree else (),  # else rounds are captured
-    )
-
-
-def retrieval_runner(
-    cache: RetrievalCache, models: Models, shape: MemoryShape, graphs: GraphPool | None
-) -> ModelRunner:
-    """The target, or its copy in fewer bits, over the retrieval cache."""
-    speculation = shape.speculation
-    longest = 1 + max(plan.gamma1 for plan in speculation.plans)
-    return ModelRunner(
-        models.retrieval,
-        cache,
-        shape.sampling,
-        vocab_size=models.target.config.vocab_size,
-        graphs=graphs,
-        block_sizes={1, speculation.max_block if speculation.tree else longest},
-    )
-
-
-def target_runner(
-    full: FullCache,
-    cache: RetrievalCache | None,
-    models: Models,
-    shape: MemoryShape,
-    graphs: GraphPool | None,
-) -> ModelRunner:
-    """The target over the full cache; it leaves its queries to the retrieval cache."""
-    return ModelRunner(
-        models.target,
-        full,
-        shape.sampling,
-        vocab_size=models.target.config.vocab_size,
-        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
-        graphs=None if isinstance(full, OffloadedFullCache) else graphs,
-        block_sizes={min(size, shape.speculation.max_block) for size in TARGET_BLOCKS},
-    )
-
-
 class MemoryPool:
-    """Keeps the memory of the run that was opened last."""
+    """Keeps the memory of the latest run, for the next one."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
-        """What the texts of later runs may begin with, too."""
+        """A text from a file, with which later texts may begin."""
         self.store: Store | None = None
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """All that have used it and are still somewhere."""
+        """The runs that use this pool."""
         self._kept: Memory | None = None
-        self._latest: int | None = None  # by its id, so that the run alone keeps it alive
+        self._latest: int | None = None  # an id, as only the run may keep its memory alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Memory for a run: what was kept, or new. Raises `InputError` if there is no room."""
+        """Memory for a run: the one kept, or a new one. Raises `InputError` if there is no room."""
         kept = self._kept
         self._kept = None
         if kept is None or not self._can_run(kept, shape):
@@ -279,7 +241,7 @@ class MemoryPool:
         return kept
 
     def fitting(self, shape: MemoryShape) -> MemoryShape:
-        """The first rows of a shape, in falling order of length, for which there is room."""
+        """The shape with as many of its rows as there is room for; the longest come first."""
         needs = demand_of(self.models, shape)
         on_device, on_host = room_for(self.models.target, needs)
         room = (on_device, on_host + self.host.num_free_bytes)
@@ -288,9 +250,9 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which is over; K and V in host memory neither after
-        an interruption, which may leave buffers half written, nor where a shorter text may have
-        room for more layers on the device."""
+        """Keeps the memory of the latest run, which has ended. Not kept are K and V in host memory
+        after an interruption, which may leave buffers half written, or where a shorter text may
+        have room for more layers on the device."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
@@ -303,16 +265,16 @@ class MemoryPool:
         return (self._kept and self._kept.prefix.longest) or self.snapshot
 
     def clear(self) -> None:
-        """Frees what is kept; a run that is under way will not be kept either."""
+        """Frees what is kept, and keeps nothing of runs in progress."""
         if self.store is not None:
             self.store.close()
         self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
-        """Whether the memory, and what was captured in it, serve a run of another shape."""
+        """Whether the memory and its captured graphs serve a run of another shape."""
         settings = kept.shape.speculation
-        # Every run may choose these two for itself.
+        # These two may differ from run to run.
         wanted = replace(new.speculation, coupled=settings.coupled, timed=settings.timed)
         cache = kept.retrieval_cache
         return (
@@ -337,6 +299,6 @@ def fits(kept: Memory, new: MemoryShape) -> bool:
 
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
-    """Whether to copy what a run left into a larger cache, which must fit next to it."""
+    """Whether to copy texts of the last run to a larger full cache, while both are in memory."""
     is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
-    return is_cheap and any(kept.prefix.num_shared(it) >= WORTH_COPYING for it in prompts)
+    return is_cheap and any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

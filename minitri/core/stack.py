@@ -79,9 +79,8 @@ class Stack:
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """A stage with a model; stages are made from the lowest upwards."""
-        make_level = self.memory.models.make_level
-        common = (self.source, self._stats_of(name), self.meter)
-        return make_level(self.shape.speculation, runner, *common)
+        make = self.memory.models.level_type(self.shape.speculation, runner)
+        return make(runner, self.source, self._stats_of(name), self.meter)
 
     def _stats_of(self, stage: str) -> LevelStats:
         self.stats.stages.append(LevelStats(stage))

@@ -1,8 +1,8 @@
 """A level of the cascade that can guess a tree, and verify one.
 
-The lowest level grows a tree, pass by pass. The level above reads all nodes in one pass, in which
-each sees its ancestors only; the accepted path is moved together in its cache, as if it had been a
-chain. What it emits is a chain, so nothing above knows of trees.
+The lowest level grows a tree, one pass for each depth. The level above reads all nodes in one pass,
+in which each sees its ancestors only; K and V of the accepted path are moved together, as if it had
+been a chain. It emits a chain, so nothing above knows of trees.
 
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
@@ -11,26 +11,26 @@ import itertools
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.decoding.level import Emitted, Level, Output
-from minitri.core.decoding.meter import Meter
-from minitri.core.decoding.random_source import CoupledSource, RandomSource
+from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
+from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.verification import Active, Proposal, Rows
-from minitri.core.drafters import draft_model
+from minitri.core.drafters.draft_model import chain_level
 from minitri.core.model.cache import gather_path
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SpeculationConfig, StepPlan
-from minitri.core.stats import LevelStats
 from minitri.trees.tree_shape import TreeShape, shape_of
-from minitri.trees.walk import MISSING, Source, TreeProposal, draw, likeliest, walk_by_source
+from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
 
 
 class TreeLevel(Level):
-    """A `Level` that guesses trees where the plan has some, and verifies whatever it is given."""
+    """A `Level` that guesses trees if the plan has some, and verifies both chains and trees."""
 
     runner: ModelRunner
-    source: Source
+    source: IndependentSource | CoupledSource
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         super().capture(plans)
@@ -45,7 +45,7 @@ class TreeLevel(Level):
         return shape_of(plan) if plan.tree else None
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """A tree for every active row if this is the lowest level, and the plan has one."""
+        """A tree for every active row, if the plan has one and this is the lowest level."""
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)
@@ -73,14 +73,14 @@ class TreeLevel(Level):
         is_coupled = isinstance(self.source, CoupledSource)
         return TreeProposal.of(
             [row[1:] for row in nodes],
-            probs_BNV.where(active_B11, 0.0),  # else of whatever was read there
+            probs_BNV.where(active_B11, 0.0),  # other rows read padding
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[is_coupled or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Nothing: a tree has one shape in all rows."""
+        """No forced tokens where trees are guessed: they have one shape in all rows."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
     def _draw(
@@ -93,17 +93,29 @@ class TreeLevel(Level):
         return self.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        """Tokens of a node's children by the random source; see `walk.draw`."""
-        return draw(self.source, b, probs_V, num_children, position)
+        """Tokens for this position of row b: drawn by fresh uniform numbers, or the likeliest under
+        the noise that coupled stages share there."""
+        if isinstance(self.source, CoupledSource):
+            key = self.source.keys(b, torch.tensor(position)).to(probs_V.device)
+            return likeliest(gumbel_scores(probs_V, key), num_children)
+        return draw_children(probs_V, self.source.uniforms(b, num_children))
 
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        """The accepted path of row b and the token after it; see `walk.walk`."""
-        return walk_by_source(self.source, proposal, b, probs_NV, start)
+        """`walk` for row b, whose text has `start` tokens, by numbers of the random source."""
+        if isinstance(self.source, CoupledSource):  # the noise of a position decides its token
+            positions_N = start + torch.tensor(proposal.shape.depths)
+            keys_N = self.source.keys(b, positions_N).to(probs_NV.device)
+            tokens_N = gumbel_argmax(probs_NV[: len(keys_N)], keys_N)
+            one_hot_NV = F.one_hot(tokens_N, probs_NV.shape[1])
+            return walk(proposal, b, one_hot_NV, torch.zeros(len(keys_N)))
+        # A row without guesses takes as many numbers as it would without trees next to it.
+        count = len(proposal.shape) if proposal.depth(b) else 1
+        return walk(proposal, b, probs_NV, self.source.uniforms(b, count))
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """See `Level.verify`. Of a tree, the accepted path and one token more are appended."""
+        """See `Level.verify`; appends the accepted path of a tree, and one token more."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
         pairs = zip(sequences, proposal.tokens, strict=True)
@@ -117,8 +129,8 @@ class TreeLevel(Level):
             if active[b] and are_finite[b]:
                 start = len(sequences[b])
                 path, token = self.walk(proposal, b, output.probs_BNV[b], start)
-                own = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
-                origins = [*proposal.origins[b][: len(path)], own]
+                last = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
+                origins = [*proposal.origins[b][: len(path)], last]
                 tokens = [*(block[node] for node in path), token]
             paths.append(path)
             emitted.append(output.emitted(b, tokens, origins, [0, *path][: len(tokens)]))
@@ -129,9 +141,9 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Distributions (B, T, V) after each of a tree's nodes from number `first` on, which is 0,
-        the root, or 1 where that has been read. `blocks[b]` are the tokens of the first T of these
-        nodes in row b. What the cache holds stays as it is, see `keep_paths`."""
+        """Distributions (B, T, V) after T nodes of a tree, from number `first` on: 0 is the root, 1
+        if that has been read. `blocks[b]` are their tokens in row b. The lengths of the cache
+        stay as they are, see `keep_paths`."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
@@ -141,7 +153,7 @@ class TreeLevel(Level):
         )
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
-        """Keeps the root of the tree just read, and a path through it, in every active row."""
+        """Keeps in every active row the root of the tree just read, and a path through it."""
         runner = self.runner
         for b, path in enumerate(paths):
             if path != list(range(1, len(path) + 1)):
@@ -156,22 +168,13 @@ class TreeLevel(Level):
         return self.runner.sampling[b].temperature == 0
 
 
-def make_level(
-    speculation: SpeculationConfig,
-    runner: ModelRunner,
-    source: RandomSource,
-    stats: LevelStats,
-    meter: Meter,
-) -> Level:
-    """A `TreeLevel` for runs with trees, else a level of core; see `memory.Models`."""
-    if speculation.tree:
-        return TreeLevel(runner, source, stats, meter)
-    return draft_model.make_level(speculation, runner, source, stats, meter)
+def level_type(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
+    """`TreeLevel` for runs with trees, else the level of the core; see `memory.Models`."""
+    return TreeLevel if speculation.tree else chain_level(speculation, runner)
 
 
 def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:
-    """Whether all is finite at the nodes of each row: what they were drawn from, and `probs_BNV`,
-    the verifier's distributions."""
+    """Whether both distributions are finite at all nodes of each row, p and q."""
     nodes = [[True, *(token != MISSING for token in row)] for row in proposal.tokens]
     are_real_BN = torch.tensor(nodes).to(probs_BNV.device)
     sums_BN = probs_BNV[:, : are_real_BN.shape[1]].sum(2)

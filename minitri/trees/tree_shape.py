@@ -1,10 +1,9 @@
 """Shapes of trees of guesses: which node follows which.
 
-Node 0 is the root, the last certain token; the others are guesses, ordered by depth, siblings side
-by side in the order in which they are drawn and tested. A node's number is its place in the block.
-
-Two kinds (TriForce, section 5.3): independent `sequences` of guesses, and `sequoia`, the tree of a
-given size that is expected to lead furthest (arXiv 2402.12374).
+Node 0 is the root, the last committed token. The others are guesses, ordered by depth; siblings are
+ordered as they are drawn and tested. A node's number is its place in the block. Two kinds of trees
+(TriForce, section 5.3): independent `sequences`, and `sequoia`, the tree of a given size with the
+most expected tokens (arXiv 2402.12374).
 
 Legend: N nodes with the root, T nodes of a pass.
 """
@@ -23,12 +22,12 @@ from minitri.core.settings import StepPlan, parse_tree
 
 MAX_CHILDREN = 8  # of a node of a Sequoia tree
 YOUNGER_RATE = 0.3
-"""How often a child is accepted that is tested after its elder siblings were rejected."""
+"""Acceptance rate of a child whose elder siblings were rejected."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """The parent of every node; -1 for the root."""
+    """A tree, by the parent of every node; that of the root is -1."""
 
     parents: tuple[int, ...]
 
@@ -46,7 +45,7 @@ class TreeShape:
 
     @functools.cached_property
     def depths(self) -> list[int]:
-        """How many tokens after the root each node stands."""
+        """Tokens from the root to each node."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -54,12 +53,12 @@ class TreeShape:
 
     @functools.cached_property
     def sizes(self) -> list[int]:
-        """How many nodes stand at each depth, down to the deepest."""
+        """Number of nodes at each depth."""
         return [self.depths.count(depth) for depth in range(self.depths[-1] + 1)]
 
     @functools.cached_property
     def rule_TT(self) -> Tensor:
-        """Which nodes each node sees: itself and its ancestors; boolean, for attention."""
+        """Ancestor mask for attention, boolean: a node sees itself and its ancestors."""
         rule_TT = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             rule_TT[node] |= rule_TT[parent]
@@ -68,7 +67,7 @@ class TreeShape:
 
 @functools.cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The tree that a plan asks for: independent sequences, or the best one of its size."""
+    """The tree of a plan: independent sequences, or the best tree of its size."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
@@ -82,21 +81,22 @@ def shape_of(plan: StepPlan) -> TreeShape:
 
 
 def sequences(width: int, depth: int) -> TreeShape:
-    """`width` sequences of `depth` guesses, which differ from their first token on."""
+    """`width` sequences of `depth` guesses, whose first tokens differ."""
     return TreeShape((-1, *[0] * width, *range(1, width * (depth - 1) + 1)))
 
 
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, which must not rise, is how often the r-th child of an accepted node is. So no node
-    is worth more than its parent or the sibling before it, and those worth most are the optimum.
+    `rates[r]`, which must not rise, is the probability that the r-th child of an accepted node is
+    accepted. So no node is worth more than its parent or the sibling before it, and the best nodes
+    make a tree.
     """
 
     def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:
         return -math.prod(rates[rank] for rank in path), len(path), path
 
-    taken = list[tuple[int, ...]]()  # the nodes by the ranks of their ancestors and their own
+    taken = list[tuple[int, ...]]()  # nodes as ranks of their ancestors and their own
     waiting = [by_worth(0)]
     while waiting and len(taken) < num_nodes:
         _, depth, path = heapq.heappop(waiting)

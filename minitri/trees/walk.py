@@ -1,4 +1,4 @@
-"""Speculative sampling of trees: how the nodes are drawn, and which path through them is accepted.
+"""Speculative sampling of trees: how nodes are drawn, and which path through them is accepted.
 
 The children of a node are drawn without replacement from the drafter's distribution after it, and
 tested in that order: the first against the verifier's p, each later one against what its rejected
@@ -16,33 +16,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
-from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.sampling import sample
 from minitri.core.decoding.verification import Proposal
 from minitri.trees.tree_shape import TreeShape
 
-Source = IndependentSource | CoupledSource
 MISSING = -1
-"""The token of a child that could not be drawn: its elder siblings are all the tokens there are."""
+"""The token of a child that could not be drawn: its elder siblings took all possible tokens."""
 
 
 @dataclass(frozen=True)
 class TreeProposal(Proposal):
-    """Guesses of one shape for every row: `tokens[b][i]` is that of node i + 1, or MISSING;
-    `probs_BNV` holds, for every node but the deepest, what its children were drawn from."""
+    """Trees of guesses, of one shape for all rows: `tokens[b][i]` is the token of node i + 1, or
+    MISSING; `probs_BNV` are the distributions that the children of each node were drawn from."""
 
     shape: TreeShape
     is_listed: list[bool]
-    """Rows whose nodes were chosen without chance."""
+    """Whether the nodes of each row are the likeliest ones, chosen without random numbers."""
 
     def depth(self, b: int) -> int:
-        """That of the tree; 0 where nothing was guessed."""
+        """Depth of row b's tree; 0 where nothing was guessed."""
         return self.shape.depths[-1] if self.tokens[b][0] != MISSING else 0
 
 
 def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
-    """Different tokens, one per number in [0, 1), each drawn from what the others left."""
+    """Different tokens, one for each number in [0, 1), drawn without replacement."""
     left_V = probs_V.clone()
     tokens = list[int]()
     for uniform in uniforms.to(probs_V.device):
@@ -63,15 +60,16 @@ def likeliest(scores_V: Tensor, count: int) -> list[int]:
 def walk(
     proposal: TreeProposal, b: int, probs_NV: Tensor, uniforms: Tensor
 ) -> tuple[list[int], int]:
-    """The accepted nodes of row b, from the root's child on, and the token after them. `probs_NV`
-    are the verifier's distributions after every node; `uniforms` are independent numbers in [0, 1),
-    one per test of a node, that of the root for the last token."""
+    """The accepted nodes of row b after the root, and the token that follows them.
+
+    `probs_NV` are the verifier's distributions after all nodes; `uniforms` are independent numbers
+    in [0, 1): one for the test of each node, the root's for the last token."""
     path = list[int]()
     node = 0
     while True:
         rest_V = probs_NV[node]
         children = proposal.shape.children[node]
-        if children:  # what they were drawn from, one after the other
+        if children:
             left_V = proposal.probs_BNV[b, node].clone()
         for child in children:
             token = proposal.tokens[b][child - 1]
@@ -90,26 +88,3 @@ def walk(
             left_V[token] = 0
         else:
             return path, int(sample(rest_V, uniforms[0].to(rest_V.device)))
-
-
-def draw(source: Source, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-    """Tokens of a node's children, for `position` of row b: drawn by fresh uniform numbers, or the
-    likeliest under the noise that coupled stages share there."""
-    if isinstance(source, CoupledSource):
-        key = source.keys(b, torch.tensor(position)).to(probs_V.device)
-        return likeliest(gumbel_scores(probs_V, key), num_children)
-    return draw_children(probs_V, source.uniforms(b, num_children))
-
-
-def walk_by_source(
-    source: Source, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
-) -> tuple[list[int], int]:
-    """`walk` for row b, whose text has `start` tokens, by numbers of its random source."""
-    if isinstance(source, CoupledSource):  # the noise of a position determines the token there
-        keys_N = source.keys(b, start + torch.tensor(proposal.shape.depths)).to(probs_NV.device)
-        tokens_N = gumbel_argmax(probs_NV[: len(keys_N)], keys_N)
-        one_hot_NV = F.one_hot(tokens_N, probs_NV.shape[1])
-        return walk(proposal, b, one_hot_NV, torch.zeros(len(keys_N)))
-    # A row without guesses takes as many numbers as it would without trees next to it.
-    count = len(proposal.shape) if proposal.depth(b) else 1
-    return walk(proposal, b, probs_NV, source.uniforms(b, count))

@@ -9,7 +9,7 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
 from minitri.core.decoding.level import Emitted
-from minitri.core.drafters.draft_model import make_level
+from minitri.core.drafters.draft_model import chain_level
 from minitri.core.errors import NotFiniteError
 from minitri.core.graphs import GraphPool
 from minitri.core.memory import Models, allocate
@@ -73,8 +73,8 @@ def begin(
 class Rig:
     """One run, step by step; a row that has `num_new` tokens is retired."""
 
-    make_level = staticmethod(make_level)
-    """Makes the levels of all rigs; `tests/conftest.py` puts in one that makes trees, too."""
+    level_type = staticmethod(chain_level)
+    """Of the levels of all rigs; `tests/conftest.py` sets one with trees."""
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class Rig:
         requests = [
             Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
         ]
-        models = Models(target, retrieval_model or target, draft, make_level=self.make_level)
+        models = Models(target, retrieval_model or target, draft, level_type=self.level_type)
         memory = {"full": full, "graphs": graphs, "make_filters": make_filters}
         self.session = begin(models, requests, self.speculation, **memory)
         memory = self.memory = self.session.memory

@@ -8,15 +8,14 @@ import torch
 
 from minitri import SamplingParams
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
+from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape, sequences
 from minitri.trees.walk import (
     MISSING,
     TreeProposal,
-    draw,
     draw_children,
     likeliest,
     walk,
-    walk_by_source,
 )
 from tests.cascades import settings_of, tiny_engine
 from tests.core.exactness import exactly
@@ -25,12 +24,17 @@ PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
 FORK = TreeShape((-1, 0, 0))
 
 
+def level_of(source):
+    """A level that only draws and walks."""
+    return TreeLevel(None, source, None, None)
+
+
 def test_children_are_drawn_without_replacement():
     """Their order has the probability of drawing balls out of an urn."""
     source, counts = IndependentSource(), collections.Counter()
     source.restart(0, 3)
     for _ in range(20_000):
-        counts[tuple(draw(source, 0, PROBS, 2, 9))] += 1
+        counts[tuple(level_of(source).draw(0, PROBS, 2, 9))] += 1
     for first, second in itertools.permutations((0, 2, 3), 2):
         chance = float(PROBS[first] * PROBS[second] / (1 - PROBS[first]))
         assert counts.pop((first, second)) / 20_000 == pytest.approx(chance, abs=0.012)
@@ -53,7 +57,7 @@ def test_a_row_that_guesses_nothing_takes_one_number():
     source.restart(0, 3)
     fresh.restart(0, 3)
     proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
-    walk_by_source(source, proposal, 0, PROBS.expand(3, 4), 9)
+    level_of(source).walk(proposal, 0, PROBS.expand(3, 4), 9)
     fresh.uniforms(0, 1)
     assert source.uniforms(0, 5).tolist() == fresh.uniforms(0, 5).tolist()
 
@@ -86,12 +90,12 @@ def test_coupled_children_share_the_noise_of_their_position():
     """The eldest is what a chain would have guessed, and the walk follows the verifier's token."""
     source, q_V = CoupledSource(), torch.rand(50, generator=torch.Generator().manual_seed(0))
     q_V /= q_V.sum()
-    children = draw(source, 0, q_V, 3, 17)
+    children = level_of(source).draw(0, q_V, 3, 17)
     assert len(set(children)) == 3
-    assert draw(source, 0, q_V, 1, 17) == children[:1]
+    assert level_of(source).draw(0, q_V, 1, 17) == children[:1]
     assert source.sample(q_V.unsqueeze(0), [17], [True]).tolist() == children[:1]
     proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
-    path, _ = walk_by_source(source, proposal, 0, q_V.expand(4, 50), 17)
+    path, _ = level_of(source).walk(proposal, 0, q_V.expand(4, 50), 17)
     assert path == [3]
 
 

@@ -9,14 +9,11 @@ from torch import Tensor
 
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
-from minitri.core.decoding.meter import Meter
-from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import InputError
 from minitri.core.model.block import pack_block, read_block
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SpeculationConfig, StepPlan
-from minitri.core.stats import LevelStats
 
 
 class DraftRunner(ModelRunner):
@@ -85,26 +82,19 @@ class CapturedDraft(Level):
         return self.drafted(*guesses, active)
 
 
-MakeLevel = Callable[[SpeculationConfig, ModelRunner, RandomSource, LevelStats, Meter], Level]
-"""Makes a level of the cascade over a runner."""
+LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]
+"""Chooses the class of the level over a runner."""
 
 
-def make_level(
-    speculation: SpeculationConfig,
-    runner: ModelRunner,
-    source: RandomSource,
-    stats: LevelStats,
-    meter: Meter,
-) -> Level:
-    """A level that guesses chains, a draft model by whole rounds where it can. Raises `InputError`
-    for trees, which are no part of the core."""
+def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
+    """A level that guesses chains; a draft model guesses by whole rounds where it can. Raises
+    `InputError` for trees, which are no part of the core."""
     if speculation.tree:
         raise InputError(
-            f"tree is {speculation.tree!r} but the models have no levels for trees; give "
-            "Models(..., make_level=minitri.trees.tree_level.make_level)"
+            f"tree is {speculation.tree!r} but these models have no levels for trees; give "
+            "Models(..., level_type=minitri.trees.tree_level.level_type)"
         )
     # A call of compiled kernels takes uniform numbers, not noise.
     is_one_call = runner.model.execution.round is not None and not speculation.coupled
-    if isinstance(runner, DraftRunner) and (runner.graphs is not None or is_one_call):
-        return CapturedDraft(runner, source, stats, meter)
-    return Level(runner, source, stats, meter)
+    is_at_once = isinstance(runner, DraftRunner) and (runner.graphs is not None or is_one_call)
+    return CapturedDraft if is_at_once else Level
