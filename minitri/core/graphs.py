@@ -1,11 +1,10 @@
-"""CUDA graphs: a computation of fixed shapes is captured once and replayed, without launches,
-allocations and Python.
+"""CUDA graphs: a computation of fixed shapes is captured once and replayed as one launch.
 
-What is captured is a function of tensors alone: a pass from tokens to distributions, a round of a
-draft model, a verdict. While a run starts, `GraphPool.run` captures it for inputs of these shapes;
-later it copies others into static buffers, over which the graph runs. **What it returns is
-overwritten by the next run** of any function. Weights and caches must stay where they were. On a
-CPU the static buffers run eagerly, so that tests cover all but the graph itself.
+A captured function takes and returns tensors alone: a forward pass, a round of a draft model, a
+verdict. When a run starts, `GraphPool.run` captures it for inputs of these shapes; later it copies
+inputs into static buffers and replays the graph. **Its output is overwritten by the next run** of
+any function. Weights and caches must keep their addresses. On a CPU the function runs eagerly over
+static buffers, so that tests cover all but the graph itself.
 """
 
 import functools
@@ -33,7 +32,7 @@ class GraphPool:
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
         self.is_open = True
-        """Whether new shapes are captured; else they run eagerly, as a capture takes long."""
+        """Whether new shapes are captured, which takes long; else they run eagerly."""
         self._device = device
         self._captured: dict[Any, Function] = {}
         if device.type == "cuda":
@@ -42,9 +41,9 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """What the function gives for these tensors, or tuples of them, on the host or not. Raises
-        `InputError`."""
-        key = function, *((it.shape, it.dtype) for it in tree_leaves(inputs))
+        """Calls the function on these tensors, or tuples of them, on the device: by a graph, if one
+        was captured for their shapes. Raises `InputError` if a capture fails."""
+        key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
         if key in self._captured:
@@ -52,7 +51,7 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """The function, captured over copies of the examples. Raises `InputError`."""
+        """Captures the function over copies of the examples. Raises `InputError`."""
         copied = functools.partial(Tensor.to, device=self._device, non_blocking=True, copy=True)
         statics = tree_map(copied, examples)
         buffers = tree_leaves(statics)
@@ -74,7 +73,7 @@ class GraphPool:
         return captured
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Warms `run` up and captures it: what replays it, and the tensors that this writes."""
+        """Warms `run` up and captures it; returns its replay, and the tensors that this writes."""
         if self._device.type == "cpu":
             first = run()
 
@@ -105,18 +104,19 @@ class GraphPool:
 
 
 def clear_workspaces() -> None:
-    """Frees cuBLAS's workspaces: that of a capture must lie in the graph's memory."""
+    """Frees cuBLAS's workspaces: a capture needs its own, in the memory of the graph."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
-    """A pool for the graphs of a run, on a GPU where they are wanted; else None: run eagerly."""
+    """A pool for the graphs of a run, if they are wanted and this is a GPU."""
     return GraphPool(device) if wanted and device.type == "cuda" else None
 
 
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The filters to capture. Raises `InputError` if one graph cannot apply all these."""
-    first, *others = {it.form: it for it in wanted if it.temperature > 0}.values() or wanted[:1]
+    """The filters to capture for all of a run. Raises `InputError` if they differ in form."""
+    forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
+    first, *others = forms.values() or wanted[:1]
     if others and model.device.type == "cuda" and run.cuda_graphs:
         raise InputError(
             f"captured graphs have filters of one kind, got {first} and {others[0]}",

@@ -1,7 +1,7 @@
-"""A run over a memory: the texts of its rows, and the stages of the cascade that extends them.
+"""The stack of stages over a memory, and the texts of the rows that they extend.
 
-`admit` gives a row to a text, which is the only way a text starts; `prefill` reads its prompt;
-`start` and `step` make tokens; `retire` ends it.
+`admit` gives a row to a request; `prefill` reads its prompt; `start` and `step` generate tokens;
+`retire` ends its text.
 """
 
 import contextlib
@@ -106,7 +106,7 @@ class Stack:
         request: Request,
         text_filters: TextFilters | None = None,
     ) -> None:
-        """Gives row b, which is empty, to a request; `prefill` and `start` must follow."""
+        """Gives row b, which is empty, to a request; call `prefill` and `start` next."""
         memory = self.memory
         self.sequences[b][:] = prompt
         self._prompt_lengths[b] = len(prompt)
@@ -120,10 +120,10 @@ class Stack:
             runner.sample_by(b, request.sampling, text_filters)
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
-        """Reads the prompt of row b; yields how many of its tokens are there: first those that
-        other texts left (with `score`, see `read_chunk`, none), then after every chunk; at the end
-        all, though `start` reads the last. In between other rows may go on, unless K and V are in
-        host memory and the run takes no requests."""
+        """Reads the prompt of row b; yields how many of its tokens are cached: first those from the
+        prefix cache (none with `score`, see `read_chunk`), then the count after every chunk; at the
+        end all, though `start` reads the last token. Between two chunks other rows may decode,
+        unless K and V are in host memory and the run takes no requests."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -133,7 +133,7 @@ class Stack:
         if cache is not None:
             watch = functools.partial(cache.observe, b)
             max_queries = cache.max_prompt_queries
-            # What is always read: tokens whose queries choose what the retrieval cache holds.
+            # Tokens whose queries choose what the retrieval cache holds are always read.
             most = 0 if max_queries is None else last - max_queries
         if score is not None:
             most = 0
@@ -146,14 +146,14 @@ class Stack:
             chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
             num_read = next(chunks)
-            memory.prefix.note_certain()
+            memory.prefix.note_committed()
             if num_read < last:
                 yield num_read
         memory.prefix.publish(b, prompt[:last])
         yield len(prompt)
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:
-        """The first tokens of rows whose prompts have been read."""
+        """Generates the first tokens of rows whose prompts have been read."""
         for b in rows:
             self.cascade.active[b] = True
         self._expect_costs()
@@ -167,7 +167,7 @@ class Stack:
         return outcome
 
     def step(self) -> dict[int, Emitted]:
-        """A step over the rows that have started; nothing is added where numbers are not finite."""
+        """Decodes one step for the rows that have started; one that is not finite gets no token."""
         busy = self._busy
         part, first = self._part(busy)
         with self._decoding():
@@ -179,23 +179,23 @@ class Stack:
 
     @property
     def _chunk(self) -> int:
-        """Tokens of a prompt to read next: few where others wait for it."""
+        """Tokens of a prompt to read at once: few while other rows wait."""
         run = self.shape.generation
         return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
 
     @property
     def _busy(self) -> list[int]:
-        """Rows whose texts go on."""
+        """Rows that have started and not ended."""
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def _expect_costs(self) -> None:
-        """Tells the autotuner what rounds over the rows that are busy may take."""
+        """Gives the autotuner predicted seconds of rounds over the busy rows."""
         if lengths := [self._prompt_lengths[b] for b in self._busy]:
             prior = prior_seconds(self.memory, self.shape, lengths, self._pass_bytes)
             self.tuner.prior_seconds = prior
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """The cascade from the first to the last of these rows, or of all; its first row."""
+        """The cascade of the span of these rows, or of all rows; and its first row."""
         span = slice(min(rows), max(rows) + 1)
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
@@ -203,14 +203,14 @@ class Stack:
 
     @contextlib.contextmanager
     def _decoding(self) -> Iterator[None]:
-        """A CPU gives its cores to the kernels meanwhile."""
+        """Gives a CPU's cores to the kernels for a step, after which K and V are committed."""
         with self.target.execution.decoding():
             yield
-        self.memory.prefix.note_certain()
+        self.memory.prefix.note_committed()
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """The retrieval cache takes over exact K and V of accepted tokens, or is rebuilt; a row for
-        which memory is short cannot go on."""
+        """Updates or rebuilds the retrieval cache with exact K and V of accepted tokens; a row for
+        which memory is short loses its tokens and gets the error."""
         if (cache := self.memory.retrieval_cache) is None:
             return
         for b, row in emitted.items():
@@ -223,7 +223,7 @@ class Stack:
                     emitted[b] = replace(row, tokens=[], error=error)
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
-        """Ends the text of row b; if it is sound, the next ones may begin with what it leaves."""
+        """Ends the text of row b; if it is sound, later prompts may share its K and V."""
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
@@ -250,7 +250,7 @@ def pass_bytes(models: Models) -> dict[str, int]:
 def prior_seconds(
     memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
 ) -> Callable[[str, float], float]:
-    """What a round of each stage takes over texts with such prompts, by bytes over bandwidth; a
+    """Predicted seconds of a round of each stage, over texts with such prompts, by the roofline; a
     pass of a stage reads weights of `pass_bytes`."""
     target = memory.models.target
     work = Workload(
@@ -268,14 +268,14 @@ def prior_seconds(
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
-    """Whether the autotuner may follow measured times: if all plans write the same text, or `timed`
-    accepts that they may not. Ranks must choose alike. Unless the model is row-invariant, the size
-    of a block may decide a near-tie in other dtypes than float32, and on a GPU."""
+    """Whether the autotuner may use measured times: if all plans give the same text, or if `timed`
+    allows different ones; never on several ranks, which must choose alike. Unless the model is
+    row-invariant, the size of a block may decide a near-tie outside float32 on a CPU."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:
         return False
-    # Requests that come later bring filters of their own.
+    # Later requests may have other filters.
     is_greedy = shape.sampling.temperature == 0 and not is_open
     is_same_text = speculation.coupled or is_greedy
     is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"

@@ -1,9 +1,9 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
-A safetensors file: `tokens`, `kv` (L, 2, K, T, D), and the checksum of these and of the manifest in
-its header: weights, config, dtype and RoPE. It is written under another name in the same folder,
-and takes the place of the old one when it is complete and on the disk. So of two who save at once
-one's whole file stays. Only its owner can read it. A symbolic link is followed.
+A safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of these and of the manifest
+in the header: weights, config, dtype and RoPE. It is written under another name in the same folder
+and renamed when it is complete and on the disk, so a reader never sees half a file. Only its owner
+can read it. A symbolic link is followed.
 
 Legend: L layers, T tokens, K KV heads, D head dim.
 """
@@ -37,17 +37,17 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Origin:
-    """What K and V of a text depend on besides the text."""
+    """All that K and V of a text depend on, besides the text."""
 
     config: ModelConfig
     dtype: torch.dtype
     fingerprint: str  # of the weights
-    computed_by: str = ""  # the last bits alone; a file does not say it
+    computed_by: str = ""  # decides the last bits; not in the manifest
 
     @property
     def manifest(self) -> dict[str, str]:
-        """The same in words, for the header of a file."""
-        # Not of the model's name, and of which tokens end a text.
+        """Facts for the header of a file."""
+        # Name, context length and end-of-sequence tokens do not matter.
         shape = replace(self.config, name="", context_length=1, eos_token_ids=())
         return {
             "format": FORMAT,
@@ -58,7 +58,7 @@ class Origin:
         }
 
     def tensors(self, num_tokens: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of all tensors of a file, in their order."""
+        """Dtype and shape of all tensors of a file, in order."""
         config = self.config
         kv = (config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim)
         return {
@@ -69,8 +69,8 @@ class Origin:
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
-    """What a file of `write_snapshot` holds, and its note. Raises `InputError` unless it is whole,
-    and of this model, dtype and RoPE."""
+    """Reads a file of `write_snapshot`; returns the text and its note. Raises `InputError` unless
+    it is whole, and of this model, dtype and RoPE."""
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(name)} for {model}"
     with explain(problem, "read the text again and save it again"):
@@ -79,23 +79,23 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
             # Copies: the file may be overwritten while they are in use.
-            found = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
-                found_fact = shorten(facts.get(fact), 40)
-                raise ValueError(f"its {fact} is {found_fact}, {model} has {shorten(value, 40)}")
-        num_tokens = len(found.get("tokens", ()))
-        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in found.items()}
+                got = shorten(facts.get(fact), 40)
+                raise ValueError(f"its {fact} is {got}, {model} has {shorten(value, 40)}")
+        num_tokens = len(tensors.get("tokens", ()))
+        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
         is_whole = shapes == origin.tensors(num_tokens)
-        if not is_whole or found["checksum"] != checksum(facts, found["tokens"], found["kv"]):
+        if not is_whole or tensors["checksum"] != checksum(facts, tensors["tokens"], tensors["kv"]):
             raise ValueError("it is damaged")
-    keys_LBKTD, values_LBKTD = found["kv"].unsqueeze(2).unbind(1)
+    keys_LBKTD, values_LBKTD = tensors["kv"].unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
-    return HeldRow(full, 0, found["tokens"].tolist()), facts.get("note", "")
+    return HeldRow(full, 0, tensors["tokens"].tolist()), facts.get("note", "")
 
 
 def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
-    """Writes K and V of a source, and a note; returns how many tokens. Raises `InputError`."""
+    """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"
@@ -127,7 +127,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
 
 
 def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """That of a safetensors file: the length of a JSON object, and the object."""
+    """Header of a safetensors file: the length of a JSON object, and the object."""
     entries: dict[str, object] = {"__metadata__": facts}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -140,7 +140,7 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
 
 
 def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
-    """Of the manifest and the numbers of tensors."""
+    """CRC-32 of the manifest and the bytes of tensors."""
     total = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     for tensor in tensors:
         total = zlib.crc32(as_bytes(tensor), total)
@@ -148,5 +148,5 @@ def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
 
 
 def as_bytes(values: Tensor) -> memoryview:
-    """The numbers of a tensor as they stand in memory."""
+    """The bytes of a tensor in memory."""
     return values.cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -19,7 +19,7 @@ from minitri.core.stats import num_common
 
 
 class FullCache(Cache):
-    """All tokens of each row, in their order."""
+    """K and V of all tokens of each row, in order."""
 
     @classmethod
     def allocate(
@@ -47,7 +47,7 @@ class FullCache(Cache):
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers
-    """The same of all slots of row b, whatever its length."""
+    """Keys and values of all slots of row b, whatever its length."""
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
@@ -60,35 +60,35 @@ class FullCache(Cache):
         return keys, values
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
-        """Writes K and V of the first tokens of row b, which is empty; see `restore`."""
+        """Writes K and V of the first T tokens of row b, which is empty; call `restore` then."""
         for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
     def restore(self, b: int, num_tokens: int) -> None:
-        """Row b, which was empty, holds `num_tokens`: they stand in its first slots."""
+        """Makes the first `num_tokens` slots of row b, which was empty, its prefix."""
         self.hold(b, num_tokens, num_tokens)
 
 
 @dataclass(frozen=True)
 class HeldRow:
-    """Tokens whose K and V are at hand: of a text that has ended or goes on, or of a snapshot."""
+    """Tokens whose K and V are cached: of a text that has ended or not, or of a snapshot."""
 
     full: FullCache
     b: int
     tokens: list[int]
     owner: str | None = None
-    """Whose text it is; None: everybody's."""
+    """Who may share it; None: everybody."""
     first_LPKTD: Tensor | tuple[()] = ()
-    """K and V of the first tokens, where they may have been written over."""
+    """Saved K and V of the first tokens, where they may be overwritten."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, T, D) of the first T tokens, layer by layer; each pair is valid until
-        the next is asked for. Puts back what was written over."""
+        """Keys and values (K, T, D) of the first T tokens, layer by layer, valid until the next
+        pair; restores slots that were overwritten."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
     def num_shared(self, tokens: list[int], owner: str) -> int:
-        """Tokens at the beginning of an owner's text that need not be read."""
+        """Tokens at the beginning of an owner's text that are cached here."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

@@ -1,4 +1,4 @@
-"""Policies: which of the target's tokens the retrieval cache holds.
+"""Policies: which tokens of the full cache the retrieval cache holds.
 
 At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
 of the latest tokens; the best fill the budget, next to sinks and latest tokens. `ChunkRetrieval` is
@@ -29,7 +29,7 @@ from minitri.core.caches.full import FullCache
 from minitri.core.errors import explain
 
 NEIGHBOR = 0.99
-"""Share of a chunk's score that the next chunk gets at least; below 1, so that they never tie."""
+"""Least share of a chunk's score that the next chunk gets; below 1, so that they never tie."""
 
 
 class Policy:
@@ -44,22 +44,22 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """Learns that row b's sequence now reaches to `end`; queries of its last T tokens.
+        """Called when row b's text has grown to `end` tokens, with queries of its last T ones.
         `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
 
     def reset(self, b: int) -> None:
-        """Drops all that was observed of row b: another text begins there."""
+        """Drops all state of row b: another text begins there."""
 
 
 def make_policy(policy: Any) -> Policy:
-    """What `SpeculationConfig.policy` stands for."""
+    """The policy object of `SpeculationConfig.policy`."""
     return ChunkRetrieval() if policy == "retrieval" else CheckedPolicy(policy)
 
 
 class ChunkRetrieval(Policy):
-    """Attention to the mean key of each chunk. A chunk counts nearly as much as the one before it,
-    at least: what a query looks for may end in the next one. In the needle test a number that lay
-    across a border was lost without this."""
+    """Attention to the mean key of each chunk (TriForce, section 4.1). A chunk scores at least
+    nearly as much as the one before it, as what a query looks for may continue there: the needle
+    test lost a number that crossed a border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))
@@ -68,7 +68,7 @@ class ChunkRetrieval(Policy):
 
 
 class CheckedPolicy(Policy):
-    """A copy of a policy from outside, whose mistakes end the run with an `InputError`."""
+    """Wraps a copy of a user's policy, whose errors end the run with an `InputError`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)
@@ -93,6 +93,6 @@ class CheckedPolicy(Policy):
 
 
 def attention_received(q_KRD: Tensor, keys_KND: Tensor) -> Tensor:
-    """Softmax attention of R queries over N keys, added up: (K, N) float32."""
+    """Softmax attention over N keys, summed over R queries: (K, N) float32."""
     scores_KRN = (q_KRD / math.sqrt(q_KRD.shape[-1])) @ keys_KND.transpose(1, 2)
     return scores_KRN.float().softmax(-1).sum(1)

@@ -1,8 +1,7 @@
-"""The prefix cache: what the rows of a full cache still hold of texts that have ended, so that a
-text which begins like one of them need not be read from its start.
+"""The prefix cache: K and V of texts that have ended, reused by prompts that begin alike.
 
-Such a row has the length 0; the passes of other rows write what means nothing to its first slots,
-which are put aside when its text ends.
+They stay in the rows of the full cache, whose lengths are 0 then. Padding of other rows' passes
+overwrites the first slots of such a row, so a copy of those slots is saved when its text ends.
 
 Legend: L layers, P = 2 keys and values, B rows, T tokens, K KV heads, D head dim.
 """
@@ -29,56 +28,55 @@ class Store(Protocol):
 
 
 class PrefixCache:
-    """The rows of a full cache as places where the next texts may begin."""
+    """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
-        """The passes of other rows write to at most `num_guarded` slots of a row without a text.
-        `reads_alike`: K and V of tokens that were generated count as those of a prompt. On compiled
-        kernels, which round otherwise in decoding, they do not: a text is, to the bit, what it
-        would be without this cache."""
+        """Passes of other rows write to at most `num_guarded` slots of a row without a text. With
+        `reads_alike`, K and V of generated tokens are reused as well; not so on compiled kernels,
+        whose decoding rounds differently: texts are bit-identical with and without this cache."""
         self._full = full
         self._num_guarded = num_guarded
         self._reads_alike = reads_alike
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
-        self._num_certain = list(full.lengths)
+        self._num_committed = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
         self.owners = [""] * len(full.lengths)
-        """Of the text of each row, given before `take`."""
+        """Owner of the text of each row, set before `take`."""
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 
-    def note_certain(self) -> None:
-        """What the full cache holds now will stay; what a step adds may be taken back."""
-        self._num_certain = list(self._full.lengths)
+    def note_committed(self) -> None:
+        """Marks all that the full cache holds as committed; a step may add guesses to it."""
+        self._num_committed = list(self._full.lengths)
 
     def _num_exact(self, b: int) -> int:
-        """Tokens of row b whose K and V are what a prefill gives."""
-        held = self._num_certain[b]
+        """Tokens of row b whose K and V may be reused."""
+        held = self._num_committed[b]
         return held if self._reads_alike else min(held, self._num_prompt[b] - 1)
 
     @property
     def longest(self) -> HeldRow | None:
-        """The row that holds the most tokens of a text that has ended."""
+        """The ended text with the most tokens."""
         row = max(self._ended, key=lambda row: len(row.tokens))
         return row if row.tokens else None
 
     def num_shared(self, prompt: list[int]) -> int:
-        """Tokens of the prompt that are at hand, in whichever row without a text."""
+        """Tokens of the prompt that the best row of an ended text shares."""
         return max(num_common(row.tokens, prompt) for row in self._ended)
 
     def keep(self, b: int, text: list[int]) -> None:
-        """The text of row b ends; call before its reset."""
-        if self._num_certain[b]:  # else it has not begun, and what stood there before still does
+        """Keeps the text of row b, which ends; call before the row is reset."""
+        if self._num_committed[b]:  # else the row still holds the text before
             self._guard(b, text[: self._num_exact(b)], self.owners[b])
-            self._num_certain[b] = 0
+            self._num_committed[b] = 0
 
     def _guard(self, b: int, tokens: list[int], owner: str | None) -> None:
-        """Row b holds these tokens; the first are put aside."""
+        """Notes that row b holds these tokens; saves a copy of its first slots."""
         pair = self._full.tokens(b, 0, min(len(tokens), self._num_guarded))
         self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
 
     def adopt(self, other: "PrefixCache") -> None:
-        """Takes over what another cache holds, as far as there is room for it."""
+        """Copies the texts of another cache, the longest first, as far as there is room."""
         held = sorted(other._ended, key=lambda row: len(row.tokens), reverse=True)
         for place, row in enumerate(held[: len(self._ended)]):
             b = row.b if self._full is other._full else place
@@ -87,39 +85,39 @@ class PrefixCache:
             self._guard(b, tokens, row.owner)
 
     def best_place(self, places: list[int], prompt: list[int], owner: str) -> int:
-        """Of rows without a text the one where a prompt saves most copying and loses least."""
+        """The free row for a prompt: where most is shared and the least other text is lost."""
         rows = [self._ended[b] for b in places]
-        return max(rows, key=lambda it: 2 * it.num_shared(prompt, owner) - len(it.tokens)).b
+        return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills row b, which is empty, with the longest beginning of its prompt that is at hand for
-        its owner, of at most `most` tokens; returns how many. `texts` are those of all rows."""
+        """Fills row b, which is empty, with the longest cached prefix of its prompt that its owner
+        may share, at most `most` tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
         owner = self.owners[b]
         begun = [
             HeldRow(self._full, i, text[: self._num_exact(i)], self.owners[i])
             for i, text in enumerate(texts)
         ]
-        # Of equally long ones its own: nothing is copied.
+        # The row itself comes first: of equally long prefixes, its own needs no copy.
         sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
         self._ended[b] = HeldRow(self._full, b, [])
-        best = max(sources, key=lambda it: it.num_shared(texts[b], owner))
+        best = max(sources, key=lambda row: row.num_shared(texts[b], owner))
         if self.store is not None:
             best = self.store.longer(texts[b][: max(0, most)], owner, best)
         num_tokens = max(0, min(best.num_shared(texts[b], owner), most))
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
-        self.note_certain()
+        self.note_committed()
         return num_tokens
 
     def publish(self, b: int, tokens: list[int]) -> None:
-        """The prompt of row b, of which these tokens are read, is there for other engines, too."""
-        if self.store is not None and self.snapshot is None:  # who computed that is not known
+        """Stores these tokens of row b's prompt, which were read, for other engines."""
+        if self.store is not None and self.snapshot is None:  # it may come from another device
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
-        """Copies K and V of the first tokens into row b, as far as they are not there."""
+        """Copies K and V of the first tokens into row b, unless they are there already."""
         is_there = (source.full, source.b) == (self._full, b)
         for layer, pair in enumerate(source.layers(num_tokens)):
             if not is_there:

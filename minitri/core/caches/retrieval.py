@@ -4,9 +4,9 @@ Per layer and KV head it holds `budget` tokens of the full cache, chosen by a po
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
 V of committed tokens overwrite the least important ones, so output can be of any length.
 
-It is rebuilt when half of it has been overwritten, and at a stride, by the queries of the latest
-tokens before a pass of the target (an observation window, as in SnapKV) and of its first one. So it
-costs no pass of its own. Where the full cache is in host memory, `select` does it layer by layer.
+It is rebuilt when half of it has been overwritten, and at a stride. The queries are those of the
+latest tokens (an observation window, as in SnapKV) and of the first token of a pass of the target,
+so a rebuild needs no pass. If the full cache is in host memory, `select` rebuilds layer by layer.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -28,21 +28,21 @@ from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
 @dataclass
 class Row:
-    """The state of one sequence; all counts are tokens, which here are slots."""
+    """State of one row; all counts are tokens, each of which takes one slot."""
 
     budget: int
     num_overwritten: int
-    """Slots overwritten since the last build; the sinks at first, which so stay until then."""
+    """Slots overwritten since the last build. It starts with the sinks, which so are kept."""
     num_committed: int = 0
-    """Tokens of the text, without the block after them, that this cache stands for."""
+    """Committed tokens of the text that this cache stands for."""
     built_at: float = -math.inf
-    """Tokens of the text at the last build."""
+    """Length of the text at the last build, in tokens."""
     is_planned: bool = False
-    """Whether it is rebuilt with the latest pass of the target."""
+    """Whether it is rebuilt in the latest pass of the target."""
 
 
 class RetrievalCache(Cache):
-    """A small copy of a full cache: `budget` committed tokens per row, room for a block after."""
+    """`budget` tokens of each row of a full cache, and room for a block after them."""
 
     def __init__(
         self,
@@ -71,11 +71,11 @@ class RetrievalCache(Cache):
 
     @property
     def max_prompt_queries(self) -> int | None:
-        """Last tokens of a chunk of the prompt whose queries `observe` needs; None: all."""
+        """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
         return None if self._policy.wants_prompt else self._settings.observation_window
 
     def reset(self, b: int, budget: int | None = None) -> None:
-        """Empties row b, for another text, with another budget if one is given."""
+        """Empties row b for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
         super().reset(b)
         self.rows[b] = Row(budget, self._settings.num_sink_tokens)
@@ -83,7 +83,7 @@ class RetrievalCache(Cache):
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
-        """Learns that the full cache of row b has grown; the queries are of its last T tokens."""
+        """Adds queries of the last T tokens of row b, by which its full cache has grown."""
         W = self._settings.observation_window
         self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
@@ -99,12 +99,11 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Takes over what the full cache now holds of row b, and drops the block; returns whether
-        the row was rebuilt. The queries are those of its T latest tokens, which a pass of the
-        target has just read."""
+        """Brings row b up to date with the full cache and drops its block; returns whether the row
+        was rebuilt. The queries are those of the last T tokens, which the target has just read."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
-        known = self._full.lengths[b] - queries_LTHD.shape[1]  # before that pass
+        known = self._full.lengths[b] - queries_LTHD.shape[1]  # length before that pass
         if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
             for layer, pair in enumerate(self._full.layers(b)):
@@ -119,7 +118,7 @@ class RetrievalCache(Cache):
         return row.is_planned
 
     def _is_due(self, row: Row, num_tokens: int) -> bool:
-        """Whether a rebuild belongs to a pass of the target that begins after these tokens."""
+        """Whether a pass of the target after so many tokens should rebuild the row."""
         return num_tokens > row.budget and (
             row.num_overwritten >= row.budget / 2
             or num_tokens - row.built_at >= self._settings.rebuild_stride
@@ -128,9 +127,9 @@ class RetrievalCache(Cache):
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks of the first `end` tokens of the full
-        cache, best last; sinks and recent tokens are always kept. `query_HD` joins the observed
-        queries as the latest."""
+        """Fills the slots of a layer with the best chunks among the first `end` tokens of the full
+        cache, best last; sinks and recent tokens are always kept. `query_HD` is appended to the
+        observed queries."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         N, C = end // M, self.rows[b].budget // M
@@ -150,7 +149,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of new tokens: to free slots, then over the least important."""
+        """Copies exact K and V of new tokens to free slots, then over the least important ones."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:

@@ -1,6 +1,6 @@
-"""The drafter's cache: attention sinks and recent tokens (StreamingLLM), for texts of any length.
+"""The draft model's cache: attention sinks and recent tokens (StreamingLLM), for any text length.
 
-Keys are stored before rotation, and rotated by the *slot* they stand in, so a drafter with a
+Keys are stored raw, and also rotated by their *slot*, not their position, so a drafter with a
 context of 2K serves a text of a million tokens. The window slides between steps only.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
@@ -55,7 +55,7 @@ class StreamingCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes reserved for keys, twice, and values."""
+        """Bytes of raw keys, rotated keys and values."""
         return super().num_bytes + self.raw_keys.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -68,7 +68,7 @@ class StreamingCache(Cache):
         return part
 
     def slide(self) -> None:
-        """In rows without room for another block, drops what is neither sink nor recent."""
+        """Keeps only sinks and recent tokens of rows without room for another block."""
         sinks = self.settings.num_sink_tokens
         kept = sinks + self.settings.num_recent_tokens
         room = self.settings.room + self.settings.max_block

@@ -1,4 +1,4 @@
-"""Allocates the full cache where it fits; `placement.py` says what fits."""
+"""Allocation of the full cache, on the device or partly in host memory; see `placement.py`."""
 
 import contextlib
 import logging
@@ -22,8 +22,8 @@ log = logging.getLogger("minitri")
 
 
 def free_host_bytes() -> float:
-    """Host memory that can be taken, by the system and by a container's limit, caches of files
-    included; or as much as $MINITRI_HOST_GIB says. Raises `InputError` if that is no number."""
+    """Available host memory, by the system and by the container's limit, page cache included; or
+    $MINITRI_HOST_GIB. Raises `InputError` if that is no number."""
     if wanted := os.environ.get("MINITRI_HOST_GIB"):
         with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
             return GIB * float(wanted)
@@ -40,12 +40,12 @@ def free_host_bytes() -> float:
 
 
 def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
-    """Bytes that each rank can take on its device, weights included, and of the host's memory."""
+    """Bytes that each rank can use on its device, weights included, and in host memory."""
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     on_device = on_host
     if target.device.type == "cuda":
-        # Blocks that are partly in use are kept by the allocator, and hold no large tensor.
+        # What the allocator keeps then is in small blocks, which hold no large tensor.
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     return on_device + needs.num_weight_bytes, on_host

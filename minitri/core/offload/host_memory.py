@@ -1,6 +1,4 @@
-"""Host memory for K and V, page-locked for a GPU: locking 60 GiB takes tens of seconds, so a cache
-that is gone leaves its memory to the next one.
-"""
+"""Page-locked host memory for K and V: locking 60 GiB takes tens of seconds, so it is reused."""
 
 import contextlib
 import logging
@@ -17,21 +15,21 @@ log = logging.getLogger("minitri")
 
 
 class HostMemory:
-    """A block of host memory that caches borrow, one after another."""
+    """A block of host memory that offloaded caches borrow one after another."""
 
     def __init__(self, device: torch.device) -> None:
         """For copies to and from this device."""
         self._device = device
-        self._free: list[Tensor] = []  # what is kept while nobody uses it; the latest alone
+        self._free: list[Tensor] = []  # the latest block that was given back, if any
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that are kept while nobody uses them."""
+        """Bytes that are kept for the next borrower."""
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, which comes back when the borrower is gone: what is kept, if it is
-        large enough, else a new block in its place."""
+        """Uninitialised memory, given back when the borrower is freed: the block that is kept, or
+        a new one if that is too small."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
@@ -44,15 +42,15 @@ class HostMemory:
         self._free[:] = [block]
 
     def clear(self) -> None:
-        """Frees what nobody uses."""
+        """Frees the block that is kept."""
         self._free.clear()
 
 
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes of the host; for a GPU page-locked, so that it computes while they are
-    copied: registered, or else from PyTorch's pinned allocator, which rounds up to powers of two. A
-    child process gets none of these pages."""
+    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation. They
+    are registered, or come from PyTorch's pinned allocator, which rounds up to powers of two. Child
+    processes inherit none of these pages."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -74,6 +72,6 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unlocks host memory that is about to be freed, once no copy from it can be under way."""
+    """Unlocks host memory that is about to be freed, when all copies have ended."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,9 +1,9 @@
-"""Reading a prompt layer by layer, into a full cache whose K and V are in host memory.
+"""Layer-major prefill, for a full cache in host memory: each layer reads all chunks of a prompt.
 
-Chunk by chunk, every layer would fetch what earlier chunks have left, 3.8 TB for 122,880 tokens of
-a 7B model. Here a layer reads all chunks before the next one does: its K and V, the same bits,
-travel once, to the host, and hidden states of the whole prompt wait. Until the last layer is done
-the row counts as empty, and no other pass may come between.
+Chunk by chunk, every layer would fetch K and V of all earlier chunks, 3.8 TB for 122,880 tokens of
+a 7B model. Here each layer's K and V, the same bits, are copied once, to the host, while the hidden
+states of the whole prompt stay on the device. Until the last layer is done the row counts as empty,
+and no other pass may run.
 
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
@@ -22,7 +22,7 @@ from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
 def layer_by_layer(
     model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
 ) -> Iterator[None]:
-    """Computes a chunk of a prompt, one layer whenever it is asked for the next."""
+    """Computes a chunk of a prompt, one layer for each item that is taken."""
     block = make_block(model, [tokens], cache)
     x_BTE = model.embed(block.tokens_BT)
     for number, layer in enumerate(model.layers):
@@ -41,10 +41,10 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """`minitri.core.prefill.prefill` for a cache in host memory.
+    """Does what `minitri.core.prefill.prefill` does, for a cache in host memory.
 
-    Yields as often, whenever as much has been computed as for one more chunk. `watch` is called at
-    the end, for the chunks that hold the last `max_queries` tokens.
+    Yields as often: whenever the work of one more chunk is done. `watch` is called at the end, for
+    the chunks with the last `max_queries` tokens.
     """
     config = model.config
     L = config.num_layers

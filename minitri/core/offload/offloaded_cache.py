@@ -1,14 +1,13 @@
-"""The full cache in host memory, for texts whose KV does not fit on the device (TriForce, section
-5.2).
+"""The full cache in host memory, for K and V that do not fit on the device (TriForce, 5.2).
 
-K and V of the first `on_chip` layers stay on the device. Those of the others live in page-locked
+K and V of the first `on_chip` layers stay on the device. Those of the others are in page-locked
 host memory, and are copied to one of two staging buffers: while layer l computes, layer l + 1 is
-copied, and once a pass is over, the first two for the next one, while others propose. Only valid
-tokens are copied. What a pass adds is written back meanwhile, and stays on the device, too, until
-the next one: the retrieval cache takes it without a wait.
+copied; after a pass, the first two layers of the next one, while the lower stages propose. Only
+valid tokens are copied. New K and V are copied to the host meanwhile, and stay on the device until
+the next pass, so that the retrieval cache reads them without a wait.
 
-All copies run on one stream, each after what was computed before it was queued. The computation
-waits until a buffer is `ready`: its layer is there, and what was written back before has arrived.
+All copies run on one stream, each after the work that was queued before it. The computation waits
+until a buffer is `ready`: its layer has arrived, and so have earlier copies to the host.
 
 Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
@@ -30,12 +29,12 @@ from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
 
 
 class StagingBuffer:
-    """A place on the device for K and V of one layer."""
+    """K and V of one layer on the device."""
 
     def __init__(self, kv_BSPKD: Tensor, stream: CopyStream) -> None:
         self.kv_BSPKD = kv_BSPKD
-        self.layer = -1  # whose K and V it holds; at first none
-        self.num_held = [0] * len(kv_BSPKD)  # tokens of each row that are here
+        self.layer = -1  # none yet
+        self.num_held = [0] * len(kv_BSPKD)  # tokens of each row
         self.ready = stream.event()
         stream.share(kv_BSPKD)
 
@@ -55,7 +54,7 @@ class OffloadedFullCache(FullCache):
         host: HostMemory,
         stream: CopyStream | None = None,
     ) -> None:
-        """Empty, with `on_chip` layers on the device; `host` lends memory for the others."""
+        """Allocates an empty cache: `on_chip` layers on the device, the others in `host`."""
         assert 0 <= on_chip < config.num_layers
         B, K, D = batch_size, config.num_kv_heads, config.head_dim
         L = config.num_layers - on_chip
@@ -72,7 +71,7 @@ class OffloadedFullCache(FullCache):
         self._subscriber: weakref.ref[RetrievalCache] | None = None
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Lets a retrieval cache, or none, select from each layer while that is on the device."""
+        """Lets a retrieval cache, or none, select from every layer that is on the device."""
         # It refers to this cache; a cycle of strong references would keep both after the run.
         self._subscriber = cache and weakref.ref(cache)
 
@@ -83,7 +82,7 @@ class OffloadedFullCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """Those of the staging buffers do not count."""
+        """Bytes of K and V on the device and the host, without staging buffers."""
         return super().num_bytes + self.host_LBSPKD.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -99,7 +98,7 @@ class OffloadedFullCache(FullCache):
     def update_hosted(
         self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Writes a block into a buffer, from `starts` on; queues its way to host memory."""
+        """Writes a block into a buffer, from `starts` on; queues its copies to host memory."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
@@ -117,14 +116,14 @@ class OffloadedFullCache(FullCache):
         return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues the copies of a hosted layer and of the next one; the first's buffer."""
+        """Queues copies of a hosted layer and the next one; returns the buffer of the first."""
         buffer = self.fetch(layer, self._by_row())
         if layer + 1 < self.shape[0]:
             self.fetch(layer + 1, self._by_row())
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
-        """Queues the copy of those tokens of some rows that a layer's buffer lacks, if any."""
+        """Queues copies of the tokens before `ends`, by row, that the layer's buffer lacks."""
         hosted = layer - self.on_chip
         buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:
@@ -200,9 +199,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """A row of an offloaded cache, as far as some first tokens reach, with a length of its own.
-    What is written stays in its layer's buffer: a layer may read block after block before the next
-    layer does."""
+    """One row of an offloaded cache up to some length, for layer-major prefill: new K and V stay in
+    the buffer of their layer, which may read block after block before the next layer does."""
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])

@@ -1,8 +1,7 @@
-"""What a run needs memory for, how many bytes that is, and what of it fits where, before anything
-is allocated.
+"""Placement: the bytes that a run needs, and how many layers keep their KV cache on the device.
 
-An engine boots with these numbers and `python -m minitri plan` prints them. The KV cache of the
-first `on_chip` layers lives on the device, that of the others in host memory.
+Computed before anything is allocated; `python -m minitri plan` prints the numbers. The KV cache of
+the first `on_chip` layers is on the device, that of the others in host memory.
 
 Legend: L layers, B batch.
 """
@@ -24,23 +23,23 @@ from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
 CONTEXT = int(0.8 * GIB)
-"""What a card's nominal size loses to driver and CUDA context: 24 GB cards have 23.2 GiB free."""
+"""Bytes that driver and CUDA context take of a card: 24 GB cards have 23.2 GiB free."""
 RESERVE = GIB // 2
-"""Free device memory left to workspaces of libraries, graphs and allocator waste."""
+"""Device bytes left free for workspaces of libraries, graphs and fragmentation."""
 
 
 @dataclass(frozen=True)
 class Demand:
-    """The bytes that a run needs on each of its GPUs."""
+    """Bytes that a run needs on each of its GPUs."""
 
     config: ModelConfig
-    """The model's, or each GPU's share of it."""
+    """Config of the model, or of each GPU's share of it."""
     draft: ModelConfig | None
-    """None stands for lookup."""
+    """Config of the draft model; None without one."""
     shape: MemoryShape
     itemsize: int = 2
     copy_bits: int = 0
-    """Of a copy of the weights that proposes with the retrieval cache; 0: there is none."""
+    """Bits per weight of a copy that proposes with the retrieval cache; 0 without one."""
 
     @property
     def speculation(self) -> SpeculationConfig:
@@ -48,12 +47,12 @@ class Demand:
 
     @property
     def num_tokens(self) -> int:
-        """Of the longest text, or prompt, that a row must have room for."""
+        """Tokens of the longest prompt, or reserve, of a row."""
         return max(self.shape.reserved_lengths)
 
     @property
     def slots(self) -> int:
-        """Of each row of the full cache."""
+        """Slots of each row of the full cache."""
         return round_up_to_stride(self.shape.capacity)
 
     @property
@@ -70,19 +69,19 @@ class Demand:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Of all models, in this dtype."""
+        """Bytes of the weights of all models."""
         parts = self.parts(0)
         return parts["weights"] + parts["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
-        """Bytes on the device by what they are for."""
+        """Bytes on the device by their use."""
         config = self.config
         hosted = config.num_layers - on_chip
         kv_layer = self.slots * self.kv_slot
         proposing = copy_bytes(config, self.copy_bits)
         if (drafter := self.drafter) is not None:
             proposing += num_weights(drafter) * self.itemsize
-        # Of a prompt that is read layer by layer.
+        # Layer-major prefill keeps those of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
@@ -95,7 +94,7 @@ class Demand:
         }
 
     def _small_caches(self) -> int:
-        """Of the retrieval cache, its queries, and of the drafter's window."""
+        """Bytes of the retrieval cache, its queries, and the draft model's window."""
         config = self.config
         speculation = self.speculation
         B = self.shape.num_rows
@@ -114,7 +113,7 @@ class Demand:
         return num_bytes
 
     def _activations(self) -> int:
-        """While a chunk of the prompt is read, or a block verified; an estimate."""
+        """Estimated bytes of activations."""
         config = self.config
         num_tokens = self.shape.num_rows * self.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -144,8 +143,8 @@ class Demand:
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
-    """How many layers may keep their KV on the device, the best first: all without `offload`, else
-    `on_chip` or any."""
+    """Possible numbers of layers with KV on the device, the best first: all layers without
+    `offload`, else `on_chip` or any number."""
     if not generation.offload:
         return [num_layers]
     return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
@@ -154,9 +153,8 @@ def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
-    """Layers whose KV stays on the device: the most that may and fit. `device_bytes` include what
-    weights have already taken. Raises `InputError` with what is needed, and what to do, where
-    nothing fits."""
+    """The most layers whose KV may stay on the device, and fits. `device_bytes` include those of
+    the weights. Raises `InputError`, with the bytes needed, if nothing fits."""
     L = needs.config.num_layers
     choices = placements(generation, L)
     room = device_bytes if generation.offload else device_bytes + RESERVE

@@ -1,4 +1,4 @@
-"""A stream of copies next to the computation, and what a GPU's work takes, by events."""
+"""CUDA streams and events: copies next to the computation, and a clock of the device's work."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,20 +10,20 @@ from minitri.core.stats import Clock
 
 
 class CopyStream:
-    """A stream of copies next to the current one of a CUDA device."""
+    """A CUDA stream for copies, next to the device's current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """What is queued inside runs on the stream of copies, after what is queued now."""
+        """Work queued inside runs on the copy stream, after all work queued before."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def event(self) -> torch.cuda.Event:
-        """A mark in a stream's work, to `record` there and to `wait` for on another stream."""
+        """An event to `record` on one stream and `wait` for on another."""
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:
@@ -35,8 +35,8 @@ class CopyStream:
 
 
 class CudaClock(Clock):
-    """Events in the device's work. What it took is known when it is done: after every verdict,
-    which the host has waited for anyway."""
+    """Times the device's work by events, which are read after every verdict: the host has waited
+    for that anyway."""
 
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
@@ -57,11 +57,11 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock for what a device does."""
+    """The clock of a device."""
     return CudaClock() if device.type == "cuda" else Clock()
 
 
 def synchronize(device: torch.device) -> None:
-    """Waits until the device has done everything it was asked to."""
+    """Waits until the device has done all queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
