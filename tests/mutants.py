@@ -55,7 +55,8 @@ core/caches/test_streaming_cache.py::test_a_row_that_is_far_back_is_started_over
   streaming length not reset | DraftRunner._read_window: self.cache.reset(b) => pass
 engine/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
-    ModelRunner.unread: sequence[seen:] => sequence[max(seen, len(sequence) - 1) :]
+    ModelRunner.unread: sequence[num_read:]
+    => sequence[max(num_read, len(sequence) - 1) :]
   guesses read one place too early | Passes.forward: places_BN[:, 1:] => places_BN[:, :-1]
   a drafted token's noise is that of the first | Level._draft: len(sequence) + i => len(sequence)
 devices/cpu/test_draft_round.py::test_rounds_below_a_retrieval_level_have_these_bits
