@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = {
     "core": "runner memory stack scheduler generation",
     "core/decoding": "sampling verification cascade level random_source noise text_filters",
+    "core/drafters": "draft_model",
     "core/caches": "full policies prefixes retrieval streaming",
     "devices/parallel": "split",
     "files": "snapshots pool_files",
@@ -62,6 +63,7 @@ FIRST = {
     "policies": "retrieval_cache",
     "retrieval": "retrieval_cache",
     "streaming": "streaming_cache",
+    "draft_model": "streaming_cache",
     "memory": "session_pool",
     "prefixes": "prefixes",
     "snapshots": "prefixes",

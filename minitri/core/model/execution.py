@@ -59,7 +59,7 @@ class Execution:
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
     """Does the same as `probs_from_logits`, faster."""
     round: "Round | None" = None
-    """Does what `gpu.graphs.Passes.round` does, in one call."""
+    """Does what `runner.Passes.round` does, in one call."""
     is_narrow: bool = False
     """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
     make_slots: MakeSlots | None = None
