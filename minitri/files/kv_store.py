@@ -44,8 +44,8 @@ class KVStore:
         self._origin = origin
         libraries = ("ONEDNN_", "DNNL_", "MKL_")  # their settings may change the bits
         settings = sorted(pair for pair in os.environ.items() if pair[0].startswith(libraries))
-        by = f"{origin.computed_by} {torch.__version__} {settings}"
-        self._root = f"{origin.manifest} {by}"  # hashed into the name of every block
+        # Hashed into the name of every block.
+        self._root = f"{origin.manifest} {origin.computed_by} {torch.__version__} {settings}"
         self._known = set[str]()  # paths of blocks that exist
         size = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
         self._room = threading.Semaphore(1 + WAITING_BYTES // size)

@@ -16,8 +16,7 @@ def save_held(pool: MemoryPool, name: str, note: str) -> int:
 
 
 def load_snapshot(pool: MemoryPool, name: str) -> tuple[HeldRow, str]:
-    """Opens a file of `save_held` as `pool.snapshot`; returns that and its note. Raises
-    `InputError`."""
+    """Opens a snapshot as `pool.snapshot`; returns it and its note. Raises `InputError`."""
     pool.snapshot, note = read_snapshot(name, origin_of(pool.models.target))
     return pool.snapshot, note
 

@@ -27,7 +27,7 @@ from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
 
 @dataclass
-class Row:
+class RetrievedRow:
     """State of one row; all counts are tokens, each of which takes one slot."""
 
     budget: int
@@ -67,7 +67,7 @@ class RetrievalCache(Cache):
         self._queries = [torch.empty(L, 0, num_heads, D, **options) for _ in budgets]
         self.queries_LBTHD = torch.empty(L, B, speculation.max_block, num_heads, D, **options)
         """Rotated queries of the latest block of the target, whose passes write them."""
-        self.rows = [Row(budget, speculation.num_sink_tokens) for budget in budgets]
+        self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property
     def max_prompt_queries(self) -> int | None:
@@ -78,7 +78,7 @@ class RetrievalCache(Cache):
         """Empties row b for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
         super().reset(b)
-        self.rows[b] = Row(budget, self._settings.num_sink_tokens)
+        self.rows[b] = RetrievedRow(budget, self._settings.num_sink_tokens)
         self._queries[b] = self._queries[b][:, :0]
         self._policy.reset(b)
 
@@ -111,13 +111,13 @@ class RetrievalCache(Cache):
         if row.is_planned:
             M = self._settings.chunk_size
             held = known // M * M  # what is left of the last chunk is copied below
-            self.rows[b] = Row(row.budget, 0, num_committed=held, built_at=known)
+            self.rows[b] = RetrievedRow(row.budget, 0, num_committed=held, built_at=known)
             self.hold(b, row.budget, held)
         self._copy_committed(b)
         self.observe(b, queries_LTHD)
         return row.is_planned
 
-    def _is_due(self, row: Row, num_tokens: int) -> bool:
+    def _is_due(self, row: RetrievedRow, num_tokens: int) -> bool:
         """Whether a pass of the target after so many tokens should rebuild the row."""
         return num_tokens > row.budget and (
             row.num_overwritten >= row.budget / 2

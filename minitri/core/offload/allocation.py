@@ -1,7 +1,6 @@
 """Allocation of the full cache, on the device or partly in host memory; see `placement.py`."""
 
 import contextlib
-import logging
 import math
 import os
 from pathlib import Path
@@ -12,13 +11,12 @@ import torch
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
+from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import GIB, Demand, choose_on_chip
 from minitri.core.shape import MemoryShape
-
-log = logging.getLogger("minitri")
 
 
 def free_host_bytes() -> float:

@@ -1,7 +1,6 @@
 """Page-locked host memory for K and V: locking 60 GiB takes tens of seconds, so it is reused."""
 
 import contextlib
-import logging
 import math
 import mmap
 import weakref
@@ -9,9 +8,8 @@ import weakref
 import torch
 from torch import Tensor
 
+from minitri.core.log import log
 from minitri.core.offload.streams import synchronize
-
-log = logging.getLogger("minitri")
 
 
 class HostMemory:
