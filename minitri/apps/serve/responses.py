@@ -4,6 +4,7 @@ A stream sends it piece by piece, as numbered events.
 """
 
 import secrets
+from collections.abc import Iterator
 from typing import Any
 
 from minitri import End, Engine, Event, Idle, Token
@@ -38,37 +39,42 @@ class ResponseWriter(Writer):
             "tool_choice": asked.tool_choice,
             "parallel_tool_calls": asked.parallel_tool_calls,
         }
+        self._status = "in_progress"
         self._items: list[Json] = []
         self._number = 0  # of the next event
 
     def take(self, index: int, event: Event) -> bytes:
-        choice = self._choices[index]
-        is_stream = self._asked.stream
-        events = b""
-        if not self._number:
-            for kind in ("created", "in_progress"):
-                events += self._event(kind, response=self._response("in_progress"))
-        match event:
-            case Token(text=text) if is_stream:
-                events += self._add(choice.piece(text, [event])["delta"])
-            case End(text=text):
-                self._ends[index] = event
-                status = "incomplete" if event.finish_reason == "length" else "completed"
-                piece = choice.piece("" if is_stream else text, [], event)
-                events += self._add(piece["delta" if is_stream else "message"])
-                events += self._close(status)
-                response = self._response(status)
-                events += self._event(status, response=response)
-                return events if is_stream else to_json(response)
-            case Idle():
-                events += b": waiting\n\n"
-        return events if is_stream else b""
+        events = b"".join(self._events(index, event))
+        if self._asked.stream:
+            return events
+        return to_json(self._response()) if isinstance(event, End) else b""
 
     def fail(self, error: ApiError) -> bytes:
+        self._status = "failed"
         problem = {"code": "server_error", "message": str(error)}
-        return self._event("failed", response=self._response("failed") | {"error": problem})
+        return self._event("failed", response=self._response() | {"error": problem})
 
-    def _response(self, status: str) -> Json:
+    def _events(self, index: int, event: Event) -> Iterator[bytes]:
+        """Events of a stream that an event of the text brings about."""
+        choice = self._choices[index]
+        is_stream = self._asked.stream
+        if not self._number:
+            for kind in ("created", "in_progress"):
+                yield self._event(kind, response=self._response())
+        match event:
+            case Token(text=text) if is_stream:
+                yield from self._add(choice.piece(text, [event])["delta"])
+            case End(text=text):
+                self._ends[index] = event
+                piece = choice.piece("" if is_stream else text, [], event)
+                yield from self._add(piece["delta" if is_stream else "message"])
+                self._status = "incomplete" if event.finish_reason == "length" else "completed"
+                yield from self._close(self._status)
+                yield self._event(self._status, response=self._response())
+            case Idle():
+                yield b": waiting\n\n"
+
+    def _response(self) -> Json:
         """All of the answer so far."""
         counts = None
         if self._ends:
@@ -81,9 +87,9 @@ class ResponseWriter(Writer):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": usage["total_tokens"],
             }
-        cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        state = {"status": status, "error": None, "incomplete_details": cut, "usage": counts}
-        return self._head | state | {"output": self._items}
+        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
+        state = {"status": self._status, "error": None, "incomplete_details": cut}
+        return self._head | state | {"usage": counts, "output": self._items}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Next event of a stream."""
@@ -97,46 +103,44 @@ class ResponseWriter(Writer):
         place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
         return self._event(kind, **place, content_index=0, **fields)
 
-    def _add(self, message: Json) -> bytes:
+    def _add(self, message: Json) -> Iterator[bytes]:
         """Events about a part of a chat's message."""
-        events = b""
         for name, (kind, part, others) in ITEMS.items():
             if text := message.get(name):
                 if not self._items or self._items[-1]["type"] != kind:
-                    events += self._open(kind, content=[], **others)
+                    yield from self._open(kind, content=[], **others)
                     content = {"type": part, "text": "", "annotations": [], "logprobs": []}
                     self._items[-1]["content"] += [content]
-                    events += self._item_event("content_part.added", part=content)
+                    yield self._item_event("content_part.added", part=content)
                 self._items[-1]["content"][0]["text"] += text
-                events += self._item_event(f"{part}.delta", delta=text, logprobs=[])
+                yield self._item_event(f"{part}.delta", delta=text, logprobs=[])
         for call in message.get("tool_calls") or ():
             function = call["function"]
             if "id" in call:
                 head = {"call_id": call["id"], "name": function["name"], "arguments": ""}
-                events += self._open("function_call", **head)
+                yield from self._open("function_call", **head)
             if text := function.get("arguments"):
                 self._items[-1]["arguments"] += text
-                events += self._item_event("function_call_arguments.delta", delta=text)
-        return events
+                yield self._item_event("function_call_arguments.delta", delta=text)
 
-    def _open(self, kind: str, **fields: Any) -> bytes:
+    def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         """Begins an item."""
-        events = self._close("completed")
+        yield from self._close("completed")
         item = {"id": f"{kind}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
         self._items.append(item | fields)
-        return events + self._item_event("output_item.added", item=self._items[-1])
+        yield self._item_event("output_item.added", item=self._items[-1])
 
-    def _close(self, status: str) -> bytes:
+    def _close(self, status: str) -> Iterator[bytes]:
         """Ends the latest item, if there is one."""
         if not self._items:
-            return b""
+            return
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
             call = {"arguments": item["arguments"], "name": item["name"]}
-            events = self._item_event("function_call_arguments.done", **call)
+            yield self._item_event("function_call_arguments.done", **call)
         else:
             [part] = item["content"]
-            events = self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            events += self._item_event("content_part.done", part=part)
-        return events + self._item_event("output_item.done", item=item)
+            yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
+            yield self._item_event("content_part.done", part=part)
+        yield self._item_event("output_item.done", item=item)

@@ -1,5 +1,6 @@
 """/v1/responses by the real `openai` client, whose types check what it gets."""
 
+import itertools
 import json
 
 import openai
@@ -152,11 +153,12 @@ def test_calls_and_reasoning_of_a_chat_become_items(engine):
             ]
         },
     ]
-    told = b"".join(map(writer._add, said)) + writer._close("completed")
+    parts = [*map(writer._add, said), writer._close("completed")]
+    told = b"".join(itertools.chain.from_iterable(parts))
     events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith(b"data: ")]
     for event in events:
         EVENT.validate_python(event)
-    items = writer._response("completed")["output"]
+    items = writer._response()["output"]
     assert [item["type"] for item in items] == ["reasoning", "message", *["function_call"] * 2]
     assert [item["arguments"] for item in items[2:]] == ['{"at": 1}', "{}"]
     assert items[1]["content"][0]["text"] == "I look."
