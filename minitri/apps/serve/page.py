@@ -65,7 +65,8 @@ def table(title: str, schema: Json, defaults: Mapping[str, Any]) -> list[str]:
     for name, field in sorted(schema["properties"].items()):
         field |= {"default": defaults[name]} if name in defaults else {}
         text = " ".join(field.pop("description", "").split())
-        rest = {key: value for key, value in field.items() if value and key != "title"}
+        field.pop("title", None)
+        rest = {key: value for key, value in field.items() if value not in (None, "", [], ())}
         cells = map(html.escape, (text, json.dumps(rest)[1:-1]))
         lines.append(f"<tr><td><code>{name}</code><td>{'<td>'.join(cells)}")
     return [*lines, "</table>"]

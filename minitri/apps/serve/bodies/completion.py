@@ -108,7 +108,7 @@ class Fields(ForModel):
 
     @property
     def most(self) -> int | None:
-        """Most new tokens of an answer, if the client says so."""
+        """Most new tokens of an answer; None: as many as fit, or the default."""
         return self.max_tokens
 
     @property
