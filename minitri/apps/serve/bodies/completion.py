@@ -162,8 +162,9 @@ class Fields(ForModel):
                 text = outputs[name]
                 return Grammar(GRAMMARS[name], text if isinstance(text, str) else json.dumps(text))
         name = "structured_outputs" if self.form is None else self.form_name
-        given = shorten(repr(self.form or self.structured_outputs), 60)
-        raise InputError(f"{name} is {given}; see /docs for what it may be, and give one form")
+        given = self.structured_outputs if self.form is None else self.form
+        got = f"{name} is {shorten(repr(given), 60)}"
+        raise InputError(f"{got}; see /docs for what it may be, and give one form")
 
 
 class TextBody(Fields):

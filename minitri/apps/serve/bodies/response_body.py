@@ -23,7 +23,7 @@ class ResponseBody(Fields):
     """Body of /v1/responses."""
 
     is_chat: ClassVar[bool] = True
-    form_name: ClassVar[str] = "text"
+    form_name: ClassVar[str] = "text or response_format"
     input: Annotated[str | Many[Json], Says("give a text, or a list of items")] = ""
     """A text, or a list of items: messages of texts, calls of functions and what those gave;
     reasoning is left out."""
