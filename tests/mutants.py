@@ -250,7 +250,7 @@ devices/parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases,
   a bias is added by every rank
     share: tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape) => tensor
   every rank embeds what another one has, too
-    SplitLlama.embed: rows.where((nearest == own).unsqueeze(-1), 0) => rows
+    SplitLlama.embed: rows.where((nearest == numbers).unsqueeze(-1), 0) => rows
 devices/parallel/test_split.py::test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0
   a rank follows its own verdict
     RankGroup.ask_first: self._call(dist.broadcast_object_list, sent, 0) => pass

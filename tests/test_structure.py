@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = {
     "core": (6_000, {"core"}),
-    "devices": (2_350, {"core", "devices"}),
+    "devices": (2_450, {"core", "devices"}),
     "text": (900, {"core", "text"}),
     "files": (1_800, {"core", "devices", "text", "files"}),
     "trees": (380, {"core", "trees"}),
@@ -101,7 +101,7 @@ def test_a_room_is_short_enough_to_read(room):
 def test_all_of_it_is_short_enough_to_read():
     assert sum(map(num_lines, FILES)) <= 16_000
     assert sum(map(num_tokens, FILES)) <= 110_000
-    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_000
+    assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_200
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
     assert (ROOT / "README.md").stat().st_size <= 9 * 1024
     for file in FILES:

@@ -1,4 +1,4 @@
-"""What a model runs on: device, number type, and the attention that suits both."""
+"""Chooses how a model runs: device, dtype, attention, kernels, copies in few bits."""
 
 import os
 from contextlib import suppress
@@ -21,7 +21,7 @@ from minitri.devices.gpu.quantized_copies import copy_in_few_bits
 
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
-    """The device of a name; `auto` is a GPU where there is one. Raises `InputError`."""
+    """A device by its name; `auto` is a GPU where there is one. Raises `InputError`."""
     # With a driver that is too old for this PyTorch, devices are counted that it cannot use.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
@@ -30,7 +30,7 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
         if name != "cuda":
             raise InputError(f"device {name!r} is one GPU for {ranks.count} ranks; use cuda")
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    with suppress(RuntimeError):  # of a name that means nothing to PyTorch
+    with suppress(RuntimeError):  # PyTorch does not know the name
         device = torch.device(name)
         if device.type == "cpu":
             return torch.device("cpu")
@@ -44,7 +44,8 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """auto is bfloat16 where the device computes in it, else float16 on CUDA, float32 on a CPU."""
+    """A dtype by its name; `auto` is bfloat16 where the device computes in it, else float16 on CUDA
+    and float32 on a CPU."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -56,7 +57,8 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention for models of this shape; `wanted` may name a GPU's kernel, or `InputError`."""
+    """The attention for models of this shape; `wanted` may name a GPU backend. Raises `InputError`
+    if it cannot be used."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -71,8 +73,8 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """The copy of a model in 4 or, on a GPU, 8 bits that guesses with the retrieval cache; None:
-    the model does, which may have as few itself. Raises `InputError` if it cannot be had."""
+    """A copy of a model in 4 or, on a GPU, 8 bits, which proposes with the retrieval cache; None if
+    the model itself should. Raises `InputError` if the copy cannot be made."""
     has_kernels = model.execution.is_row_invariant
     if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
         return None
@@ -84,12 +86,12 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
             "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
         )
     copy = quantized_copy(model)
-    return copy if copy.num_bytes else None  # None: the model has as few bits itself
+    return copy if copy.num_bytes else None  # the model has as few bits itself
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """A drafter as it guesses fastest: with compiled kernels in 4 bits, unless `wanted` is `same`.
-    It keeps none of the plain matrices. There it guesses whole rounds."""
+    """The fastest form of a drafter: on compiled kernels a copy in 4 bits, unless wanted is `same`,
+    which guesses whole rounds in one call and keeps none of the plain matrices."""
     if not (model.execution.is_row_invariant and model.device.type == "cpu"):
         return model
     copy = model
@@ -104,7 +106,7 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
 
 
 def attention_name(attend: Attend) -> str:
-    """The name of a model's attention, for the log and the statistics."""
+    """Name of a model's attention, for the log and the statistics."""
     if isinstance(attend, GpuAttention):
         return attend.name
     kernels = getattr(attend, "__self__", None)

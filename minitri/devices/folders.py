@@ -1,4 +1,4 @@
-"""Where minitri keeps files of its own: fetched weights, and kernels built for this machine."""
+"""Folders for fetched weights and for kernels built for this machine."""
 
 import os
 from pathlib import Path
@@ -10,7 +10,8 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 
 
 def weights_folder() -> Path:
-    """Where wheels are unpacked: $MINITRI_WEIGHTS, a checkout's weights/, or the user's cache."""
+    """The folder of weights and kernels: $MINITRI_WEIGHTS, a checkout's weights/, or the user's
+    cache. Raises `InputError` if there is no home folder."""
     try:
         if os.environ.get("MINITRI_WEIGHTS"):
             return Path(os.environ["MINITRI_WEIGHTS"]).expanduser()

@@ -15,10 +15,8 @@ POINTER = ctypes.c_void_p
 INTEGER = ctypes.c_int64
 DOUBLE = ctypes.c_double
 
-Fields = Sequence[tuple[str, Any]]
 
-
-def fields(kind: type, names: str) -> Fields:
+def fields(kind: type, names: str) -> Sequence[tuple[str, Any]]:
     """Fields of one type, by their names."""
     return [(name, kind) for name in names.split()]
 
@@ -27,15 +25,19 @@ class Struct(ctypes.Structure):
     """Base of all argument structs; a tensor stands for its address, and lives as long."""
 
     def __init__(self, **values: Any) -> None:
-        """Raises `TypeError` for a name that is no field."""
-        words = {
-            name: value.data_ptr() if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        super().__init__(**words)
-        if unknown := vars(self):  # ctypes makes attributes of names that are no fields
-            raise TypeError(f"{type(self).__name__} has no fields {[*unknown]}")
-        self.kept_alive = values
+        super().__init__()
+        self.kept_alive: list[Tensor] = []
+        self.fill(**values)
+
+    def fill(self, **values: Any) -> None:
+        """Sets fields. Raises `TypeError` for a name that is no field."""
+        for name, value in values.items():
+            if not hasattr(self, name):
+                raise TypeError(f"{type(self).__name__} has no field {name!r}")
+            if isinstance(value, Tensor):
+                self.kept_alive.append(value)
+                value = value.data_ptr()
+            setattr(self, name, value)
 
 
 class AttentionArguments(Struct):
@@ -61,19 +63,13 @@ class LinearArguments(Struct):
 class ProductArguments(Struct):
     """A linear layer over many rows."""
 
-    _fields_ = [
-        *fields(POINTER, "x weights bias out"),
-        *fields(INTEGER, "R E N num_threads"),
-    ]
+    _fields_ = [*fields(POINTER, "x weights bias out"), *fields(INTEGER, "R E N num_threads")]
 
 
 class DequantizeArguments(Struct):
     """Rows of a quantized matrix as plain numbers."""
 
-    _fields_ = [
-        *fields(POINTER, "weights rows out"),
-        *fields(INTEGER, "N E num_threads"),
-    ]
+    _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E num_threads")]
 
 
 class RotateArguments(Struct):
@@ -140,19 +136,7 @@ class RoundArguments(Struct):
     ]
 
 
-STRUCTS = (
-    AttentionArguments,
-    LinearArguments,
-    ProductArguments,
-    DequantizeArguments,
-    RotateArguments,
-    NormArguments,
-    FilterArguments,
-    Matrix,
-    LayerWeights,
-    PassArguments,
-    RoundArguments,
-)
+STRUCTS = Struct.__subclasses__()
 
 
 def check_sizes(library: ctypes.CDLL) -> None:

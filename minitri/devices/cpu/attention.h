@@ -7,39 +7,38 @@
 #include <cmath>
 #include <limits>
 #include <vector>
-#include "operands.h"
+#include "amx.h"
 #include "threads.h"
 
 namespace {
 
-constexpr int PIECE = 512;   // slots of a task, for short blocks: a multiple of BLOCK
-constexpr int TILE = 192;    // rows of a task
-constexpr int MOST_ROWS = 16;  // that are multiplied together
-constexpr int MOST_IN_PLACE = 12;  // rows for which numbers that have to be widened are multiplied as they lie
-constexpr int MAX_WIDTH = 1024;  // largest head dim
-constexpr int64_t MOST_FLOATS = 1 << 20;  // of parts at a time, if these keep all threads busy
+constexpr int PIECE = 512;                // slots of a task, for short blocks: a multiple of BLOCK
+constexpr int TILE = 192;                 // rows of a task
+constexpr int MOST_ROWS = 16;             // that are multiplied together
+constexpr int MOST_IN_PLACE = 12;         // rows; for more, K and V are widened once, in a copy
+constexpr int MAX_WIDTH = 1024;           // largest head dim
+constexpr int64_t MOST_FLOATS = 1 << 20;  // of parts, unless threads would wait
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct AttentionArguments {
     const void *q, *keys, *values;
-    void* out;                // (B, T, H, D)
-    const int64_t* lengths;   // prefix per sequence
-    const uint8_t* rule;      // (T, T), or null: causal
+    void* out;               // (B, T, H, D)
+    const int64_t* lengths;  // prefix per sequence
+    const uint8_t* rule;     // (T, T), or null: causal
     int64_t B, T, H, K, D;
-    int64_t q_batch, q_token, q_head;         // strides, in numbers
+    int64_t q_batch, q_token, q_head;  // strides, in numbers
     int64_t kv_batch, kv_head, kv_slot;
-    int64_t is_tiled;         // see `devices/cpu/tiles.py`
+    int64_t is_tiled;  // see `devices/cpu/tiles.py`
     int64_t num_threads;
 };
 
-// Where number d of slot s stands, in keys or values of D numbers a slot in tiles of P slots, each a
-// matrix of units of W numbers.
+// Offset of number d of slot s in keys or values in tiles: tiles of P slots of D numbers, each a
+// matrix (D / W, P) of units of W numbers.
 inline int64_t place_in_tiles(int64_t s, int64_t d, int64_t D, int64_t P, int64_t W) {
     return s / P * P * D + d / W * W * P + s % P * W + d % W;
 }
 
-template <class Number>
-struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
+template <class Number> struct Scratch {  // 64-byte aligned memory of a thread, kept between calls
     Number* get(size_t n) {
         if (memory.size() < n + 64 / sizeof(Number)) memory.resize(n + 64 / sizeof(Number));
         auto address = reinterpret_cast<uintptr_t>(memory.data());
@@ -48,8 +47,8 @@ struct Scratch {  // 64-byte aligned memory of a thread, kept from call to call
     std::vector<Number> memory;
 };
 
-// What a task leaves for a merge: sums (rows, width), scores near the largest that they are relative
-// to (rows), totals (rows, LANES).
+// The result of a task, before division: weighted sums of values (rows, width), the score near the
+// largest that they are relative to (rows), and sums of weights by lanes (rows, LANES).
 struct Part {
     float *sums, *largest, *totals;
     static int64_t num_floats(int64_t rows, int64_t width) {
@@ -59,18 +58,68 @@ struct Part {
         : sums(memory), largest(memory + (rows + MOST_ROWS) * width), totals(largest + rows) {}
 };
 
-// The queries of rows [first, first + R) of one KV head as operands, padded with zeros. Row r is token
-// r / G, head r % G.
+// Rows [first, first + R) of one KV head, whose row r is token r / G and query head r % G, over the
+// slots [begin, end).
+struct Task {
+    int64_t b, k, first, R, begin, end;
+    int64_t group, piece;  // the pieces of a group have the same rows
+};
+
+// How a call is cut into tasks: a short block in pieces along its keys, a long one in tiles along
+// its rows only.
+struct Plan {
+    int64_t G, width;  // query heads of a KV head; D, padded to whole panels of pairs
+    int64_t tile_rows, num_tiles, num_pieces, num_groups, longest;
+    int64_t part_floats, groups_at_once;  // groups that have parts at a time
+};
+
+inline Plan plan_tasks(const AttentionArguments& a, bool is_short) {
+    Plan p;
+    p.G = a.H / a.K;
+    p.width = (a.D + 2 * PANEL - 1) / (2 * PANEL) * 2 * PANEL;
+    p.tile_rows = std::min<int64_t>(a.T * p.G, TILE);
+    p.num_tiles = (a.T * p.G + p.tile_rows - 1) / p.tile_rows;
+    p.longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;
+    p.num_pieces = is_short ? (p.longest + PIECE - 1) / PIECE : 1;
+    p.num_groups = a.B * a.K * p.num_tiles;
+    p.part_floats = Part::num_floats(p.tile_rows, p.width);
+    // Memory grows with the context, but not with B or K.
+    const int64_t few = std::max(MOST_FLOATS / p.part_floats, 16 * a.num_threads) / p.num_pieces;
+    p.groups_at_once = p.num_pieces > 1 ? std::clamp<int64_t>(few, 1, p.num_groups) : p.num_groups;
+    return p;
+}
+
+inline Task task_of(const AttentionArguments& a, const Plan& p, int64_t group, int64_t piece) {
+    // Later tiles of a long block see more, so they come first: nobody waits for them.
+    const int64_t tile = p.num_tiles - 1 - group % p.num_tiles, k = group / p.num_tiles % a.K;
+    const int64_t b = group / p.num_tiles / a.K, first = tile * p.tile_rows;
+    const int64_t R = std::min(p.tile_rows, a.T * p.G - first);
+    const int64_t last_token = a.rule ? a.T - 1 : (first + R - 1) / p.G;
+    const int64_t visible = a.lengths[b] + last_token + 1, begin = piece * PIECE;
+    const int64_t end = p.num_pieces > 1 ? std::min(visible, begin + PIECE) : visible;
+    return {b, k, first, R, begin, end, group, piece};
+}
+
+// A task with its queries as operands (R, width), padded with zeros, and the sums of its rows.
+template <class Op> struct Work {
+    const AttentionArguments& a;
+    const Task& task;
+    const Part& part;
+    int64_t G;
+    int width;
+    const typename Op::Unit* queries;
+};
+
 template <class Op>
-void copy_queries(const AttentionArguments& a, int64_t b, int64_t k, int64_t first, int R, int width,
+void copy_queries(const AttentionArguments& a, const Task& task, const Plan& plan,
                   typename Op::Unit* to) {
-    const int64_t G = a.H / a.K;
     alignas(64) float wide[MAX_WIDTH] = {};
-    for (int64_t row = first; row < first + R; ++row, to += width / Op::STEP) {
-        const auto* q = static_cast<const typename Op::Stored*>(a.q) + b * a.q_batch +
-                        row / G * a.q_token + (k * G + row % G) * a.q_head;
+    for (int64_t row = task.first; row < task.first + task.R; ++row, to += plan.width / Op::STEP) {
+        const int64_t head = task.k * plan.G + row % plan.G;
+        const auto* q = static_cast<const typename Op::Stored*>(a.q) + task.b * a.q_batch +
+                        row / plan.G * a.q_token + head * a.q_head;
         for (int64_t d = 0; d < a.D; ++d) wide[d] = widen(q[d]);
-        Op::from_floats(wide, width, to);
+        Op::from_floats(wide, int(plan.width), to);
     }
 }
 
@@ -85,10 +134,24 @@ inline void mask_scores(const AttentionArguments& a, int64_t b, int64_t t, int64
     }
 }
 
+// Scores (M, BLOCK) of the rows [r, r + M) of a task and the slots from `s` on.
+template <class Op, class Number>
+void score_block(const Work<Op>& w, int r, int M, int64_t s, const Columns<Op, Number>& keys,
+                 float* scores) {
+    const int steps = w.width / Op::STEP;
+    const Task& task = w.task;
+    multiply_packed(M, w.queries + r * steps, steps, keys, BLOCK, scores, true);
+    if (s + BLOCK <= w.a.lengths[task.b]) return;  // every token sees all of the prefix
+    for (int m = 0; m < M; ++m) {
+        mask_scores(w.a, task.b, (task.first + r + m) / w.G, s, task.end, scores + m * BLOCK);
+    }
+}
+
 constexpr float SLACK = 8.0f;  // powers of 2
 
-// Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are above a number near
-// the largest. Where one is far above that of the row so far, rescales what the row has summed.
+// Turns BLOCK scores of row r into exponentials (as powers of 2) of what they are above a number
+// near the largest. Where one is far above that of the row so far, rescales what the row has
+// summed.
 template <class Op>
 void update_softmax(float* scores, float scale, const Part& part, int64_t r, int width) {
     Vec top = load(scores);
@@ -115,127 +178,137 @@ void update_softmax(float* scores, float scale, const Part& part, int64_t r, int
     store(part.totals + r * LANES, total);
 }
 
-// Rows [first, first + R) of one KV head over the slots [begin, end).
+// Turns the scores (M, BLOCK) of the rows from r on into weights of values, as units.
 template <class Op>
-void attend_slots(const AttentionArguments& a, int64_t b, int64_t k, int64_t first, int R,
-                  int64_t begin, int64_t end, int width, const Part& part) {
+void softmax_block(const Work<Op>& w, int r, int M, float* scores, typename Op::Unit* weights) {
+    const float scale = LOG2_E / std::sqrt(float(w.a.D));
+    for (int m = 0; m < M; ++m) {
+        update_softmax<Op>(scores + m * BLOCK, scale, w.part, r + m, w.width);
+        Op::from_floats(scores + m * BLOCK, BLOCK, weights + m * (BLOCK / Op::STEP));
+    }
+}
+
+// Adds BLOCK values times their weights to the sums of the rows [r, r + M).
+template <class Op, class Number>
+void weigh_block(const Work<Op>& w, int r, int M, const typename Op::Unit* weights,
+                 const Columns<Op, Number>& values) {
+    float* sums = w.part.sums + int64_t(r) * w.width;
+    multiply_packed(M, weights, BLOCK / Op::STEP, values, w.width, sums, false);
+}
+
+// Rows that are multiplied together; the last ones of a matrix unit's may be no rows.
+template <class Op> int rows_together(int64_t R) {
+    const int64_t most = std::max(MatrixUnit<Op>::ROWS, TILE_ROWS),
+                  num_parts = (R + most - 1) / most;
+    return MatrixUnit<Op>::ROWS ? int((R + num_parts - 1) / num_parts) : TILE_ROWS;
+}
+
+// All rows of a task over the BLOCK slots from `s` on.
+template <class Op, class Number>
+void attend_block(const Work<Op>& w, int64_t s, Columns<Op, Number> keys,
+                  Columns<Op, Number> values) {
+    const int R = int(w.task.R), together = rows_together<Op>(R);
+    for (int r = 0; r < R; r += together) {
+        const int M = std::min(together, R - r);
+        alignas(64) float scores[MOST_ROWS * BLOCK];
+        alignas(64) typename Op::Unit weights[MOST_ROWS * BLOCK];
+        score_block(w, r, M, s, keys, scores);
+        softmax_block(w, r, M, scores, weights);
+        weigh_block(w, r, M, weights, values);
+        keys.next = values.next = nullptr;  // is fetched once
+    }
+}
+
+template <class Op>
+void attend(const AttentionArguments& a, const Task& task, const Plan& plan, const Part& part) {
     using T = typename Op::Stored;
     using Unit = typename Op::Unit;
     using Column = typename Op::Column;
     static thread_local Scratch<Unit> memory;
-    const int steps = width / Op::STEP, prob_steps = BLOCK / Op::STEP;
-    const int G = int(a.H / a.K), D = int(a.D);
-    const float scale = LOG2_E / std::sqrt(float(D));
+    const int width = int(plan.width), steps = width / Op::STEP, D = int(a.D);
     const size_t block_units = size_t(steps) * BLOCK;
-    // Rows that are multiplied together, of which the last ones may be no rows.
-    const int most = std::max(MatrixUnit<Op>::ROWS, TILE_ROWS), num_parts = (R + most - 1) / most;
-    const int together = MatrixUnit<Op>::ROWS ? (R + num_parts - 1) / num_parts : TILE_ROWS;
-    Unit* block_keys = memory.get(2 * block_units + size_t(R + MOST_ROWS) * steps);
+    Unit* block_keys = memory.get(2 * block_units + size_t(task.R + MOST_ROWS) * steps);
     Unit *block_values = block_keys + block_units, *queries = block_values + block_units;
-    const bool is_in_place = a.is_tiled && (std::is_same<Column, Unit>::value || R <= MOST_IN_PLACE);
-    copy_queries<Op>(a, b, k, first, R, width, queries);
-    if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(together);
+    copy_queries<Op>(a, task, plan, queries);
+    const Work<Op> work{a, task, part, plan.G, width, queries};
+    const bool is_in_place =
+        a.is_tiled && (std::is_same<Column, Unit>::value || task.R <= MOST_IN_PLACE);
+    if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(rows_together<Op>(task.R));
     if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // what pads a head
-    std::fill(part.sums, part.sums + int64_t(R) * width, 0.0f);
-    std::fill(part.largest, part.largest + R, MINUS_INFINITY);
-    std::fill(part.totals, part.totals + R * LANES, 0.0f);
-    for (int64_t s = begin; s < end; s += BLOCK) {
-        const int n = int(std::min<int64_t>(BLOCK, end - s));
-        const int64_t at = b * a.kv_batch + k * a.kv_head + s * a.kv_slot;
-        const T *slot_keys = static_cast<const T*>(a.keys) + at;
-        const T *slot_values = static_cast<const T*>(a.values) + at;
-        auto attend_block = [&](auto keys, auto values) {
-            for (int r = 0; r < R; r += together) {
-                const int M = std::min(together, R - r);
-                alignas(64) float scores[MOST_ROWS * BLOCK];
-                alignas(64) Unit probs[MOST_ROWS * BLOCK];
-                keys.next = a.is_tiled && r == 0 ? slot_keys + BLOCK * D : nullptr;
-                values.next = a.is_tiled && r == 0 ? slot_values + BLOCK * D : nullptr;
-                multiply_packed(M, queries + r * steps, steps, keys, BLOCK, scores, true);
-                for (int m = 0; m < M; ++m) {
-                    float* row = scores + m * BLOCK;
-                    if (s + BLOCK > a.lengths[b]) mask_scores(a, b, (first + r + m) / G, s, end, row);
-                    update_softmax<Op>(row, scale, part, r + m, width);
-                    Op::from_floats(row, BLOCK, probs + m * prob_steps);
-                }
-                multiply_packed(M, probs, prob_steps, values, width, part.sums + int64_t(r) * width, false);
-            }
-        };
+    std::fill(part.sums, part.sums + task.R * width, 0.0f);
+    std::fill(part.largest, part.largest + task.R, MINUS_INFINITY);
+    std::fill(part.totals, part.totals + task.R * LANES, 0.0f);
+    for (int64_t s = task.begin; s < task.end; s += BLOCK) {
+        const int n = int(std::min<int64_t>(BLOCK, task.end - s));
+        const int64_t at = task.b * a.kv_batch + task.k * a.kv_head + s * a.kv_slot;
+        const T *keys = static_cast<const T*>(a.keys) + at,
+                *values = static_cast<const T*>(a.values) + at;
+        const T* next_keys = a.is_tiled ? keys + BLOCK * D : nullptr;
+        const T* next_values = a.is_tiled ? values + BLOCK * D : nullptr;
         if (is_in_place && n == BLOCK) {
-            attend_block(Columns<Op, Column>{reinterpret_cast<const Column*>(slot_keys), PANEL, steps * PANEL},
-                         Columns<Op, Column>{reinterpret_cast<const Column*>(slot_values), width});
-            continue;
-        }
-        Columns<Op> keys{block_keys, BLOCK}, values{block_values, width};
-        if (a.is_tiled) {
-            keys = {block_keys, PANEL, steps * PANEL};
-            Op::copy_keys(slot_keys, D, block_keys);
-            Op::copy_values(slot_values, n, D, block_values);
+            const auto* key_units = reinterpret_cast<const Column*>(keys);
+            const auto* value_units = reinterpret_cast<const Column*>(values);
+            attend_block<Op, Column>(work, s, {key_units, PANEL, steps * PANEL, next_keys},
+                                     {value_units, width, PANEL, next_values});
+        } else if (a.is_tiled) {
+            Op::copy_keys(keys, D, block_keys);
+            Op::copy_values(values, n, D, block_values);
+            attend_block<Op, Unit>(work, s, {block_keys, PANEL, steps * PANEL, next_keys},
+                                   {block_values, width, PANEL, next_values});
         } else {
-            Op::transpose(slot_keys, a.kv_slot, n, D, block_keys);
-            Op::interleave(slot_values, a.kv_slot, n, D, width, block_values);
+            Op::transpose(keys, a.kv_slot, n, D, block_keys);
+            Op::interleave(values, a.kv_slot, n, D, width, block_values);
+            attend_block<Op, Unit>(work, s, {block_keys, BLOCK}, {block_values, width});
         }
-        attend_block(keys, values);
     }
 }
 
-// A short block is cut in pieces along its keys, a long one in tiles along its rows only.
-template <class Op>
-void attention(const AttentionArguments& a, bool is_short) {
-    using T = typename Op::Stored;
-    // A head is padded to whole panels of pairs.
-    const int64_t G = a.H / a.K, width = (a.D + 2 * PANEL - 1) / (2 * PANEL) * 2 * PANEL;
-    const int64_t rows = a.T * G, tile_rows = std::min<int64_t>(rows, TILE);
-    const int64_t num_tiles = (rows + tile_rows - 1) / tile_rows;
-    const int64_t longest = *std::max_element(a.lengths, a.lengths + a.B) + a.T;
-    const int64_t num_pieces = is_short ? (longest + PIECE - 1) / PIECE : 1;
-    const int64_t num_groups = a.B * a.K * num_tiles;
-    const int64_t part_floats = Part::num_floats(tile_rows, width);
-    static thread_local Scratch<float> part_memory;
-    // How many groups have parts at a time: memory grows with the context, but not with B or K.
-    const int64_t few = std::max(MOST_FLOATS / part_floats, 16 * a.num_threads) / num_pieces;
-    const int64_t at_once = num_pieces > 1 ? std::clamp<int64_t>(few, 1, num_groups) : num_groups;
-    float* parts = part_memory.get(num_pieces > 1 ? at_once * num_pieces * part_floats : 0);
-    std::vector<std::atomic<int>> num_done(num_groups);  // of 0
-    auto finish = [&](int64_t b, int64_t k, int64_t row, const float* sums, float total) {
-        T* out = static_cast<T*>(a.out) + ((b * a.T + row / G) * a.H + k * G + row % G) * a.D;
+// Writes the rows of a task: their sums, of all pieces in their order, over their totals.
+template <class T>
+void merge(const AttentionArguments& a, const Task& task, const Plan& plan, float* memory) {
+    auto part = [&](int64_t p) {
+        return Part(memory + p * plan.part_floats, plan.tile_rows, plan.width);
+    };
+    for (int64_t r = 0; r < task.R; ++r) {
+        float merged[MAX_WIDTH], total = 0.0f, top = MINUS_INFINITY;
+        const float* sums = merged;
+        if (plan.num_pieces == 1) {
+            sums = part(0).sums + r * plan.width;
+            total = sum_lanes(load(part(0).totals + r * LANES));
+        } else {
+            std::fill(merged, merged + plan.width, 0.0f);
+            for (int64_t p = 0; p < plan.num_pieces; ++p) top = std::max(top, part(p).largest[r]);
+            for (int64_t p = 0; p < plan.num_pieces; ++p) {
+                const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
+                total += sum_lanes(load(part(p).totals + r * LANES)) * weight;
+                const float* others = part(p).sums + r * plan.width;
+                for (int64_t d = 0; d < plan.width; ++d) merged[d] += others[d] * weight;
+            }
+        }
+        const int64_t token = (task.first + r) / plan.G,
+                      head = task.k * plan.G + (task.first + r) % plan.G;
+        T* out = static_cast<T*>(a.out) + ((task.b * a.T + token) * a.H + head) * a.D;
         for (int64_t d = 0; d < a.D; ++d) narrow(sums[d] / total, out + d);
-    };
-    auto merge = [&](int64_t b, int64_t k, int64_t row, float* memory, int64_t r) {
-        float merged[MAX_WIDTH] = {}, total = 0.0f, top = MINUS_INFINITY;
-        auto part = [&](int64_t p) { return Part(memory + p * part_floats, tile_rows, width); };
-        for (int64_t p = 0; p < num_pieces; ++p) top = std::max(top, part(p).largest[r]);
-        for (int64_t p = 0; p < num_pieces; ++p) {
-            const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
-            total += sum_lanes(load(part(p).totals + r * LANES)) * weight;
-            const float* sums = part(p).sums + r * width;
-            for (int64_t d = 0; d < width; ++d) merged[d] += sums[d] * weight;
-        }
-        finish(b, k, row, merged, total);
-    };
-    auto attend = [&](int64_t group, int64_t piece, float* memory) {
-        // Later tiles of a long block see more, so they come first: nobody waits for them.
-        const int64_t tile = num_tiles - 1 - group % num_tiles, k = group / num_tiles % a.K;
-        const int64_t b = group / num_tiles / a.K, first = tile * tile_rows;
-        const int R = int(std::min(tile_rows, rows - first));
-        const int64_t last_token = a.rule ? a.T - 1 : (first + R - 1) / G;
-        const int64_t visible = a.lengths[b] + last_token + 1, begin = piece * PIECE;
-        const int64_t end = is_short ? std::min(visible, begin + PIECE) : visible;
-        const Part part(memory, tile_rows, width);
-        attend_slots<Op>(a, b, k, first, R, begin, end, int(width), part);
-        // The last to finish merges, in the order of the pieces.
-        if (num_done[group].fetch_add(1, std::memory_order_acq_rel) + 1 < num_pieces) return;
-        for (int r = 0; r < R; ++r) {
-            if (num_pieces > 1) merge(b, k, first + r, memory - piece * part_floats, r);
-            else finish(b, k, first + r, part.sums + r * width, sum_lanes(load(part.totals + r * LANES)));
-        }
-    };
-    for (int64_t start = 0; start < num_groups; start += at_once) {
-        const int64_t num = std::min(at_once, num_groups - start) * num_pieces;
-        Pool::get().run(num, a.B * a.K * longest * a.D * a.T, a.num_threads, [&](int64_t task) {
+    }
+}
+
+template <class Op> void attention(const AttentionArguments& a, bool is_short) {
+    static thread_local Scratch<float> part_memory;
+    const Plan plan = plan_tasks(a, is_short);
+    const int64_t P = plan.num_pieces;
+    float* parts = part_memory.get(P > 1 ? plan.groups_at_once * P * plan.part_floats : 0);
+    std::vector<std::atomic<int>> num_done(plan.num_groups);  // of 0
+    for (int64_t start = 0; start < plan.num_groups; start += plan.groups_at_once) {
+        const int64_t num_tasks = std::min(plan.groups_at_once, plan.num_groups - start) * P;
+        const int64_t num_numbers = a.B * a.K * plan.longest * a.D * a.T;
+        Pool::get().run(num_tasks, num_numbers, a.num_threads, [&](int64_t i) {
             static thread_local Scratch<float> own_memory;
-            attend(start + task / num_pieces, task % num_pieces,
-                   num_pieces > 1 ? parts + task * part_floats : own_memory.get(part_floats));
+            const Task task = task_of(a, plan, start + i / P, i % P);
+            float* memory = P > 1 ? parts + i * plan.part_floats : own_memory.get(plan.part_floats);
+            attend<Op>(a, task, plan, Part(memory, plan.tile_rows, plan.width));
+            // The last to finish merges.
+            if (num_done[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < P) return;
+            merge<typename Op::Stored>(a, task, plan, memory - task.piece * plan.part_floats);
         });
     }
 }

@@ -1,8 +1,8 @@
-"""Builds the CPU kernels: compiles a C++ file for this very machine when it is first needed.
+"""Builds the CPU kernels: compiles a C++ file for this processor when it is first needed.
 
-A library's name holds a digest of the sources, the flags, $CXX, and the processor with all its
-instructions, so that one of another machine or version is not found. To use one that is built takes
-no compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
+A library's name has a digest of the sources, the flags, $CXX, and the processor with all its
+instructions, so that a library of another machine or version is not used. A built library needs no
+compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
 """
 
 import ctypes
@@ -21,15 +21,15 @@ from minitri.devices.folders import weights_folder
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
-"""By MINITRI_KERNELS, what a compiler calls the instructions to use."""
+"""Names of instruction sets for the compiler, by the values of MINITRI_KERNELS."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
-"""How its lines begin that tell one kind of processor from another, and do not change."""
+"""Prefixes of its lines that identify a kind of processor."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """What a C++ file and the headers of its folder define, built if need be. Raises `OSError`."""
+    """Loads the library of a C++ file, built if need be. Raises `OSError`."""
     with suppress(OSError, InputError):
         return ctypes.CDLL(str(built_library(source)))
     compiler = _compiler()
@@ -55,19 +55,19 @@ def has_kernels() -> bool:
 
 
 def built_library(source: Path) -> Path:
-    """Where the library is once it is built. Raises `OSError` or `InputError`."""
+    """Path of the library of a C++ file. Raises `OSError` or `InputError`."""
     return _cache_folder() / f"{source.stem}-{identity(source)}.so"
 
 
 def identity(source: Path = SOURCE) -> str:
-    """Of sources, flags and processor: what decides last bits. Raises as `built_library` does."""
+    """Digest of sources, flags and processor, which decide last bits. Raises as `built_library`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
     depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
     return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
 
 
 def architecture() -> str:
-    """The instructions to compile for. Raises `InputError`."""
+    """The instruction set to compile for, by MINITRI_KERNELS. Raises `InputError`."""
     name = os.environ.get("MINITRI_KERNELS", "")
     if name not in VARIANTS:
         got = f"MINITRI_KERNELS is {shorten(name, 20)}"
@@ -76,7 +76,7 @@ def architecture() -> str:
 
 
 def _instructions() -> list[str]:
-    """What this processor is and can do: as Linux says, or else what the compiler makes of it."""
+    """Kind and instructions of this processor, from Linux or else the compiler's macros."""
     with suppress(OSError):
         lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
         if any(line.startswith(("flags", "Features")) for line in lines):
@@ -86,7 +86,7 @@ def _instructions() -> list[str]:
 
 
 def _compiler() -> list[str]:
-    """The command, which may have arguments, as in CXX='ccache g++'. Raises `OSError`."""
+    """Command of the compiler, which may have arguments (CXX='ccache g++'). Raises `OSError`."""
     compiler = os.environ.get("CXX", "").split() or [*filter(shutil.which, COMPILERS)][:1]
     if not compiler or os.name != "posix":
         raise OSError("none of c++, g++, clang++ is here; Debian: apt install g++")
@@ -94,19 +94,19 @@ def _compiler() -> list[str]:
 
 
 def _compile(compiler: list[str], *arguments: str) -> str:
-    """Standard output of the compiler, made to use all of this processor if it knows how."""
+    """Runs the compiler for the wanted instructions and returns its output. Raises `OSError`."""
     wanted = architecture()
     for target in ([f"-march={wanted}"], [])[: 2 if wanted == "native" else 1]:
         command = [*compiler, *target, "-x", "c++", *arguments]
         done = subprocess.run(command, capture_output=True, check=False)
         if done.returncode == 0:
             return done.stdout.decode(errors="replace")
-    told = shorten(done.stderr.decode(errors="replace"))
-    raise OSError(f"{compiler[0]}: {told or done.returncode}")
+    message = shorten(done.stderr.decode(errors="replace"))
+    raise OSError(f"{compiler[0]}: {message or done.returncode}")
 
 
 def _cache_folder() -> Path:
-    """A folder where nobody else can leave code; raises `OSError` or `InputError`."""
+    """A folder that no other user can write to. Raises `OSError` or `InputError`."""
     folder = weights_folder() / "kernels"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     status = folder.stat()

@@ -1,6 +1,7 @@
-"""Rounds of a draft model in one call of the compiled kernels: embedding, layers, LM head, filters
-and sampling of N tokens, one after the other. Tokens and distributions have the bits of those that
-single passes give.
+"""Rounds of a draft model in one call of the compiled kernels.
+
+A round is embedding, layers, LM head, filters and sampling of N tokens, one after the other. Tokens
+and distributions have the bits of single passes.
 
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
@@ -22,10 +23,10 @@ from minitri.devices.cpu.quantized import Form
 
 
 class DraftRound:
-    """A draft model on kernels, which guesses as `model.execution.Round` says."""
+    """Guesses rounds of a draft model on compiled kernels, see `model.execution.Round`."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """`lender` has the embeddings, which are those of all tokens, in the same number type."""
+        """`lender` is the model whose embedding table is used, in the same dtype."""
         head = model.lm_head
         layers = model.layers
         ids: Tensor | None = None
@@ -42,7 +43,7 @@ class DraftRound:
         self._table_form = tied.form if isinstance(tied, KernelTiedHead) else Form.PLAIN
         self._norm_E = model.norm.weight
         self._rope = model.rope
-        self._turns = self._rope.at(torch.arange(0))  # of as many slots as were needed so far
+        self._rotary = self._rope.at(torch.arange(0))  # grows with the longest cache
         self._num_tokens = model.config.vocab_size
         known = torch.arange(self._num_tokens) if ids is None else ids
         require(
@@ -71,8 +72,8 @@ class DraftRound:
             max(cache.lengths) + T + N - 1 <= S,
             tensors=(uniforms_BN,),
         )
-        if len(self._turns.cos) < S:
-            self._turns = self._rope.at(torch.arange(S))
+        if len(self._rotary.cos) < S:
+            self._rotary = self._rope.at(torch.arange(S))
         block_BT = torch.tensor([row + [0] * (T - len(row)) for row in blocks])
         num_read_B = torch.tensor([len(row) for row in blocks])
         x_BTE = torch.empty(B, T, self._head.in_features, dtype=self._norm_E.dtype)
@@ -80,24 +81,12 @@ class DraftRound:
         probs_BNV = torch.empty(B, N, vocab_size)
         V = min(vocab_size, self._num_tokens)
         filters_B = (FilterArguments * B)(*(filter_arguments(params, V) for params in sampling))
-        arguments = RoundArguments(
-            first=self._layers.arguments(x_BTE, cache),
-            block=block_BT,
-            num_read=num_read_B,
-            cos=self._turns.cos,
-            sin=self._turns.signed_sin,
-            embeddings=self._table_VX,
-            num_tokens=self._num_tokens,
-            form=self._table_form,
-            norm=self._norm_E,
-            head=matrix_of(self._head),
-            ids=self._ids_2N,
-            filters=ctypes.addressof(filters_B),
-            uniforms=uniforms_BN,
-            tokens=tokens_BN,
-            probs=probs_BNV,
-            N=N,
-            width=vocab_size,
-        )
+        first = self._layers.arguments(x_BTE, cache)  # has tensors that must live as long
+        arguments = RoundArguments(first=first, block=block_BT, num_read=num_read_B)
+        arguments.fill(cos=self._rotary.cos, sin=self._rotary.signed_sin, norm=self._norm_E)
+        arguments.fill(embeddings=self._table_VX, form=self._table_form)
+        arguments.fill(num_tokens=self._num_tokens, head=matrix_of(self._head), ids=self._ids_2N)
+        arguments.fill(filters=ctypes.addressof(filters_B), uniforms=uniforms_BN)
+        arguments.fill(tokens=tokens_BN, probs=probs_BNV, N=N, width=vocab_size)
         self._layers.kernels.call("round", arguments, x_BTE.dtype)
         return tokens_BN, probs_BNV

@@ -1,7 +1,7 @@
-"""The network on compiled kernels: what `use_kernels` puts in the place of a model's layers.
+"""Modules of a Llama on compiled CPU kernels, and `use_kernels`, which puts them into a model.
 
 A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
-takes the plain layers, but for attention and RoPE. Weights may have 4 to 8 bits.
+goes through the plain layers with compiled attention and RoPE. Weights may have 4 to 8 bits.
 
 Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
 """
@@ -32,11 +32,11 @@ from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quan
 from minitri.devices.cpu.tiles import Tiles
 
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
-"""Caches that are nothing but tensors (L, B, K, S, D), which a pass may write and read itself."""
+"""Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself."""
 
 
 class KernelLinear(Linear):
-    """y = x W^T + b for long blocks; a short pass reads weights and bias by itself."""
+    """Linear layer y = x W^T + b of long blocks; in a short pass a kernel reads W and b."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Shares weights and bias of another layer, or has weights in another form instead."""
+        """Shares the bias of another layer and its weights, unless `packed_NX` replaces them."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
@@ -61,8 +61,7 @@ class KernelLinear(Linear):
         return product_RN.view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
-        """W of shape (out_features, in_features), or some rows of it; plain weights keep their own
-        number type."""
+        """W (out_features, in_features), or some rows of it; plain weights keep their own dtype."""
         if self.form == Form.PLAIN:
             return self.weight if rows_R is None else self.weight[rows_R]
         matrix = (self.weight, self.in_features, self.form, dtype)
@@ -71,21 +70,21 @@ class KernelLinear(Linear):
 
 
 def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
-    """See `model.llama.gate`. In float32 PyTorch's SiLU has other last bits where the numbers of a
-    thread begin and end, which depends on how many rows there are."""
+    """`model.llama.gate` on one thread: in float32 PyTorch's SiLU has other last bits at the ends
+    of each thread's share, which depends on the number of rows."""
     with kernels.decoding():
         return gate(gate_up)
 
 
 class KernelParts(nn.ModuleDict):
-    """A fused projection whose parts have weights in several forms."""
+    """A fused projection whose parts have weights in different forms."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.values()], -1)
 
 
 class KernelHead(KernelLinear):
-    """An LM head, by a kernel for short blocks."""
+    """LM head, computed by a kernel for short blocks."""
 
     is_wide = True  # logits are float32
 
@@ -97,21 +96,21 @@ class KernelHead(KernelLinear):
 
 
 class KernelTiedHead(KernelHead, TiedHead):
-    """An LM head that is the embedding table, too."""
+    """LM head that shares its weights with the embedding table."""
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
 
 
 class KernelPartialHead(KernelHead):
-    """An LM head over a part of the vocabulary; its logits are rounded."""
+    """LM head over a part of the vocabulary; its logits are rounded to the model's dtype."""
 
     is_wide = False
 
 
 @dataclass(frozen=True)
 class KernelRotary(Rotary):
-    """The rotation of a block's queries and keys by a kernel."""
+    """RoPE of a block's queries and keys by a kernel."""
 
     kernels: Kernels
 
@@ -120,10 +119,10 @@ class KernelRotary(Rotary):
 
 
 class KernelLayers(Layers):
-    """All transformer blocks in one call, which writes to the cache and reads it by itself."""
+    """All transformer blocks in one call, which also writes and reads the cache."""
 
     def __init__(self, plain: Layers, kernels: Kernels) -> None:
-        """Shares the modules of plain layers, whose linear layers are `KernelLinear` already."""
+        """Shares the modules of `plain`, whose linear layers are `KernelLinear` already."""
         super().__init__(plain)
         self.kernels = kernels
 
@@ -171,69 +170,51 @@ class KernelLayers(Layers):
             tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
         )
         kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
-        return PassArguments(
-            layers=ctypes.addressof(self._weights),
-            x=x_BTE,
-            cos=None if rotary is None else rotary.cos,
-            sin=None if rotary is None else rotary.signed_sin,
-            keys=memory_of(cache.keys),
-            values=memory_of(cache.values),
-            raw_keys=raw_keys,
-            queries=queries,
-            lengths=torch.tensor(cache.lengths),
-            rule=rule,
-            L=L,
-            B=B,
-            T=T,
-            W=0 if queries is None else queries.shape[2],
-            E=E,
-            H=attention.heads[0],
-            K=K,
-            D=D,
-            kv_layer=kv_layer,
-            kv_batch=kv_batch,
-            kv_head=kv_head,
-            kv_slot=kv_slot,
-            queries_layer=0 if queries is None else queries.stride(0),
-            is_tiled=isinstance(cache.keys, Tiles),
-            num_threads=self.kernels.num_threads,
-            eps=first.input_layernorm.eps,
-            seconds=self.kernels.seconds,
-        )
+        arguments = PassArguments(L=L, B=B, T=T, E=E, H=attention.heads[0], K=K, D=D)
+        arguments.fill(x=x_BTE, lengths=torch.tensor(cache.lengths), rule=rule, raw_keys=raw_keys)
+        arguments.fill(keys=memory_of(cache.keys), values=memory_of(cache.values))
+        arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
+        arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
+        arguments.fill(num_threads=self.kernels.num_threads, seconds=self.kernels.seconds)
+        arguments.is_tiled = isinstance(cache.keys, Tiles)
+        if rotary is not None:
+            arguments.fill(cos=rotary.cos, sin=rotary.signed_sin)
+        if queries is not None:
+            arguments.fill(queries=queries, W=queries.shape[2], queries_layer=queries.stride(0))
+        return arguments
 
     @cached_property
     def _weights(self) -> ctypes.Array[LayerWeights]:
-        """Where the weights of the layers are; they stay there."""
+        """Addresses of the weights of all layers, which do not move."""
         return (LayerWeights * len(self))(*map(weights_of, self))
 
 
 def weights_of(layer: nn.Module) -> LayerWeights:
-    """Where the weights of a block are."""
+    """Addresses of the weights of a transformer block."""
     assert isinstance(layer, Layer)
     attention, mlp = layer.self_attn, layer.mlp
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
-    return LayerWeights(
-        input_norm=layer.input_layernorm.weight,
-        post_norm=layer.post_attention_layernorm.weight,
-        q_norm=getattr(attention.q_norm, "weight", None),
-        k_norm=getattr(attention.k_norm, "weight", None),
-        qkv=(Matrix * 3)(*map(matrix_of, parts)),
-        o=matrix_of(attention.o_proj),
-        gate_up=matrix_of(mlp.gate_up_proj),
-        down=matrix_of(mlp.down_proj),
-    )
+    weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
+    weights.fill(o=matrix_of(attention.o_proj))
+    weights.fill(gate_up=matrix_of(mlp.gate_up_proj), down=matrix_of(mlp.down_proj))
+    weights.fill(input_norm=layer.input_layernorm.weight)
+    weights.fill(post_norm=layer.post_attention_layernorm.weight)
+    if attention.q_norm is not None and attention.k_norm is not None:
+        weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
+    return weights
 
 
 def matrix_of(linear: nn.Module) -> Matrix:
-    """Where weights and bias of a linear layer are."""
+    """Addresses of weights and bias of a linear layer."""
     assert isinstance(linear, KernelLinear)
-    sizes = {"N": linear.out_features, "E": linear.in_features}
-    return Matrix(weights=linear.weight, bias=linear.bias, form=linear.form, **sizes)
+    matrix = Matrix(weights=linear.weight, bias=linear.bias, form=linear.form)
+    matrix.fill(N=linear.out_features, E=linear.in_features)
+    return matrix
 
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:
-    """Puts kernels in the place of a model's linear layers, attention and blocks."""
+    """Replaces a model's linear layers, attention, norm and blocks by compiled kernels."""
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
     if model.dtype == torch.float32:
         for layer in layers:
@@ -260,7 +241,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 def split_projections(
     model: Llama, stored: Mapping[tuple[str, tuple[int, ...]], Form], kernels: Kernels
 ) -> None:
-    """Gives q, k and v layers of their own, empty ones, where a file has them in several forms."""
+    """Splits qkv projections into q, k and v, empty, where a file has them in different forms."""
     for path, attention in [*model.named_modules()]:
         if not isinstance(attention, Attention):
             continue
@@ -283,11 +264,11 @@ def keep_quantized(
     places: Mapping[str, Tensor],
     stored: Mapping[tuple[str, tuple[int, ...]], Form],
 ) -> list[str]:
-    """Makes the layers of a model on kernels quantized, and empty, where a file has them so.
+    """Replaces linear layers by empty quantized ones where a file has their weights quantized.
 
     The tensors of the file fill `places`, views of weights; several fill a fused projection, which
     needs all of them in one form. `stored` are the forms of the file's matrices, by name and shape.
-    Returns the names of those that are to come quantized.
+    Returns the names of the tensors to load quantized.
     """
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
@@ -313,7 +294,7 @@ def keep_quantized(
 def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on kernels with linear layers of 4 bits, which proposes for the model.
 
-    Its LM head has 8: with 4 SmolLM2's copy would agree with it on 79 % of the tokens, not 99."""
+    The LM head has 8 bits: with 4, SmolLM2's copy agrees with it on 79 % of the tokens, not 99."""
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4

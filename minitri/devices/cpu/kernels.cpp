@@ -1,21 +1,21 @@
-// The kernels of a short forward pass on a CPU: attention, linear layers, RoPE; and filters of logits.
+// Kernels of a short forward pass on a CPU: attention, linear layers, RoPE, sampling filters.
 //
-// Decoding is bound by memory, so each kernel reads weights, K and V once, as they lie, for all rows
-// of the block. Row invariance: every number of a row's result is computed by the same operations in
-// the same order, whatever rows it stands with and however many threads there are. Lanes of a
-// vector hold fixed elements, keys are cut into BLOCKs and PIECEs at absolute slots, and what is
-// masked adds exact zeros.
+// Decoding is bound by memory, so each kernel reads weights, K and V once, in the layout they have,
+// for all rows of the block. Row invariance: every number of a row's result is computed by the same
+// operations in the same order, whatever the other rows and the number of threads are. Lanes of a
+// vector hold fixed elements, keys are cut into BLOCKs and PIECEs at absolute slots, and masked
+// slots add exact zeros.
 //
-// `build.py` compiles this file, with those that it includes, for the machine it runs on, and
-// `kernels.py` calls it. Vectors are as long as a register of the processor.
-// Where it multiplies pairs of bfloat16 (AVX-512 BF16) these replace the conversion to float32.
+// `build.py` compiles this file for the machine it runs on, `kernels.py` calls it, and `abi.py` has
+// the structs of arguments. Vectors are as long as a register of the processor.
 //
-// Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a row,
-// R rows of a matrix, N outputs of a linear layer, E its inputs.
+// Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
+// row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <map>
 #include <string_view>
 #include <system_error>
 
@@ -26,7 +26,7 @@
 
 namespace {
 
-// One head: (x1, x2) cos + (x2, x1) sin, where the sine is negative in the first half.
+// RoPE of one head: (x1, x2) cos + (x2, x1) sin, where the sine is negative in the first half.
 template <class T>
 inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t D) {
     const int64_t half = D / 2;
@@ -37,9 +37,8 @@ inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, 
     }
 }
 
-// One head through an RMSNorm, in place.
-template <class T>
-inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
+// RMSNorm of one head, in place.
+template <class T> inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
     float sum = 0;
     for (int64_t d = 0; d < D; ++d) sum += widen(x[d]) * widen(x[d]);
     const float scale = 1 / std::sqrt(sum / D + float(eps));
@@ -47,14 +46,13 @@ inline void norm_head(T* x, const T* weight, double eps, int64_t D) {
 }
 
 struct RotateArguments {
-    const void* x;            // (R, total, D)
-    const float *cos, *sin;   // (R, D)
-    void* out;                // (R, H, D): the first H heads
+    const void* x;           // (R, total, D)
+    const float *cos, *sin;  // (R, D)
+    void* out;               // (R, H, D): the first H heads
     int64_t R, total, H, D;
 };
 
-template <class T>
-void rotate(const RotateArguments& a) {
+template <class T> void rotate(const RotateArguments& a) {
     const T* x = static_cast<const T*>(a.x);
     T* out = static_cast<T*>(a.out);
     for (int64_t r = 0; r < a.R; ++r) {
@@ -65,39 +63,41 @@ void rotate(const RotateArguments& a) {
     }
 }
 
+// A linear layer.
 struct Matrix {
     const void *weights, *bias;
-    int64_t N, E, form;       // as in `linear_of`
+    int64_t N, E, form;  // as in `linear_of`
 };
 
 struct LayerWeights {
     const void *input_norm, *post_norm;
     const void *q_norm, *k_norm;  // (D): of every head of q and of k before RoPE; or null
-    Matrix qkv[3], o, gate_up, down;  // q, k and v where their forms differ; else all in the first one
+    Matrix qkv[3];  // q, k and v where their forms differ; else the fused one, and two empty ones
+    Matrix o, gate_up, down;
 };
 
 struct PassArguments {
     const LayerWeights* layers;
-    void* x;                  // (R, E) with R = B T: the residual stream, in place
-    const float *cos, *sin;   // (R, D)
-    void *keys, *values;      // of the cache, all layers
-    void* raw_keys;           // alike, for keys before RoPE; or null
-    void* queries;            // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
-    const int64_t* lengths;   // prefix per sequence
-    const uint8_t* rule;      // (T, T), or null: causal
+    void* x;                 // (R, E) with R = B T: the residual stream, in place
+    const float *cos, *sin;  // (R, D)
+    void *keys, *values;     // of the cache, all layers
+    void* raw_keys;          // keys before RoPE, in the same layout; or null
+    void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
+    const int64_t* lengths;  // (B): prefixes
+    const uint8_t* rule;     // (T, T), or null: causal
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled;         // as for attention
+    int64_t is_tiled;                                             // as for attention
     int64_t num_threads;
     double eps;
-    double* seconds;          // of linear layers and of attention, added up; or null
+    double* seconds;  // of linear layers and of attention, added up; or null
 };
 
-// Queries and keys of a layer turned by their positions, K and V written into the cache.
+// Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.
 template <class Op, class T = typename Op::Stored>
 void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries) {
-    const T *q_norm = static_cast<const T*>(p.layers[layer].q_norm);
-    const T *k_norm = static_cast<const T*>(p.layers[layer].k_norm);
+    const T* q_norm = static_cast<const T*>(p.layers[layer].q_norm);
+    const T* k_norm = static_cast<const T*>(p.layers[layer].k_norm);
     const int64_t D = p.D, width = (p.H + 2 * p.K) * D;
     for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
         const int64_t b = row / p.T, t = row % p.T;
@@ -128,14 +128,14 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
             }
             rotate_head(key, cos, sin, keys + slot * p.kv_slot, D);
             std::copy(value, value + D, values + slot * p.kv_slot);
-            if (p.raw_keys) std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot);
+            if (!p.raw_keys) continue;
+            std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot);
         }
     }
 }
 
 // All layers of a model over a short block.
-template <class Op>
-void pass(const PassArguments& p) {
+template <class Op> void pass(const PassArguments& p) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
     const int64_t R = p.B * p.T, width = (p.H + 2 * p.K) * p.D, heads = p.H * p.D;
@@ -151,8 +151,8 @@ void pass(const PassArguments& p) {
     auto project = [&](const void* x, const void* norm, const Matrix& m, const void* residual,
                        void* out, int64_t stride, bool is_gated) {
         timed(0, [&] {
-            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N, stride,
-                                        is_gated, false, p.num_threads, p.eps});
+            linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
+                                        stride, is_gated, false, p.num_threads, p.eps});
         });
     };
     for (int64_t i = 0; i < p.L; ++i) {
@@ -163,11 +163,13 @@ void pass(const PassArguments& p) {
             part += m.N;
         }
         rotate_and_write<Op>(p, i, qkv, queries);
-        const T *keys = static_cast<T*>(p.keys) + i * p.kv_layer;
-        const T *values = static_cast<T*>(p.values) + i * p.kv_layer;
+        const T* keys = static_cast<T*>(p.keys) + i * p.kv_layer;
+        const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
         timed(1, [&] {
             attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
-                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled, p.num_threads}, true);
+                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled,
+                           p.num_threads},
+                          true);
         });
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
         project(p.x, layer.post_norm, layer.gate_up, nullptr, inner, layer.down.E, true);
@@ -176,40 +178,39 @@ void pass(const PassArguments& p) {
 }
 
 struct RoundArguments {
-    PassArguments first;      // over the first block; x is overwritten by those after it
+    PassArguments first;              // over the block; later passes overwrite x
     const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
-    const float *cos, *sin;   // (S, D), of all slots
-    const void* embeddings;   // a matrix of the form
+    const float *cos, *sin;           // (S, D), of all slots
+    const void* embeddings;           // a matrix of the form
     int64_t num_tokens, form;
-    const void* norm;         // (E)
+    const void* norm;  // (E)
     Matrix head;
-    const int64_t* ids;       // tokens of the head's outputs, which are rounded then, and rising; or null
+    const int64_t* ids;  // (2, N): tokens of a partial head's outputs, and sorted; or null
     const FilterArguments* filters;  // (B), without pointers
-    const double* uniforms;   // (B, N)
-    int64_t* tokens;          // (B, N)
-    float* probs;             // (B, N, width): tokens from the filters' V on have probability 0
+    const double* uniforms;          // (B, N)
+    int64_t* tokens;                 // (B, N)
+    float* probs;  // (B, N, width): tokens from the filters' V on have probability 0
     int64_t N, width;
 };
 
-// What the i-th pass of a round reads: embeddings and turns of all rows.
+// Prepares the i-th pass of a round: embeddings and rotations (cos, sin) of all rows.
 template <class T>
-void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, float* cos, float* sin) {
+void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, float* cos,
+                 float* sin) {
     for (int64_t r = 0; r < p.B * p.T; ++r) {
         const int64_t b = r / p.T, slot = p.lengths[b] + r % p.T;
         const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
         const int64_t row = std::clamp<int64_t>(token, 0, a.num_tokens - 1);
         T* x = static_cast<T*>(p.x) + r * p.E;
-        if (a.form % NESTED < 16) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 1});
+        if (a.form != PLAIN) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 1});
         else std::copy_n(static_cast<const T*>(a.embeddings) + row * p.E, p.E, x);
         std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
         std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);
     }
 }
 
-// N guesses of a draft model after each row's block, one after the other, and the distributions that
-// they were sampled from.
-template <class Op>
-void draft_round(const RoundArguments& a) {
+// N guesses of a draft model after each row's block, one after the other, and their distributions.
+template <class Op> void draft_round(const RoundArguments& a) {
     using T = typename Op::Stored;
     static thread_local Scratch<T> memory;
     static thread_local Scratch<float> float_memory;
@@ -227,12 +228,14 @@ void draft_round(const RoundArguments& a) {
         pass<Op>(p);
         for (int64_t b = 0; b < B; ++b) {
             const int64_t read = i == 0 ? a.num_read[b] : 1;
-            norm<T>({static_cast<T*>(p.x) + (b * p.T + read - 1) * E, a.norm, hidden + b * E, 1, E, p.eps});
+            norm<T>({static_cast<T*>(p.x) + (b * p.T + read - 1) * E, a.norm, hidden + b * E, 1, E,
+                     p.eps});
             lengths[b] += read;
         }
         void* logits = a.ids ? static_cast<void*>(rounded) : wide;
-        linear_of<Op>(int(a.head.form), {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E,
-                                         outputs, outputs, false, a.ids == nullptr, p.num_threads, p.eps});
+        linear_of<Op>(int(a.head.form),
+                      {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E, outputs,
+                       outputs, false, a.ids == nullptr, p.num_threads, p.eps});
         Pool::get().run(B, B * V, p.num_threads, [&](int64_t b) {
             static thread_local Scratch<float> row_memory;
             const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;
@@ -240,33 +243,34 @@ void draft_round(const RoundArguments& a) {
             float* row = row_memory.get(most);
             std::fill(row, row + most, MINUS_INFINITY);
             if (a.ids == nullptr) std::copy_n(wide + b * outputs, V, row);
-            for (int64_t n = 0; a.ids && n < outputs; ++n) row[a.ids[n]] = widen(rounded[b * outputs + n]);
+            for (int64_t n = 0; a.ids && n < outputs; ++n)
+                row[a.ids[n]] = widen(rounded[b * outputs + n]);
             std::fill(row + V, row + padded, MINUS_INFINITY);
             filter_row(a.filters[b], row, padded);
             std::fill(row + V, row + most, 0.0f);
             const int64_t* rising = a.ids ? a.ids + outputs : nullptr;
             a.tokens[at] = sample_row(row, rising, outputs, a.uniforms[at], a.width - 1);
-            std::fill(std::copy_n(row, V, a.probs + at * a.width), a.probs + (at + 1) * a.width, 0.0f);
+            std::fill(std::copy_n(row, V, a.probs + at * a.width), a.probs + (at + 1) * a.width,
+                      0.0f);
         });
     }
 }
 
-// What a kernel returns: 0, or why it has no result. No exception leaves the library.
-template <class Work>
-int outcome(Work&& work) {
+// The error code of a kernel: 0, 1 without memory, 2 without a thread. No exception leaves the
+// library.
+template <class Work> int outcome(Work&& work) {
     try {
         work();
         return 0;
-    } catch (const std::system_error&) {  // of a thread that does not start
+    } catch (const std::system_error&) {  // a thread does not start
         return 2;
-    } catch (...) {  // of memory: nothing else is thrown
+    } catch (...) {  // std::bad_alloc: nothing else is thrown
         return 1;
     }
 }
 
-// Of `work`, which is given what multiplies numbers of this type.
-template <class Work>
-int by_type(int dtype, Work&& work) {
+// Calls `work` with the operand of a number type, by the numbers of `kernels.py:DTYPES`.
+template <class Work> int by_type(int dtype, Work&& work) {
     return outcome([&] {
         if (dtype == 0) work(Widened<float>());
         if (dtype == 1) work(BFloat16Operand());
@@ -294,20 +298,15 @@ const char* minitri_instructions() {
 
 // Bytes of a struct, or 0 for an unknown name: `abi.py` compares them when it loads this library.
 int64_t minitri_sizeof(const char* name) {
-#define SIZE_OF(Struct) if (std::string_view(name) == #Struct) return sizeof(Struct);
-    SIZE_OF(AttentionArguments)
-    SIZE_OF(LinearArguments)
-    SIZE_OF(ProductArguments)
-    SIZE_OF(DequantizeArguments)
-    SIZE_OF(RotateArguments)
-    SIZE_OF(NormArguments)
-    SIZE_OF(FilterArguments)
-    SIZE_OF(Matrix)
-    SIZE_OF(LayerWeights)
-    SIZE_OF(PassArguments)
-    SIZE_OF(RoundArguments)
-#undef SIZE_OF
-    return 0;
+#define SIZE(Struct) \
+    { #Struct, sizeof(Struct) }
+    static const std::map<std::string_view, int64_t> sizes{
+        SIZE(AttentionArguments),  SIZE(LinearArguments), SIZE(ProductArguments),
+        SIZE(DequantizeArguments), SIZE(RotateArguments), SIZE(NormArguments),
+        SIZE(FilterArguments),     SIZE(Matrix),          SIZE(LayerWeights),
+        SIZE(PassArguments),       SIZE(RoundArguments)};
+    const auto found = sizes.find(name);
+    return found == sizes.end() ? 0 : found->second;
 }
 
 int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
@@ -345,5 +344,4 @@ int minitri_filter(int, const FilterArguments* a) {
 int minitri_rotate(int dtype, const RotateArguments* a) {
     return by_type(dtype, [&](auto op) { rotate<typename decltype(op)::Stored>(*a); });
 }
-
 }

@@ -1,4 +1,4 @@
-"""The compiled kernels of a CPU as functions on tensors; the C++ files say what they compute.
+"""Compiled CPU kernels as functions on tensors.
 
 All kernels of a pass are row-invariant: the bits of a row depend neither on the other rows of the
 block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
@@ -23,49 +23,39 @@ from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
 from minitri.core.settings import SamplingParams
-from minitri.devices.cpu.abi import (
-    AttentionArguments,
-    DequantizeArguments,
-    FilterArguments,
-    LinearArguments,
-    NormArguments,
-    ProductArguments,
-    RotateArguments,
-    Struct,
-    check_sizes,
-)
+from minitri.devices.cpu import abi
 from minitri.devices.cpu.build import SOURCE, architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
 from minitri.devices.cpu.tiles import Tiles, can_tile, tiled_slots
 
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()
-"""All engines of a process have the same kernels, also if they are loaded at the same time."""
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # as the kernels number them
+"""Held while kernels are loaded: all engines of a process share them."""
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in C++
 BLOCK = 64
-"""Slots whose scores are computed at once: those of a cache in tiles are a multiple of it."""
+"""Slots whose scores are computed at once; the slots of a cache in tiles are a multiple of it."""
 
 
 class Kernels:
     """The functions of a shared library."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
-        check_sizes(library)
+        abi.check_sizes(library)
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()
-        """The processor's, as far as the kernels use them."""
+        """The instruction set that the kernels use."""
         has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
-        """By dtype, how many numbers a lane multiplies at once; see `tiled_slots`."""
+        """Numbers that a lane multiplies at once, by dtype; see `tiled_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None
-        """Two float64, for a profile: what linear layers and attention of passes take."""
+        """Two float64 for a profile: seconds of linear layers and of attention, added up."""
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """Threads do not survive a fork: PyTorch would wait for them; a held lock stays held."""
+        """Resets what a fork breaks: threads are gone, and a held lock stays held."""
         self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
@@ -73,7 +63,7 @@ class Kernels:
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
         """One thread for PyTorch: its operations on a few rows gain nothing by more, and its
-        threads, which spin for a while when they are done, would be in the way of the kernels'."""
+        threads, which spin for a while after their work, would compete with the kernels'."""
         with self._one_at_a_time:
             torch.set_num_threads(1)
             try:
@@ -83,7 +73,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """All threads for PyTorch, in a thread that came up during a step, too."""
+        """All threads for PyTorch."""
         with self._one_at_a_time:
             torch.set_num_threads(self.num_threads)
             yield
@@ -99,7 +89,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """See `Attend`; row-invariant, among blocks computed as short ones and among all others."""
+        """Attention, see `Attend`; row-invariant among short blocks and among all others."""
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
         slots = (keys_BKSD, values_BKSD)
@@ -118,27 +108,12 @@ class Kernels:
         rule_TT = rule_TT.contiguous() if rule_TT is not None else None
         q_batch, q_token, q_head, _ = q_BTHD.stride()
         kv_batch, kv_head, kv_slot, _ = keys_BKSD.stride()
-        arguments = AttentionArguments(
-            q=q_BTHD,
-            keys=memory_of(keys_BKSD),
-            values=memory_of(values_BKSD),
-            out=out_BTHD,
-            lengths=lengths,
-            rule=rule_TT,
-            B=B,
-            T=T,
-            H=H,
-            K=K,
-            D=D,
-            q_batch=q_batch,
-            q_token=q_token,
-            q_head=q_head,
-            kv_batch=kv_batch,
-            kv_head=kv_head,
-            kv_slot=kv_slot,
-            is_tiled=isinstance(keys_BKSD, Tiles),
-            num_threads=self.num_threads,
-        )
+        arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, lengths=lengths, rule=rule_TT)
+        arguments.fill(keys=memory_of(keys_BKSD), values=memory_of(values_BKSD))
+        arguments.fill(B=B, T=T, H=H, K=K, D=D, num_threads=self.num_threads)
+        arguments.fill(q_batch=q_batch, q_token=q_token, q_head=q_head)
+        arguments.fill(kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
+        arguments.is_tiled = isinstance(keys_BKSD, Tiles)
         self.call("attention", arguments, q_BTHD.dtype, is_short)
         return out_BTHD
 
@@ -151,7 +126,7 @@ class Kernels:
         return plain_slots(shape, dtype, device)
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
-        """Whether K and V lie alike, in tiles only of dtypes that allow it."""
+        """Whether K and V have one layout, and tiles fit the dtype."""
         in_tiles = [it for it in slots if isinstance(it, Tiles)]
         return not in_tiles or (
             len(in_tiles) == len(slots)
@@ -169,9 +144,9 @@ class Kernels:
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias, (..., N); `is_wide`: in float32, in which sums are in any case.
+        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`.
 
-        `weight` is (N, E) in the dtype of x, or what `quantized.py` makes of it, with padded rows.
+        `weight` is (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows.
         """
         x = x.contiguous()
         E = x.shape[-1]
@@ -185,23 +160,14 @@ class Kernels:
             tensors=(x, weight, bias),
         )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
-        arguments = LinearArguments(
-            x=x,
-            weights=weight,
-            bias=bias,
-            out=out,
-            R=x.numel() // E,
-            E=E,
-            N=N,
-            stride=N,
-            is_wide=is_wide,
-            num_threads=self.num_threads,
-        )
+        arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out)
+        arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, is_wide=is_wide)
+        arguments.num_threads = self.num_threads
         self.call("linear", arguments, x.dtype, form)
         return out
 
     def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """x W^T + bias, (R, N), of many rows; each by float32 sums over E, in order."""
+        """x W^T + bias, (R, N), of many rows, each summed over E in order, in float32."""
         x_RE = x_RE.contiguous()
         R, E = x_RE.shape
         N = len(weight_NE)
@@ -212,8 +178,8 @@ class Kernels:
             tensors=(x_RE, weight_NE, bias_N),
         )
         out_RN = x_RE.new_empty(R, N)
-        tensors = {"x": x_RE, "weights": weight_NE, "bias": bias_N, "out": out_RN}
-        arguments = ProductArguments(**tensors, R=R, E=E, N=N, num_threads=self.num_threads)
+        arguments = abi.ProductArguments(x=x_RE, weights=weight_NE, bias=bias_N, out=out_RN)
+        arguments.fill(R=R, E=E, N=N, num_threads=self.num_threads)
         self.call("product", arguments, x_RE.dtype)
         return out_RN
 
@@ -230,19 +196,13 @@ class Kernels:
             tensors=(packed_NX, rows_R),
         )
         out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
-        arguments = DequantizeArguments(
-            weights=packed_NX,
-            rows=rows_R,
-            out=out_NE,
-            N=len(out_NE),
-            E=E,
-            num_threads=self.num_threads,
-        )
+        arguments = abi.DequantizeArguments(weights=packed_NX, rows=rows_R, out=out_NE)
+        arguments.fill(N=len(out_NE), E=E, num_threads=self.num_threads)
         self.call("dequantize", arguments, dtype, form)
         return out_NE
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """Rotates the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
+        """RoPE of the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape
         require(
             x_BTHD.stride()[2:] == (D, 1) and x_BTHD.stride(1) % D == D % 2 == 0,
@@ -252,8 +212,8 @@ class Kernels:
             tensors=(x_BTHD, cos, signed_sin),
         )
         out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
-        tensors = {"x": x_BTHD, "cos": cos, "sin": signed_sin, "out": out_BTHD}
-        arguments = RotateArguments(**tensors, R=B * T, total=x_BTHD.stride(1) // D, H=H, D=D)
+        arguments = abi.RotateArguments(x=x_BTHD, cos=cos, sin=signed_sin, out=out_BTHD)
+        arguments.fill(R=B * T, total=x_BTHD.stride(1) // D, H=H, D=D)
         self.call("rotate", arguments, x_BTHD.dtype)
         return out_BTHD
 
@@ -264,14 +224,11 @@ class Kernels:
         probs_NV = torch.empty_like(logits_NV)
         N, V = logits_NV.shape
         arguments = filter_arguments(params, V)
-        arguments.logits = logits_NV.data_ptr()
-        arguments.probs = probs_NV.data_ptr()
-        arguments.N = N
-        arguments.num_threads = self.num_threads
+        arguments.fill(logits=logits_NV, probs=probs_NV, N=N, num_threads=self.num_threads)
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
-    def call(self, kernel: str, arguments: Struct, dtype: torch.dtype, *options: int) -> None:
+    def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, *options: int) -> None:
         """Runs a kernel. Raises `MemoryError` or `RuntimeError` where it has no result."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], *options, ctypes.byref(arguments))
@@ -282,7 +239,7 @@ class Kernels:
 
 
 class KernelNorm(RMSNorm):
-    """The norm before an LM head."""
+    """RMSNorm before an LM head, by a kernel."""
 
     def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
         super().__init__(like.normalized_shape, like.eps)
@@ -295,13 +252,13 @@ class KernelNorm(RMSNorm):
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
         R = x.numel() // E
-        arguments = NormArguments(x=x, weight=self.weight, out=out, R=R, E=E, eps=self.eps)
+        arguments = abi.NormArguments(x=x, weight=self.weight, out=out, R=R, E=E, eps=self.eps)
         self.kernels.call("norm", arguments, x.dtype)
         return out
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
-    """Raises `ValueError` unless all facts hold: a kernel would read or write somewhere else."""
+    """Raises `ValueError` unless all facts hold: a kernel would read or write out of bounds."""
     given = [it for it in tensors if it is not None]
     if not all(facts) or not all(it.is_cpu for it in given):
         seen = "; ".join(f"{it.dtype} {tuple(it.shape)}, strides {it.stride()}" for it in given)
@@ -309,32 +266,26 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
 
 
 def memory_of(slots: Slots) -> Tensor:
-    """Where K or V lie."""
+    """The tensor that holds K or V."""
     if isinstance(slots, Tiles):
         return slots.units
     assert isinstance(slots, Tensor)
     return slots
 
 
-def filter_arguments(params: SamplingParams, vocab_size: int) -> FilterArguments:
+def filter_arguments(params: SamplingParams, vocab_size: int) -> abi.FilterArguments:
     """Filters of distributions over V tokens, in one thread, without logits."""
     temperature, top_p, log_min_p = params.numbers
-    return FilterArguments(
-        N=1,
-        V=vocab_size,
-        top_k=params.top_k,
-        num_threads=1,
-        temperature=temperature,
-        top_p=top_p,
-        log_min_p=log_min_p,
-    )
+    arguments = abi.FilterArguments(temperature=temperature, top_p=top_p, log_min_p=log_min_p)
+    arguments.fill(N=1, V=vocab_size, top_k=params.top_k, num_threads=1)
+    return arguments
 
 
 def load_kernels() -> Kernels | None:
-    """The kernels, built for this machine if need be, with as many threads as PyTorch has now.
+    """The kernels, built for this machine if need be, with PyTorch's current number of threads.
 
-    None, with a warning, if that fails, or if the environment says MINITRI_KERNELS=off. Raises
-    `InputError` if it says what nobody knows."""
+    None if MINITRI_KERNELS=off, or, after a warning, if that fails. Raises `InputError` if
+    MINITRI_KERNELS has an unknown value."""
     with LOADING:
         return _load_once()
 

@@ -1,4 +1,4 @@
-// Linear layers over weights of 16 or 32, or of 4 to 8 bits, with what stands around them.
+// Linear layers of a few rows, with norm, gate and residual, over weights of 4 to 8, 16 or 32 bits.
 
 #pragma once
 
@@ -11,41 +11,37 @@ namespace {
 
 // Weights (N, E) are plain numbers, or as `quantized.h` says.
 struct LinearArguments {
-    const void* x;            // (R, E)
-    const void* norm;         // (E): x passes through an RMSNorm first; or null
+    const void* x;     // (R, E)
+    const void* norm;  // (E): x passes through an RMSNorm first; or null
     const void* weights;
-    const void* bias;         // (N) or null
-    const void* residual;     // (R, outputs) or null, added last
-    void* out;                // (R, outputs)
+    const void* bias;      // (N) or null
+    const void* residual;  // (R, outputs) or null, added last
+    void* out;             // (R, outputs)
     int64_t R, E, N;
-    int64_t stride;           // from a row of the residual and of out to the next
-    int64_t is_gated;         // outputs N / 2: silu(first half) * second half
-    int64_t is_wide;          // out is float32, whatever x is
+    int64_t stride;    // from a row of the residual and of out to the next
+    int64_t is_gated;  // outputs N / 2: silu(first half) * second half
+    int64_t is_wide;   // out is float32, whatever x is
     int64_t num_threads;
     double eps;
 };
 
-constexpr int64_t TASKS_PER_THREAD = 4;  // so that whoever is late holds nobody up for long
-constexpr int64_t PREFETCH = 8192;  // bytes
+constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread delays the others little
+constexpr int64_t PREFETCH = 8192;       // bytes
 
-// What `dots` multiplies weights with: rows of x, padded with zeros to whole steps of 64 numbers.
-template <class Unit>
-struct Rows {
+// Rows of x as units, padded with zeros to a multiple of 64 numbers.
+template <class Unit> struct Rows {
     const Unit* x;
     const float* group_sums;  // (R, groups)
     int64_t stride, groups;
 };
 
-// sums (M, N): M rows times N weights, each in one vector of lanes.
-#define FOR_TILE(M, N)                    \
-    _Pragma("GCC unroll 8")               \
-    for (int m = 0; m < M; ++m)           \
-        _Pragma("GCC unroll 8")           \
-        for (int o = 0; o < N; ++o)
+// Loops over a tile of M rows and N outputs (or vectors of them), unrolled.
+#define FOR_TILE(M, N)                                  \
+    _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) \
+        _Pragma("GCC unroll 8") for (int o = 0; o < N; ++o)
 
 // Plain weights.
-template <class Op>
-struct Plain {
+template <class Op> struct Plain {
     using Operand = Op;
     static constexpr bool HAS_OFFSETS = false, IS_PLAIN = true;
     static constexpr int ROWS = TILE_ROWS, OUTPUTS = 4;  // of a tile
@@ -56,19 +52,24 @@ struct Plain {
 
     template <int M, int N>
     void dots(const Rows<typename Op::Unit>& rows, int64_t first, int count, Vec sum[M][N]) const {
-        constexpr int WIDTH = LANES * Op::STEP, LINE = std::max(WIDTH, 64 / int(sizeof(T)));  // of a cache
+        constexpr int WIDTH = LANES * Op::STEP;
+        constexpr int LINE = std::max(WIDTH, 64 / int(sizeof(T)));  // of a cache
         const T* w[N];
         for (int o = 0; o < N; ++o) w[o] = weights + (first + std::min(o, count - 1)) * E;
         Vec local[M][N] = {};
         auto multiply_line = [&](const T* const* line, int64_t e) {
 #pragma GCC unroll 4
             for (int i = 0; i < LINE; i += WIDTH) {
-                FOR_TILE(M, N) local[m][o] = Op::dot(local[m][o], line[o] + i, rows.x + m * rows.stride + (e + i) / Op::STEP);
+                FOR_TILE(M, N)
+                local[m][o] = Op::dot(local[m][o], line[o] + i,
+                                      rows.x + m * rows.stride + (e + i) / Op::STEP);
             }
         };
-        // In all about PREFETCH: further on in the rows or, where they are short, in one of the next tiles.
+        // About PREFETCH bytes for all outputs: later in their rows, or in a next tile of short
+        // rows.
         constexpr int64_t FAR = PREFETCH / sizeof(T);
-        const int64_t ahead = 2 * E > FAR ? FAR / OUTPUTS : (FAR + OUTPUTS * E - 1) / (OUTPUTS * E) * OUTPUTS * E;
+        const int64_t ahead =
+            2 * E > FAR ? FAR / OUTPUTS : (FAR + OUTPUTS * E - 1) / (OUTPUTS * E) * OUTPUTS * E;
         int64_t e = 0;
         for (; e + LINE <= E; e += LINE) {
             const T* line[N];
@@ -92,19 +93,20 @@ struct Plain {
     }
 };
 
-// Numbers of 4 to 8 bits. A panel's sums are lanes, which no other numbers reach.
-template <class Op, int BITS>
-struct Quantized : Layout<BITS> {
+// Weights of 4 to 8 bits. Each row of a panel has a lane of its own.
+template <class Op, int BITS> struct Quantized : Layout<BITS> {
     using Operand = Op;
     using Form = Layout<BITS>;
     static constexpr bool IS_PLAIN = false;
     static constexpr int ROWS = 8, OUTPUTS = PANEL;  // of a tile
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
-    // out (M, PANEL) = M rows times those of the panel from `first` on.
+    // out (M, PANEL) = M rows times the panel of row `first`.
     template <int M>
-    void multiply_panel(const Rows<typename Op::Unit>& rows, int64_t first, float* out, int64_t stride) const {
-        constexpr int ALL = PANEL / LANES, V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
+    void multiply_panel(const Rows<typename Op::Unit>& rows, int64_t first, float* out,
+                        int64_t stride) const {
+        constexpr int ALL = PANEL / LANES;
+        constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
         const uint8_t* panel = Form::panel_of(first);
         const int64_t group_bytes = Form::panel_bytes / Form::groups;
         for (int lane = 0; lane < PANEL; lane += V * LANES) {
@@ -118,17 +120,20 @@ struct Quantized : Layout<BITS> {
                 for (int word = 0; word < Form::WORDS; ++word) {
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
-                        Form::template unpack<Op>(panel, g, word, lane + v * LANES, [&](int i, typename Op::Quants w) {
+                        Form::template unpack<Op>(panel, g, word, lane + v * LANES,
+                                                  [&](int i, typename Op::Quants w) {
 #pragma GCC unroll 8
                             for (int m = 0; m < M; ++m) {
-                                sum[m][v] = Op::multiply_quants(sum[m][v], x + m * rows.stride + i, w);
+                                sum[m][v] =
+                                    Op::multiply_quants(sum[m][v], x + m * rows.stride + i, w);
                             }
                         });
                     }
                     if ((word + 1) % (Form::WORDS / Form::SCALES)) continue;
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
-                        const Vec scale = Form::scale(panel, g, word * Form::SCALES / Form::WORDS, lane + v * LANES);
+                        const Vec scale = Form::scale(panel, g, word * Form::SCALES / Form::WORDS,
+                                                      lane + v * LANES);
 #pragma GCC unroll 8
                         for (int m = 0; m < M; ++m) {
                             total[m][v] += scale * sum[m][v];
@@ -141,7 +146,8 @@ struct Quantized : Layout<BITS> {
                 for (int v = 0; v < V; ++v) {
                     const Vec offset = Form::offset(panel, g, lane + v * LANES);
 #pragma GCC unroll 8
-                    for (int m = 0; m < M; ++m) total[m][v] += offset * rows.group_sums[m * rows.groups + g];
+                    for (int m = 0; m < M; ++m)
+                        total[m][v] += offset * rows.group_sums[m * rows.groups + g];
                 }
             }
             FOR_TILE(M, V) store(out + m * stride + lane + o * LANES, total[m][o]);
@@ -149,7 +155,7 @@ struct Quantized : Layout<BITS> {
     }
 };
 
-// out (M, Weights::OUTPUTS), or fewer outputs: those of the weights' rows from `first` on.
+// out (M, count) = M rows times `count` rows of the weights from `first` on, at most OUTPUTS.
 template <class Weights, int M>
 void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t first,
                  int count, float* out, int64_t stride) {
@@ -171,17 +177,8 @@ void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& 
 template <class Weights>
 void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int M,
                  int64_t first, int count, float* out, int64_t stride) {
-    auto call = [&](auto tile) { tile(w, rows, first, count, out, stride); };
-    switch (M) {
-        case 1: return call(linear_tile<Weights, 1>);
-        case 2: return call(linear_tile<Weights, 2>);
-        case 3: return call(linear_tile<Weights, 3>);
-        case 4: return call(linear_tile<Weights, 4>);
-        case 5: return call(linear_tile<Weights, 5>);
-        case 6: return call(linear_tile<Weights, 6>);
-        case 7: return call(linear_tile<Weights, std::min(7, Weights::ROWS)>);
-        default: return call(linear_tile<Weights, Weights::ROWS>);
-    }
+    with_constant<Weights::ROWS>(
+        M, [&](auto m) { linear_tile<Weights, m>(w, rows, first, count, out, stride); });
 }
 
 // out (R, count) = x times `count` rows of the weights from `first` on.
@@ -196,14 +193,14 @@ void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, 
             some.x += r * rows.stride;
             some.group_sums += r * rows.groups;
             linear_rows(w, some, int(std::min<int64_t>(together, R - r)), first + o,
-                        int(std::min<int64_t>(Weights::OUTPUTS, count - o)), out + r * stride + o, stride);
+                        int(std::min<int64_t>(Weights::OUTPUTS, count - o)), out + r * stride + o,
+                        stride);
         }
     }
 }
 
-// Rows of x as columns of a matrix unit: 16 of them together, padded with zeros.
-template <class Op>
-Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
+// Rows of x as packed columns of a matrix unit, padded with zero rows to a multiple of 16.
+template <class Op> Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
     using Unit = typename Op::Unit;
     static thread_local Scratch<Unit> memory;
     const int64_t num = (R + LANES - 1) / LANES * rows.stride * LANES;
@@ -216,8 +213,8 @@ Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
     return {to, LANES, rows.stride * LANES};
 }
 
-// As `linear_chunk`, by a matrix unit: weights are its rows, in memory as they are unless some are
-// missing of 16, or numbers of 32.
+// `linear_chunk` by a matrix unit: weights are its rows (M = 16), x its columns. Weights are read
+// in place unless there are fewer than 16 rows or E is no multiple of 32.
 template <class Op>
 void linear_chunk_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_t R, int64_t first,
                           int64_t count, float* out, int64_t stride) {
@@ -232,11 +229,13 @@ void linear_chunk_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_
     if (count < LANES || w.E % WIDTH) {
         Unit* padded = padded_memory.get(LANES * steps);
         std::fill(padded, padded + LANES * steps, Unit(0));
-        for (int64_t o = 0; o < count; ++o) std::memcpy(padded + o * steps, weights + o * w.E, bytes);
+        for (int64_t o = 0; o < count; ++o)
+            std::memcpy(padded + o * steps, weights + o * w.E, bytes);
         rows = padded;
     }
     float* sums = sum_memory.get(LANES * num_columns);
-    MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, int(steps), sums, true, LANES * steps);
+    MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, int(steps), sums, true,
+                             LANES * steps);
     for (int64_t r = 0; r < R; ++r) {
         for (int64_t o = 0; o < count; ++o) out[r * stride + o] = sums[o * num_columns + r];
     }
@@ -247,9 +246,8 @@ inline Vec silu(Vec x) {
     return x * (x > 0.0f ? splat(1.0f) : e) / (e + 1.0f);
 }
 
-// E numbers, padded with zeros to whole vectors, through an RMSNorm.
-template <class T>
-inline void norm_row(float* wide, const T* weight, int64_t E, double eps) {
+// RMSNorm of E numbers, padded with zeros to whole vectors.
+template <class T> inline void norm_row(float* wide, const T* weight, int64_t E, double eps) {
     Vec squares{};
     for (int64_t e = 0; e < E; e += LANES) squares += load(wide + e) * load(wide + e);
     const float factor = 1.0f / std::sqrt(sum_lanes(squares) / float(E) + float(eps));
@@ -257,14 +255,13 @@ inline void norm_row(float* wide, const T* weight, int64_t E, double eps) {
 }
 
 struct NormArguments {
-    const void *x, *weight;   // (R, E), (E)
-    void* out;                // (R, E)
+    const void *x, *weight;  // (R, E), (E)
+    void* out;               // (R, E)
     int64_t R, E;
     double eps;
 };
 
-template <class T>
-void norm(const NormArguments& a) {
+template <class T> void norm(const NormArguments& a) {
     static thread_local Scratch<float> memory;
     float* wide = memory.get(a.E + LANES);
     std::fill(wide + a.E, wide + a.E + LANES, 0.0f);
@@ -303,8 +300,7 @@ Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets)
     return {x, sums, stride, groups};
 }
 
-template <class Weights>
-void linear(const Weights& weights, const LinearArguments& a) {
+template <class Weights> void linear(const Weights& weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
     const auto rows = prepare_rows<Op>(a, Weights::HAS_OFFSETS);
@@ -314,13 +310,15 @@ void linear(const Weights& weights, const LinearArguments& a) {
     constexpr int64_t CHUNK = PANEL;  // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
     const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
-    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads, [&](int64_t task) {
+    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads,
+                    [&](int64_t task) {
         static thread_local Scratch<float> memory;
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);
         auto multiply = [&](int64_t first, int64_t count, float* out) {
             if constexpr (Weights::IS_PLAIN) {
-                if (by_unit) return linear_chunk_by_unit(weights, columns, a.R, first, count, out, CHUNK);
+                if (by_unit)
+                    return linear_chunk_by_unit(weights, columns, a.R, first, count, out, CHUNK);
             }
             linear_chunk(weights, rows, a.R, first, count, out, CHUNK);
         };
@@ -348,15 +346,9 @@ void linear(const Weights& weights, const LinearArguments& a) {
     });
 }
 
-template <class Op>
-void linear_of(int form, const LinearArguments& a) {
-    const int bits = form % NESTED;
-    const bool is_nested = form >= NESTED;
-    if (bits == 4) linear(Quantized<Op, 4>(a, is_nested), a);
-    else if (bits == 5) linear(Quantized<Op, 5>(a, is_nested), a);
-    else if (bits == 6) linear(Quantized<Op, 6>(a, is_nested), a);
-    else if (bits == 8) linear(Quantized<Op, 8>(a, is_nested), a);
-    else linear(Plain<Op>(a), a);
+template <class Op> void linear_of(int form, const LinearArguments& a) {
+    if (form == PLAIN) return linear(Plain<Op>(a), a);
+    by_bits(form, [&](auto bits) { linear(Quantized<Op, bits>(a, form >= NESTED), a); });
 }
 
 }  // namespace

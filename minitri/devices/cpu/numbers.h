@@ -1,4 +1,4 @@
-// Vectors of floats, as long as a register, and the number types that become such.
+// Vectors of floats as long as a register, and conversions from and to other number types.
 
 #pragma once
 
@@ -36,8 +36,12 @@ typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_ali
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
-struct BFloat16 { uint16_t bits; };
-struct Float16 { uint16_t bits; };
+struct BFloat16 {
+    uint16_t bits;
+};
+struct Float16 {
+    uint16_t bits;
+};
 
 inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 inline void store(float* p, Vec v) { *reinterpret_cast<Vec*>(p) = v; }
@@ -56,25 +60,25 @@ inline Vec load(const Float16* p) {
     return (Vec)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
 #endif
     Bits half = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Bits);
-    Vec scaled = (Vec)((half & 0x7fff) << 13) * 0x1p112f;  // the exponent of float32 has another bias
+    Vec scaled =
+        (Vec)((half & 0x7fff) << 13) * 0x1p112f;  // the exponent of float32 has another bias
     Bits infinite = (Bits)((half & 0x7c00) == 0x7c00) & 0x7f800000;
     return (Vec)((Bits)scaled | infinite | ((half & 0x8000) << 16));
 }
 
-// The first n numbers, if there are so few, and zeros.
-template <class T>
-inline Vec some(const T* p, int64_t n) {
+// The first n numbers, and zeros where n is less than LANES.
+template <class T> inline Vec some(const T* p, int64_t n) {
     if (n >= LANES) return load(p);
     T padded[LANES] = {};
     std::copy(p, p + n, padded);
     return load(padded);
 }
-// LANES bytes as integers, whose signs count or not: in two steps, which compilers know how to do.
-template <class Byte>
-inline Ints load_bytes(const uint8_t* p) {
+// LANES bytes as integers, signed or unsigned; in two steps, which compilers vectorize.
+template <class Byte> inline Ints load_bytes(const uint8_t* p) {
 #ifdef HAS_AVX2
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
-    return (Ints)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes) : _mm256_cvtepu8_epi32(bytes));
+    return (Ints)(std::is_signed<Byte>::value ? _mm256_cvtepi8_epi32(bytes)
+                                              : _mm256_cvtepu8_epi32(bytes));
 #endif
     typedef Byte Bytes __attribute__((vector_size(LANES), aligned(1), may_alias));
     typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
@@ -124,9 +128,8 @@ inline void narrow(float x, Float16* to) {
 
 inline Vec maximum(Vec a, Vec b) { return a > b ? a : b; }
 
-// All lanes as one number, combined in the same order everywhere: halves, again and again.
-template <class Combine>
-inline float fold_lanes(Vec v, Combine&& combine) {
+// Combines all lanes into one number, in the same order everywhere: by halves.
+template <class Combine> inline float fold_lanes(Vec v, Combine&& combine) {
     typedef float Four __attribute__((vector_size(16), aligned(4), may_alias));
     float x[LANES];
     store(x, v);
@@ -166,7 +169,7 @@ inline bool any_above(Vec v, float limit) {
 // NaN stays NaN: damaged weights must not pass for a text.
 inline Vec power_of_2(Vec x) {
     Vec clamped = x < -126.0f ? splat(-126.0f) : x;
-    Vec shifted = clamped + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    Vec shifted = clamped + 12582912.0f;        // 1.5 * 2^23: rounds to a whole number
     Vec r = clamped - (shifted - 12582912.0f);  // from -0.5 to 0.5; polynomial of Cephes' exp2f
     Vec e = splat(1.535336188319500e-4f) * r + 1.339887440266574e-3f;
     e = e * r + 9.618437357674640e-3f;
@@ -181,7 +184,7 @@ inline Vec power_of_2(Vec x) {
 constexpr float LOG2_E = 1.44269504f;
 
 constexpr int BLOCK = 64;  // slots whose scores are computed at once
-constexpr int PANEL = 16;  // columns of a matrix that lie together in memory: see `devices/cpu/tiles.py`
-constexpr int GROUP = 32;  // quantized numbers that share an offset and, but for those of 6 bits, a scale
+constexpr int PANEL = 16;  // columns that are stored together, see `tiles.py`
+constexpr int GROUP = 32;  // quantized weights that share an offset and, but for 6 bits, a scale
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Linear layers repacked for a CPU without compiled kernels, for inference only.
+"""Linear layers in oneDNN's layout, for a CPU without compiled kernels, for inference only.
 
 Decoding reads every weight once per token; oneDNN streams them up to twice as fast from its own
 blocked layout, for any number of rows.
@@ -12,7 +12,7 @@ from minitri.core.model.replace import Factories
 
 
 class PackedLinear(Linear):
-    """y = x W^T + b with W in oneDNN's layout, from which nothing can be read back."""
+    """Linear layer with W in oneDNN's layout, from which it cannot be read back."""
 
     def __init__(self, plain: Linear) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
@@ -24,7 +24,7 @@ class PackedLinear(Linear):
 
 
 class PackedTiedHead(TiedHead):
-    """A tied head that multiplies with a packed copy of the embedding table."""
+    """Tied LM head that multiplies with a packed copy of the embedding table."""
 
     def __init__(self, plain: TiedHead) -> None:
         super().__init__(plain.weight)

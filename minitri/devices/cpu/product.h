@@ -1,4 +1,4 @@
-// Linear layers over many rows, those of a prompt: bound by arithmetic, not by memory.
+// Linear layers of many rows, as prompts have them: bound by arithmetic, not by memory.
 
 #pragma once
 
@@ -14,13 +14,12 @@ struct ProductArguments {
     int64_t num_threads;
 };
 
-constexpr int64_t PRODUCT_ROWS = 512;  // of a task, for which weights are transposed once
-constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // that are in memory as floats at a time
-constexpr int64_t PRODUCT_STEPS = 384;  // for which columns stay in a cache
+constexpr int64_t PRODUCT_ROWS = 512;        // of a task, which transposes weights once
+constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // widened at a time
+constexpr int64_t PRODUCT_STEPS = 384;       // whose columns fit a cache
 
 // Every number of the result is one sum over all of E, in order, whatever rows there are.
-template <class T>
-void product(const ProductArguments& a) {
+template <class T> void product(const ProductArguments& a) {
     if (a.R > MOST_PRODUCT_ROWS) {
         ProductArguments some = a;
         for (int64_t r = 0; r < a.R; r += MOST_PRODUCT_ROWS) {
@@ -35,21 +34,26 @@ void product(const ProductArguments& a) {
     float* rows = row_memory.get(a.R * a.E);
     Pool::get().run((a.R + BLOCK - 1) / BLOCK, a.R * a.E, a.num_threads, [&](int64_t task) {
         const int64_t first = task * BLOCK, last = std::min(a.R, first + BLOCK);
-        for (int64_t i = first * a.E; i < last * a.E; ++i) rows[i] = widen(static_cast<const T*>(a.x)[i]);
+        for (int64_t i = first * a.E; i < last * a.E; ++i)
+            rows[i] = widen(static_cast<const T*>(a.x)[i]);
     });
-    const int64_t num_chunks = (a.N + BLOCK - 1) / BLOCK, num_parts = (a.R + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
+    const int64_t num_chunks = (a.N + BLOCK - 1) / BLOCK,
+                  num_parts = (a.R + PRODUCT_ROWS - 1) / PRODUCT_ROWS;
     Pool::get().run(num_chunks * num_parts, a.R * a.E * a.N, a.num_threads, [&](int64_t task) {
         static thread_local Scratch<float> memory, sum_memory;
         const int64_t first = task % num_chunks * BLOCK, part = task / num_chunks * PRODUCT_ROWS;
-        const int64_t count = std::min<int64_t>(BLOCK, a.N - first), last = std::min(a.R, part + PRODUCT_ROWS);
+        const int64_t count = std::min<int64_t>(BLOCK, a.N - first),
+                      last = std::min(a.R, part + PRODUCT_ROWS);
         float *columns = memory.get(a.E * BLOCK), *sums = sum_memory.get((last - part) * BLOCK);
-        Widened<T>::transpose(static_cast<const T*>(a.weights) + first * a.E, a.E, int(count), int(a.E), columns);
+        Widened<T>::transpose(static_cast<const T*>(a.weights) + first * a.E, a.E, int(count),
+                              int(a.E), columns);
         for (int64_t k = 0; k < a.E; k += PRODUCT_STEPS) {
             const int here = int(std::min<int64_t>(PRODUCT_STEPS, a.E - k));
             for (int64_t r = part; r < last; r += TILE_ROWS) {
                 const int M = int(std::min<int64_t>(TILE_ROWS, last - r));
-                multiply<Widened<T>>(M, rows + r * a.E + k, a.E, Columns<Widened<T>>{columns + k * BLOCK, BLOCK}, BLOCK,
-                                     here, sums + (r - part) * BLOCK, k == 0);
+                multiply<Widened<T>>(M, rows + r * a.E + k, a.E,
+                                     Columns<Widened<T>>{columns + k * BLOCK, BLOCK}, BLOCK, here,
+                                     sums + (r - part) * BLOCK, k == 0);
             }
         }
         for (int64_t r = part; r < last; ++r) {

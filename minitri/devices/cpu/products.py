@@ -1,4 +1,4 @@
-"""Products of a matrix with many rows, as prompts have them: by PyTorch or by a kernel.
+"""Matrix products of many rows, as prompts have them, by PyTorch or by a kernel.
 
 Legend: R rows, E in_features, N out_features.
 """
@@ -25,13 +25,13 @@ from minitri.devices.cpu.packed import can_pack
 TILE = 256
 """Rows of a matrix product where their number decides the last bits."""
 FASTER = 1.25
-"""How many times as fast a kernel must be than PyTorch, which is better at shapes of any kind."""
+"""Speed of the kernel, in that of PyTorch, from which on it is used."""
 
 
 def multiply_rows(
     kernels: Kernels, rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """x W^T + b, (R, N); the bits of a row depend on nothing but itself."""
+    """x W^T + b, (R, N), row-invariant: the bits of a row depend on nothing but itself."""
     if is_kernel_faster(kernels, weight_NE.dtype):
         return kernels.product(rows_RE, weight_NE, bias_N)
     R = len(rows_RE)
@@ -41,18 +41,18 @@ def multiply_rows(
         rows_RE = F.pad(rows_RE, (0, 0, 0, -R % tile))
     multiply = torch.mm if bias_N is None else partial(torch.addmm, bias_N)
     out_RN = rows_RE.new_empty(len(rows_RE), len(weight_NE))
-    for some, place in zip(rows_RE.split(tile), out_RN.split(tile), strict=True):
-        multiply(some, weight_NE.t(), out=place)
+    for part, out in zip(rows_RE.split(tile), out_RN.split(tile), strict=True):
+        multiply(part, weight_NE.t(), out=out)
     return out_RN[:R]
 
 
 @cache
 def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether `Kernels.product` is, on this machine.
+    """Whether `Kernels.product` is faster than PyTorch on this machine.
 
-    It is measured when this is first asked, and kept in a file next to the compiled kernels: bits
-    depend neither on the day nor on the process. Where nothing can be kept the answer is no, but
-    for a dtype that oneDNN does not multiply on this processor: that is yes everywhere.
+    It is measured once and stored in a file next to the compiled kernels, so that bits depend
+    neither on the day nor on the process. Where nothing can be stored the answer is no. It is
+    always yes for a dtype that oneDNN does not multiply on this processor.
     """
     if dtype != torch.float32 and not can_pack(dtype, torch.device("cpu")):
         return True
@@ -66,7 +66,7 @@ def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
 
 
 def publish(place: Path, text: str) -> None:
-    """Writes a file, whole, unless another process was first. Raises `OSError`."""
+    """Writes a file atomically, unless another process was first. Raises `OSError`."""
     with NamedTemporaryFile("w", dir=place.parent) as unfinished:
         unfinished.write(text)
         unfinished.flush()
@@ -75,25 +75,25 @@ def publish(place: Path, text: str) -> None:
 
 
 def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether the kernel takes a quarter less time than PyTorch, and more."""
+    """Whether the kernel is `FASTER` times as fast as PyTorch."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 576, generator=seeded, dtype=dtype) for n in (TILE, 3 * TILE))
     with kernels.reading():
-        own = _seconds(lambda: kernels.product(x, weight))
-        return _seconds(lambda: F.linear(x, weight)) > FASTER * own
+        seconds = _seconds(lambda: kernels.product(x, weight))
+        return _seconds(lambda: F.linear(x, weight)) > FASTER * seconds
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """The median of some runs, after one that does not count."""
+    """Median seconds of 7 runs, after one to warm up."""
     return median(timeit.repeat(work, number=1, repeat=8)[1:])
 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """Rows to multiply with a (N, E) matrix at a time, so that the bits of each depend on it alone.
+    """Rows to multiply with a (N, E) matrix at a time, for products to be row-invariant.
 
     None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
-    another order than many; then K and V would depend on how a prompt was cut. It is tried out.
+    another order than many; then K and V would depend on how a prompt was cut. This is measured.
     """
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))

@@ -1,31 +1,43 @@
-// Matrices of 4 to 8 bits: how they lie, and plain numbers of them.
+// Matrices of 4 to 8 bits: their layout, and dequantization.
 
 #pragma once
 
 #include <algorithm>
 #include <cstring>
-#include "operands.h"
 #include "threads.h"
+#include "widened.h"
 
 namespace {
 
-constexpr int NESTED = 32;    // is added to the bits of a form whose scales are integers
+constexpr int PLAIN = 16;   // the form of weights that are not quantized; see `quantized.py:Form`
+constexpr int NESTED = 32;  // is added to the bits of a form whose scales are integers
 
-// Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows lie together, so
-// that the lanes of a vector are rows. A panel holds one part after the other, each by groups:
-//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: those of even inputs in
-//           the low halves of words, from the lowest bits on, those of odd inputs in the high ones. Or
-//           8 words, in this order, with q of 8 bits, which are signed.
-//   high    1 or 2 words, in this order, with the other bits of q of 5 or 6. Of 6 bits 32 is subtracted.
-//   scales  float16; and then offsets, if q has 4 or 5 bits
+// Calls `work` with the bits of a quantized form as a constant.
+template <class Work> inline void by_bits(int form, Work&& work) {
+    switch (form % NESTED) {
+        case 4: return work(std::integral_constant<int, 4>());
+        case 5: return work(std::integral_constant<int, 5>());
+        case 6: return work(std::integral_constant<int, 6>());
+        case 8: return work(std::integral_constant<int, 8>());
+    }
+}
+
+// Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows are stored
+// together, so that the lanes of a vector are rows. A panel has these parts, each by groups:
+//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: those of even inputs
+//   in
+//           the low halves of words, from the lowest bits on, those of odd inputs in the high ones.
+//           Or 8 words, in this order, with q of 8 bits, which are signed.
+//   high    1 or 2 words, in this order, with the other bits of q of 5 or 6. Of 6 bits 32 is
+//   subtracted. scales  float16; and then offsets, if q has 4 or 5 bits
 // or, if it is nested, as GGUF's K-quants are, in place of these scales:
 //   units   of scales, a float16 for 8 groups; and of offsets, but for q of 6 bits
-//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 inputs each
-//   offsets in units, bytes, but for q of 6 bits
-template <int BITS>
-struct Layout {
+//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 inputs
+//   each offsets in units, bytes, but for q of 6 bits
+template <int BITS> struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
-    static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4, WORDS = BITS == 8 ? 8 : 4;  // of a group
+    static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4,
+                         WORDS = BITS == 8 ? 8 : 4;  // of a group
     static constexpr int SCALES = BITS == 6 ? 2 : 1;
     static constexpr int WORD_BYTES = PANEL * 4;  // of all rows
     const uint8_t* weights;
@@ -33,8 +45,11 @@ struct Layout {
     int64_t groups, high, scales, in_units, offsets, panel_bytes;
 
     Layout(const void* weights, int64_t E, bool is_nested)
-        : weights(static_cast<const uint8_t*>(weights)), is_nested(is_nested), groups(E / GROUP),
-          high(groups * WORDS * WORD_BYTES), scales(high + groups * HIGH_WORDS * WORD_BYTES) {
+        : weights(static_cast<const uint8_t*>(weights)),
+          is_nested(is_nested),
+          groups(E / GROUP),
+          high(groups * WORDS * WORD_BYTES),
+          scales(high + groups * HIGH_WORDS * WORD_BYTES) {
         const int64_t halves = (is_nested ? (groups + 7) / 8 : groups) * PANEL * 2;
         offsets = scales + halves;
         in_units = scales + halves * (1 + HAS_OFFSETS);
@@ -42,7 +57,7 @@ struct Layout {
     }
     const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
 
-    // Of the rows of a panel from `lane` on, the scales of a part of a group; all products are exact.
+    // Scales of a part of a group, for the rows of a panel from `lane` on; all products are exact.
     Vec scale(const uint8_t* panel, int64_t g, int part, int lane) const {
         if (!is_nested) return halves_at(panel + scales, g, lane);
         const uint8_t* bytes = panel + in_units + (g * SCALES + part) * PANEL + lane;
@@ -55,7 +70,7 @@ struct Layout {
         return halves_at(panel + offsets, g / 8, lane) * as_floats(load_bytes<uint8_t>(bytes));
     }
 
-    // The q of a word's inputs: gives `use` their numbers, or those of pairs, and vectors of rows.
+    // Unpacks a word: calls `use` with the number of an input, or of a pair, and q of LANES rows.
     template <class Op, class Use>
     void unpack(const uint8_t* panel, int64_t g, int word, int lane, Use&& use) const {
         const uint8_t* low = panel + (g * WORDS + word) * WORD_BYTES + lane * 4;
@@ -70,14 +85,13 @@ struct Layout {
 };
 
 struct DequantizeArguments {
-    const void* weights;      // whole panels
-    const int64_t* rows;      // (N), or null: the first N
-    void* out;                // (N, E)
+    const void* weights;  // whole panels
+    const int64_t* rows;  // (N), or null: the first N
+    void* out;            // (N, E)
     int64_t N, E, num_threads;
 };
 
-template <class T, int BITS>
-void dequantize(bool is_nested, const DequantizeArguments& a) {
+template <class T, int BITS> void dequantize(bool is_nested, const DequantizeArguments& a) {
     using Form = Layout<BITS>;
     const Form form(a.weights, a.E, is_nested);
     const int64_t together = a.rows ? 1 : PANEL;
@@ -100,7 +114,8 @@ void dequantize(bool is_nested, const DequantizeArguments& a) {
                     if (r < 0 || r >= LANES) continue;
                     T* out = static_cast<T*>(a.out) + n * a.E + g * GROUP;
                     float wide[GROUP];
-                    for (int from = 0; from < GROUP; from += LANES) store(wide + from, numbers[from + r]);
+                    for (int from = 0; from < GROUP; from += LANES)
+                        store(wide + from, numbers[from + r]);
                     for (int i = 0; i < GROUP; ++i) narrow(wide[i], out + i);
                 }
             }
@@ -108,14 +123,8 @@ void dequantize(bool is_nested, const DequantizeArguments& a) {
     });
 }
 
-template <class T>
-void dequantize_of(int form, const DequantizeArguments& a) {
-    const int bits = form % NESTED;
-    const bool is_nested = form >= NESTED;
-    if (bits == 4) dequantize<T, 4>(is_nested, a);
-    if (bits == 5) dequantize<T, 5>(is_nested, a);
-    if (bits == 6) dequantize<T, 6>(is_nested, a);
-    if (bits == 8) dequantize<T, 8>(is_nested, a);
+template <class T> void dequantize_of(int form, const DequantizeArguments& a) {
+    by_bits(form, [&](auto bits) { dequantize<T, bits>(form >= NESTED, a); });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
-"""Matrices of 4 to 8 bits, as the kernels read them.
+"""Matrices of 4 to 8 bits, in the layout that the CPU kernels read.
 
 Groups of 32 weights of a row share a scale and an offset: weight = scale q + offset. A quantized
-matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, whose bytes lie together: q, scales,
-then offsets, each group by group, of all rows of the panel in turn (`quantized.h` says how).
+matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, which are stored together: q,
+scales, then offsets, each group by group, interleaved over the rows of the panel (`quantized.h`).
 
 Legend: N out_features, E in_features, X bytes of a row, G groups of a row, Q = 32 weights of a
 group, W words, P panels.
@@ -17,19 +17,19 @@ from torch import Tensor
 GROUP = 32
 PANEL = 16
 NUMBERS_AT_ONCE = 1 << 19
-"""Weights that are quantized or dequantized at a time: what that takes stays in a cache."""
+"""Weights that are quantized or dequantized at a time, so that they fit a cache."""
 
 
 class Form(IntEnum):
-    """How weights lie, by the numbers that the kernels know. Scales and offsets are float16; those
-    of GGUF's K-quants are small integers in units, which are float16 for 256 weights each."""
+    """Formats of weights, by their numbers in C++. Scales and offsets are float16; in GGUF's
+    K-quants they are small integers in units, which are float16 for 256 weights each."""
 
     Q4, Q5, Q8, PLAIN = 4, 5, 8, 16
     Q4_K, Q5_K, Q6_K = 36, 37, 38
 
     @property
     def bits(self) -> int:
-        """Of a q, or more: of a plain weight."""
+        """Bits of a q, or of a plain weight."""
         return self % 32
 
     @property
@@ -38,21 +38,22 @@ class Form(IntEnum):
 
 
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
-    """(N, X) of a quantized matrix."""
+    """Shape (N, X) of a quantized matrix."""
     G = in_features // GROUP
-    own = Form(form)
-    num_halves = -(-G // 8) if own.is_nested else G
-    width = 4 * own.bits * G + 2 * num_halves * (1 + (own.bits < 6)) + 2 * G * own.is_nested
+    bits = Form(form).bits
+    is_nested = Form(form).is_nested
+    num_halves = -(-G // 8) if is_nested else G
+    width = 4 * bits * G + 2 * num_halves * (1 + (bits < 6)) + 2 * G * is_nested
     return -(-num_rows // PANEL) * PANEL, width
 
 
 def rows_at_once(num_columns: int) -> int:
-    """How many rows of a quantized matrix to read or write at a time: whole panels."""
+    """Rows of a quantized matrix to read or write at a time: whole panels."""
     return max(1, NUMBERS_AT_ONCE // (PANEL * num_columns)) * PANEL
 
 
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
-    """A matrix in 4 bits, in which each group's extremes are met, or in 8, which are symmetric."""
+    """Quantizes a matrix to 4 bits, from least to largest of a group, or to 8, symmetric."""
     parts = weight_NE.split(rows_at_once(weight_NE.shape[1]))
     return torch.cat([_quantize_rows(rows, bits) for rows in parts])
 
@@ -74,8 +75,8 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
 
 
 def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
-    """A quantized matrix of these q (uint8; of 8 bits int8's) and, for each row, of what follows
-    them: float16 or float32 scales and offsets or their units, bytes that count these."""
+    """Packs q (uint8; for 8 bits the bytes of int8) and the factors of each row: scales and offsets
+    (float16 or float32), or their units and then bytes that count these."""
     low = 8 if form.bits == 8 else 4
     parts = [_words(quants_NGQ & (1 << low) - 1, low)]
     if form.bits > low:
@@ -88,7 +89,7 @@ def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
 
 
 def _words(bits_NGQ: Tensor, num_bits: int) -> Tensor:
-    """Words (N, W) of some bits of each q: pairs of q, one in each half, lowest bits first."""
+    """Words (N, W) of a part of the bits of each q: pairs, one in each half, lowest bits first."""
     pairs = bits_NGQ.contiguous().flatten(1).view(torch.int16).int()
     words = pairs & 0xFF | (pairs & 0xFF00) << 8
     while num_bits < 16:  # the second word of two goes above the bits of the first

@@ -1,4 +1,4 @@
-// From logits to the distributions that tokens are drawn from, as `core/decoding/sampling.py` says.
+// Distributions of logits, and sampling: the filters of `core/decoding/sampling.py`.
 
 #pragma once
 
@@ -13,17 +13,20 @@ namespace {
 typedef double Doubles __attribute__((vector_size(8 * LANES), aligned(8)));
 
 struct FilterArguments {
-    const float* logits;      // (N, V)
-    float* probs;             // (N, V)
-    int64_t N, V, top_k;      // top_k 0, or V: all
+    const float* logits;  // (N, V)
+    float* probs;         // (N, V)
+    int64_t N, V, top_k;  // top_k 0, or V: all
     int64_t num_threads;
-    double temperature;       // 0: the likeliest token
+    double temperature;  // 0: the likeliest token
     double top_p, log_min_p;
 };
 
-struct Mass { double sum = 0; int64_t count = 0; };
+struct Mass {
+    double sum = 0;
+    int64_t count = 0;
+};
 
-// Of n numbers, whole vectors, those that are at least `least`.
+// Sum and count of the numbers that are at least `least`; n is a multiple of LANES.
 inline Mass mass_from(const float* x, int64_t n, float least) {
     Doubles sums{};
     Ints counts{};
@@ -43,10 +46,9 @@ inline Mass mass_from(const float* x, int64_t n, float least) {
     return mass;
 }
 
-// The last of the largest numbers that are enough; n positive ones or zeros, none above 1. What is
-// far below it is not put in order.
-template <class Enough>
-float cutoff(const float* x, int64_t n, Enough&& is_enough) {
+// The smallest of the largest numbers that together are enough, of n numbers from 0 to 1. Numbers
+// far below it are not sorted.
+template <class Enough> float cutoff(const float* x, int64_t n, Enough&& is_enough) {
     constexpr float SMALLEST = 0x1p-126f;
     static thread_local std::vector<float> some;
     float least = 1.0f, above = 2.0f;
@@ -74,21 +76,22 @@ float cutoff(const float* x, int64_t n, Enough&& is_enough) {
     return least;
 }
 
-// The likeliest of n tokens, of equal ones the first.
+// One-hot of the likeliest token, the first of equal ones.
 inline void keep_first_highest(float* x, int64_t n, float top) {
     float* first = std::find(x, x + n, top);
     std::fill(x, x + n, 0.0f);
     *first = 1.0f;
 }
 
-// Keeps, of what each filter leaves, what the next one keeps.
+// Temperature, then top-k, top-p and min-p, each applied to what the one before keeps.
 inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float top) {
     const float temperature = float(a.temperature);
     for (int64_t i = 0; i < n; i += LANES) {  // the best is 1
         store(x + i, power_of_2((load(x + i) - top) / temperature * LOG2_E));
     }
     float least = 0.0f;
-    if (0 < a.top_k && a.top_k < a.V) least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });
+    if (0 < a.top_k && a.top_k < a.V)
+        least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });
     if (a.top_p < 1) {
         const double wanted = a.top_p * mass_from(x, n, least).sum;
         least = std::max(least, cutoff(x, n, [&](const Mass& mass) { return mass.sum >= wanted; }));
@@ -101,8 +104,8 @@ inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float
     }
 }
 
-// A row of logits, padded with minus infinity to n numbers, becomes a distribution; or NaN where one
-// of them is NaN or the highest is infinite.
+// Turns a row of logits, padded with minus infinity to n numbers, into a distribution; into NaN if
+// a logit is NaN or the highest is infinite.
 inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     Vec highest = splat(MINUS_INFINITY);
     Ints are_nan{};
@@ -116,9 +119,11 @@ inline void filter_row(const FilterArguments& a, float* x, int64_t n) {
     else keep_by_filters(a, x, n, top);
 }
 
-// A token by inverse CDF, with the bits of `core/decoding/sampling.py:sample`; all n that are possible are
-// given, rising, or they are the first n. Where nothing is, as of NaN, it is `last`.
-inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform, int64_t last) {
+// Samples a token by inverse CDF, with the bits of `core/decoding/sampling.py:sample`. The n
+// possible tokens are `ids`, sorted, or the first n. If none has a probability, as with NaN,
+// returns `last`.
+inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double uniform,
+                          int64_t last) {
     double total = 0, sum = 0;
     for (int64_t i = 0; i < n; ++i) total += x[ids ? ids[i] : i];
     const double target = uniform * total;

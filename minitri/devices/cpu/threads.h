@@ -22,11 +22,11 @@ inline void pause_cpu() {
 #endif
 }
 
-// Runs tasks 0..n-1 on all threads, the caller's included; whoever is free takes the next one. A
-// worker that finds nothing to do spins for a moment, since the next kernel of a pass follows
-// within microseconds, and then sleeps: waiting threads leave the cores to others.
+// Runs tasks 0..n-1 on all threads, the caller's included; a free thread takes the next task. An
+// idle worker spins for a moment, since the next kernel of a pass follows within microseconds, and
+// then sleeps, to leave the core to others.
 class Pool {
-public:
+  public:
     static Pool& get() {
         static Pool* pool = new Pool;  // never destroyed: its threads end with the process
         return *pool;
@@ -62,7 +62,7 @@ public:
         if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
     }
 
-private:
+  private:
     static constexpr int64_t WORTH_WAKING = 32768;
     static constexpr int SPINS = 4000;  // some 50 to 100 microseconds
 

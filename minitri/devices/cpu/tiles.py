@@ -1,7 +1,7 @@
-"""Slots of a KV cache in tiles: as compiled CPU kernels multiply them, so that none are transposed.
+"""Slots of a KV cache in tiles: the layout in which compiled CPU kernels multiply them.
 
-In a tile, neighbours in memory are slots, not the numbers of one. It is read and written like a
-tensor (..., S, D), but for its last axis; what is read is a copy.
+Neighbours in memory are slots, not the numbers of one slot, so that kernels transpose nothing.
+`Tiles` is indexed like a tensor (..., S, D), except in its last axis; reading slots copies.
 
 Legend: L layers, B rows, K KV heads, S slots, T of them, D head dim, N tiles, P slots of a tile,
 U units (numbers, or pairs of them) of a slot.
@@ -21,7 +21,7 @@ COLUMNS = 32
 
 
 class Tiles(Slots):
-    """Keys or values of some rows."""
+    """Keys or values (..., S, D) in tiles."""
 
     def __init__(self, units: Tensor, dtype: torch.dtype) -> None:
         """Units (..., N, U, P), whose last two axes are contiguous, of numbers of a dtype."""
@@ -48,7 +48,7 @@ class Tiles(Slots):
         return self.units.nbytes
 
     def stride(self) -> tuple[int, ...]:
-        """Numbers from a place to the next along each axis of `shape`; a tile has whole slots."""
+        """Strides of the axes of `shape`, in numbers; a tile has whole slots."""
         *rows, _, _, _ = self.units.stride()
         return (*(it * self.pair for it in rows), self.shape[-1], 1)
 
@@ -56,7 +56,7 @@ class Tiles(Slots):
         return len(self.units)
 
     def __getitem__(self, index: Any) -> Any:
-        """The same of some rows, where the index says nothing of slots; else a tensor."""
+        """A view of rows, if the index has no slots; else a copy of slots, as a tensor."""
         rows, slots = self._split(index)
         if slots is None:
             return Tiles(self.units[rows], self.dtype)
@@ -80,7 +80,7 @@ class Tiles(Slots):
         units_NPU[..., slots_T // P, slots_T % P, :] = new_TD.view(self.units.dtype)
 
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
-        """What an index says of rows, and of slots."""
+        """An index of the axes before slots, and of slots; None for all slots."""
         index = index if isinstance(index, tuple) else (index,)
         num_axes = len(self.shape)
         if (hole := next((i for i, it in enumerate(index) if it is Ellipsis), None)) is not None:

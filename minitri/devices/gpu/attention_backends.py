@@ -1,5 +1,6 @@
-"""Attention on a GPU: backends for short blocks, which read row lengths on the device, so that a
-graph can hold them, and which of them a model uses.
+"""Attention on a GPU: backends for short blocks, and the choice of one.
+
+A backend reads row lengths on the device, so that a CUDA graph can capture it:
 
 - `triton`: our own kernel, see `kernels/flash_decoding.py`;
 - `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
@@ -31,7 +32,7 @@ Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
 
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
-"""The largest error of outputs around 1 that rounding explains."""
+"""Largest error of outputs around 1 that rounding explains, by dtype."""
 
 
 def attend_masked(
@@ -142,8 +143,8 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The backend that is `wanted`; auto is our kernel, or, after a warning, the plain formulas.
-    Raises `InputError` if what is asked for does not work here."""
+    """The `wanted` backend; auto is our kernel, or, after a warning, the plain formulas. Raises
+    `InputError` if the backend does not work here."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:

@@ -1,4 +1,4 @@
-"""The network on a GPU with what stands between its matrices compiled.
+"""Transformer blocks on a GPU whose elementwise operations are compiled.
 
 Launches cost a microsecond or two each. `torch.compile` makes one kernel each of a residual
 addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
@@ -26,7 +26,7 @@ from minitri.devices.gpu.kernels import problem_with
 
 
 def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x + change, and the RMSNorm of that."""
+    """Returns x + change, and its RMSNorm."""
     total = x + change
     return total, F.rms_norm(total, weight_E.shape, weight_E, eps)
 
@@ -38,19 +38,19 @@ def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of these functions as a kernel, which is compiled when it is called."""
+    """A function of this module as a kernel, compiled when it is first called."""
     return torch.compile(function, dynamic=True)
 
 
 class FusedRotary(Rotary):
-    """A rotation by one kernel."""
+    """RoPE by one compiled kernel."""
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         return compiled(rotate)(x_BTHD, self.cos, self.signed_sin)
 
 
 class FusedLayers(Layers):
-    """All transformer blocks; each adds what the one before it has left to add."""
+    """All transformer blocks; each adds the MLP output of the one before in its first kernel."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         shared = replace(shared, rotary=FusedRotary(shared.rotary.cos, shared.rotary.signed_sin))
@@ -69,8 +69,8 @@ class FusedLayers(Layers):
 
 
 def fuse_if_possible(model: Llama) -> Llama:
-    """The model on compiled kernels, where they work, on a GPU; else as it is. The environment
-    variable MINITRI_KERNELS=off stands for no kernels."""
+    """A model on compiled kernels where they work, on a GPU; else the model itself, as with the
+    environment variable MINITRI_KERNELS=off."""
     if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
         return model
     if problem := problem_with(lambda: check_kernels(model)):

@@ -1,4 +1,4 @@
-"""A copy of a model in 4 or 8 bits, which proposes with the retrieval cache on a GPU.
+"""Copies of a model in 4 or 8 bits, which propose with the retrieval cache on a GPU.
 
 Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. Groups of
 `GROUP` weights of a row share a scale in float32; the last one may be filled up. Embedding table
@@ -32,7 +32,7 @@ class QuantizedLinear(Linear):
     """y = x W^T + b with W in 4 or 8 bits."""
 
     def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
-        """Another layer's shape and bias, its weights rounded."""
+        """Quantizes the weights of a plain layer."""
         parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
         weights, scales = zip(*parts, strict=True)
         super().__init__(nn.Parameter(torch.cat(weights), requires_grad=False), plain.bias)
@@ -45,9 +45,9 @@ class QuantizedLinear(Linear):
 
 
 def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """A matrix in 4 or 8 bits, (N, X) int8, and the scale of each group, (G, N), by which its
-    largest number is met. A byte of 4 bits, each plus 8, has a weight of its group's first half
-    below one of the second half."""
+    """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and the scale of each group, (G, N), which
+    keeps its number of largest magnitude. With 4 bits a byte has two weights, each plus 8: one of
+    the group's first half in the low nibble, one of the second half in the high nibble."""
     limit = 1 << bits - 1
     wide_NE = F.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
     groups_NGQ = wide_NE.unflatten(1, (-1, GROUP))
@@ -62,7 +62,7 @@ def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """The matrix, (N, E), E filled up, in float32."""
+    """The matrix (N, E), E padded to whole groups, in float32."""
     bytes_NGX = weight_NX.unflatten(1, (len(scales_GN), -1))
     if bytes_NGX.shape[2] < GROUP:
         bytes_NGX = torch.cat((bytes_NGX & 15, bytes_NGX >> 4 & 15), 2) - 8

@@ -1,7 +1,7 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
 All draw the same random numbers and read the same gathered logits, so they take the same decisions;
-what only one can know, such as a prompt from standard input, rank 0 is asked for. Tensors on CUDA
+rank 0 sends what only one can know, such as a prompt from standard input. Tensors on CUDA
 go through NCCL, all others through gloo.
 """
 
@@ -22,9 +22,9 @@ from minitri.core.errors import InputError, explain
 from minitri.core.model.execution import Ranks, T
 
 TIMEOUT = timedelta(minutes=30)
-"""For a rank that says nothing: rank 0 may be fetching. One that has ended is noticed at once."""
+"""Longest wait in a collective: rank 0 may be fetching. An ended rank is noticed at once."""
 JOIN_TIMEOUT = timedelta(minutes=2)
-"""For ranks that were never started."""
+"""Longest wait for ranks to start."""
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 
@@ -38,12 +38,12 @@ class RankGroup(Ranks):
         self.count = count
 
     def sum(self, x: Tensor) -> Tensor:
-        """Everywhere with the same bits."""
+        """The sum of all ranks' tensors, in place, with the same bits everywhere."""
         self._call(dist.all_reduce, x)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """(..., V) of each rank, one after the other: (..., ranks x V)."""
+        """Concatenates (..., V) of all ranks: (..., ranks x V)."""
         parts = x.new_empty(self.count, *x.shape)
         self._call(dist.all_gather, [*parts.unbind()], x.contiguous())
         return parts.movedim(0, -2).flatten(-2)
@@ -87,9 +87,9 @@ def join_group() -> RankGroup:
 
 def leave() -> None:
     """Ends the group, after all CUDA graphs: NCCL would wait for those with its collectives."""
-    for it in gc.get_objects():
-        if type(it) is torch.cuda.CUDAGraph:
-            it.reset()
+    for thing in gc.get_objects():
+        if type(thing) is torch.cuda.CUDAGraph:
+            thing.reset()
     dist.destroy_process_group()
 
 

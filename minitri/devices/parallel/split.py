@@ -1,9 +1,9 @@
-"""A Llama split over ranks: heads, MLP and vocabulary. Tensor parallelism, Megatron-LM's cut
-(arXiv 1909.08053).
+"""Tensor parallelism: a Llama split over ranks by heads, MLP and vocabulary (Megatron-LM, arXiv
+1909.08053).
 
-What leaves the heads and the MLP is added up over the ranks, embeddings are another sum, logits are
-gathered. A rank's `config` is that of its share, but for the vocabulary. Chunks are chosen per KV
-head, so caches send nothing.
+Outputs of attention and MLP, and embeddings, are summed over the ranks; logits are gathered. A
+rank's `config` is that of its share, except for the vocabulary. Chunks are selected per KV head, so
+caches send nothing.
 
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """
@@ -21,8 +21,8 @@ from minitri.devices.parallel.group import RankGroup
 
 COLUMNS = ("o_proj", "down_proj")
 TABLES = ("embed_tokens", "lm_head")
-"""Matrices, by the names of their tensors in a checkpoint, that are cut by columns, and those whose
-rows may not come out even. All others are cut by rows."""
+"""Matrices that are split by columns, and those whose number of rows may not divide evenly. All
+others are split by rows."""
 
 
 class SplitLlama(Llama):
@@ -40,7 +40,7 @@ class SplitLlama(Llama):
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
     def add_up(self) -> None:
-        """Has linear layers over a share of their inputs add up what all ranks compute."""
+        """Makes linear layers over a share of their inputs sum their outputs over the ranks."""
         for name, layer in list(self.named_modules()):
             if name.endswith(COLUMNS):
                 self.set_submodule(name, Summed(layer, self.ranks))
@@ -48,17 +48,17 @@ class SplitLlama(Llama):
     def embed(self, tokens: Tensor) -> Tensor:
         if self.lent_embedding is not None:
             return super().embed(tokens)
-        own = tokens - self.ranks.rank * self._num_rows
-        nearest = own.clamp(0, self._num_rows - 1)
+        numbers = tokens - self.ranks.rank * self._num_rows  # outside the share for most tokens
+        nearest = numbers.clamp(0, self._num_rows - 1)
         rows = super().embed(nearest)
-        return self.ranks.sum(rows.where((nearest == own).unsqueeze(-1), 0))
+        return self.ranks.sum(rows.where((nearest == numbers).unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ranks.gather(self.lm_head(hidden))[..., : self.config.vocab_size].float()
 
 
 class Summed(nn.Module):
-    """A linear layer over this rank's share of its inputs, added up over all ranks."""
+    """A linear layer over this rank's share of its inputs, summed over all ranks."""
 
     def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
     if ranks.count == 1 or tensor.dim() != 2 - is_bias:
-        return tensor  # a norm's, or a damaged one, which loading refuses
+        return tensor  # of a norm, or damaged, which loading refuses
     if module in COLUMNS and is_bias:  # added once
         return tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
     if module in TABLES:

@@ -270,7 +270,7 @@ total *= shrink; => ;
 if (e < E) { => if (false) {
 rows.x + m * rows.stride + (e => rows.x + (e
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-word * Form::SCALES / Form::WORDS, lane + v => 0, lane + v
+Form::scale(panel, g, word * Form::SCALES / Form::WORDS => Form::scale(panel, g, 0
 sum[m][v] = Vec{}; => ;
 group_sums[m * rows.groups + g] => group_sums[g]
 halves_at(panel + offsets, g / 8, lane) => halves_at(panel + scales, g / 8, lane)
@@ -281,14 +281,14 @@ std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
 slot = p.lengths[b] + t => slot = p.lengths[0] + t
 if (is_in_place && n == BLOCK) { => if (is_in_place) {
-PANEL, steps * PANEL} => PANEL, PANEL}
+PANEL, steps * PANEL, next_keys} => PANEL, PANEL, next_keys}
 (p.keys) + i * p.kv_layer => (p.keys)
 (p.queries) + layer * p.queries_layer => (p.queries) + layer
 layer.post_norm => layer.input_norm
 h < p.H ? q_norm : k_norm => q_norm
 layer.down, p.x, p.x => layer.down, nullptr, p.x
 E) + float(eps) => E) + 0.0f
-here, sums + (r - part) * BLOCK, k == 0); => here, sums + (r - part) * BLOCK, true);
+sums + (r - part) * BLOCK, k == 0); => sums + (r - part) * BLOCK, true);
 std::min(a.R, part + PRODUCT_ROWS) => part + PRODUCT_ROWS > a.R ? a.R : part + PRODUCT_ROWS - 1
 static_cast<T*>(a.out) + r * a.N; => static_cast<T*>(a.out);
 """
@@ -312,10 +312,10 @@ sums[o * num_columns + r] => sums[o * num_columns]
 """Those that only a processor with a matrix unit notices."""
 OF_AVX2 = """\
 zip<LANES / 2>(r[i] => zip<0>(r[i]
-if (s >= n) { std::fill(to => if (false) { std::fill(to
+if (s >= n) { => if (false) {
 std::is_signed<Byte>::value ? => true ?
 BLOCK * D; i += LANES) store( => D; i += LANES) store(
-lane + v * LANES, [&] => lane, [&]
+unpack<Op>(panel, g, word, lane + v * LANES => unpack<Op>(panel, g, word, lane
 >> (half + at % 16) => >> at % 16
 """
 """Those that only one notices which widens all numbers to float32."""

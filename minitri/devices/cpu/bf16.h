@@ -1,0 +1,188 @@
+// Operand of products in bfloat16, where a processor multiplies pairs (AVX-512 BF16).
+//
+// As `widened.h`, with STEP = 2: a unit is a pair of neighbours along K in 32 bits, whose products
+// are added in float32 by one instruction. Rows are pairs (M, K / 2); columns are pairs (K / 2, N),
+// contiguous in N. Keys as columns, N = BLOCK slots and K = D, are transposed by pairs of numbers;
+// values as columns, N = D and K = BLOCK, are interleaved: a pair holds the same number of two
+// neighbouring slots. Where K is odd the last pair has a zero. Quantized weights become pairs by
+// lookup tables of bfloat16.
+// Elsewhere bfloat16 is widened to float32.
+
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+
+#include "widened.h"
+
+namespace {
+
+#ifdef HAS_BF16_PAIRS
+// Lookup table from the low bits of an index to a bfloat16 value: q of 4 to 6 bits. For q of 8 bits
+// the values of its low nibble, then those of its high one, signed, times 16.
+template <int BITS> struct Numbers {
+    alignas(64) inline static const auto table = [] {
+        std::array<BFloat16, 64> all;
+        for (int i = 0; i < 64; ++i) {
+            const int q = BITS == 8   ? (i < 32 ? i % 16 : 16 * ((i % 16 ^ 8) - 8))
+                          : BITS == 6 ? i - 32
+                                      : i % (1 << BITS);
+            narrow(float(q), &all[i]);
+        }
+        return all;
+    }();
+};
+
+// A lane holds two neighbours, whose products are added by one instruction.
+struct Pairs {
+    using Stored = BFloat16;
+    using Unit = uint32_t;
+    static constexpr int STEP = 2;
+    using Column = Unit;
+    static Vec multiply(Vec sum, const Unit* rows, const Unit* columns) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(int(*rows)),
+                                     (__m512bh)_mm512_loadu_si512(columns));
+    }
+    static void transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to);
+    static void interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to);
+    static void copy_keys(const BFloat16* tiles, int D, Unit* to) {
+        std::memcpy(to, tiles, BLOCK * D * sizeof(*tiles));
+    }
+    static void copy_values(const BFloat16* tiles, int n, int D, Unit* to) {
+        std::memcpy(to, tiles, (n + 1) / 2 * D * sizeof(*to));
+        std::fill(to + (n + 1) / 2 * D, to + BLOCK / 2 * D, 0);
+        // The second slot of the last pair is past the end.
+        for (int d = 0; n % 2 && d < D; ++d) to[n / 2 * D + d] &= 0xffff;
+    }
+    static void from_floats(const float* x, int n, Unit* to) {
+        for (int i = 0; i < n; i += 2 * LANES) {
+            __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(x + i + LANES), (__m512)load(x + i));
+            _mm512_storeu_si512(to + i / 2, (__m512i)both);
+        }
+    }
+    static void to_floats(const Unit* x, int n, float* to) {
+        for (int i = 0; i < n; ++i) to[i] = widen(reinterpret_cast<const BFloat16*>(x)[i]);
+    }
+    static Vec dot(Vec sum, const BFloat16* weights, const Unit* x) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights),
+                                     (__m512bh)_mm512_loadu_si512(x));
+    }
+
+    // 2^x with a relative error of 3e-6, as it is rounded to bfloat16 later; minimax polynomial.
+    static Vec weight(Vec x) {
+        const Vec r = (Vec)_mm512_reduce_ps((__m512)x, 1);  // x less the whole number below it
+        Vec e = splat(1.3534171e-2f) * r + 5.2011463e-2f;
+        e = e * r + 2.4144275e-1f;
+        e = e * r + 6.9300384e-1f;
+        e = e * r + 1.0000026f;
+        return (Vec)_mm512_scalef_ps((__m512)e, (__m512)x);
+    }
+
+    using Quants = __m512i;
+    template <int BITS, class Use>
+    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
+        constexpr int OTHERS = BITS - 4;
+        const __m512i table = _mm512_load_si512(Numbers<BITS>::table.data());
+        const __m512i upper = _mm512_load_si512(Numbers<BITS>::table.data() + 32);
+        const __m512i bits = _mm512_loadu_si512(low);
+        __m512i others{};  // bits above the low four, those of this word first
+        if (BITS == 5 || BITS == 6) {
+            const int at = 4 * word * OTHERS;
+            others = _mm512_srl_epi16(_mm512_loadu_si512(high + at / 16 * PANEL * 4),
+                                      _mm_cvtsi32_si128(at % 16));
+        }
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+            __m512i index = _mm512_srli_epi16(bits, 4 * i);
+            if (BITS == 8) {
+                use(2 * word + i / 2, _mm512_permutexvar_epi16(index, i % 2 ? upper : table));
+                continue;
+            }
+            if (OTHERS > 0) {
+                const int from = i * OTHERS;  // to 4
+                const __m512i placed = from < 4 ? _mm512_slli_epi16(others, 4 - from)
+                                                : _mm512_srli_epi16(others, from - 4);
+                index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), index, placed, 0xca);
+            }
+            if (BITS == 6) use(4 * word + i, _mm512_permutex2var_epi16(table, index, upper));
+            else use(4 * word + i, _mm512_permutexvar_epi16(index, table));
+        }
+    }
+    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) {
+        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w,
+                                     (__m512bh)_mm512_set1_epi32(int(*x)));
+    }
+};
+
+// Transposes 16 x 16 numbers of 32 bits.
+inline void transpose_16(__m512i r[16]) {
+    __m512i t[16];
+    for (int i = 0; i < 16; i += 2) {
+        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4) {
+        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+    }
+    for (int i = 0; i < 4; ++i) {
+        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
+        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
+        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
+        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
+    }
+    for (int i = 0; i < 4; ++i) {
+        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
+        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
+        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
+        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
+    }
+}
+
+void Pairs::transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to) {
+    for (int d = 0; d < D; d += 2 * LANES) {
+        int pairs = std::min(LANES, (D - d) / 2);
+        __mmask32 some = pairs == LANES ? ~0u : (1u << 2 * pairs) - 1;
+        for (int s = 0; s < BLOCK; s += LANES) {
+            __m512i r[LANES];
+            for (int i = 0; i < LANES; ++i) {
+                const BFloat16* row = rows + (s + i) * stride + d;
+                __builtin_prefetch(row + BLOCK * stride);
+                r[i] = s + i < n ? _mm512_maskz_loadu_epi16(some, row) : _mm512_setzero_si512();
+            }
+            transpose_16(r);
+            for (int i = 0; i < pairs; ++i) _mm512_storeu_si512(to + (d / 2 + i) * BLOCK + s, r[i]);
+        }
+    }
+}
+
+void Pairs::interleave(const BFloat16* rows, int64_t stride, int n, int D, int width, Unit* to) {
+    const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+    for (int s = 0; s < BLOCK; s += 2, to += width) {
+        for (int d = 0; d < D; d += 2 * LANES) {
+            int left = D - d;
+            __mmask32 some = left >= 32 ? ~0u : (1u << left) - 1;
+            const BFloat16* row = rows + s * stride + d;
+            __builtin_prefetch(row + BLOCK * stride);
+            __builtin_prefetch(row + (BLOCK + 1) * stride);
+            __m512i a = _mm512_setzero_si512(), b = a;
+            if (s < n) a = _mm512_maskz_loadu_epi16(some, row);
+            if (s + 1 < n) b = _mm512_maskz_loadu_epi16(some, row + stride);
+            _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
+            if (left > LANES) {
+                _mm512_storeu_si512(to + d + LANES, _mm512_permutex2var_epi16(a, high, b));
+            }
+        }
+    }
+}
+using BFloat16Operand = Pairs;
+#else
+using BFloat16Operand = Widened<BFloat16>;
+#endif
+
+}  // namespace

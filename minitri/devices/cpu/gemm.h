@@ -1,0 +1,101 @@
+// Products of a few rows with packed columns: sums (M, N) += rows (M, K) x columns (K, N).
+//
+// M is 1 to TILE_ROWS rows of units, contiguous in K, `row_stride` units apart. N, a multiple of
+// PANEL, is `num_columns`. K is `steps` units. Columns are packed: PANEL neighbours in N lie
+// together, the next panel is `panel` units further, the next step `step`. Sums are float32 (M, N),
+// row-major. Tiles of M rows and V vectors of columns are kept in registers for all K, and each
+// number of the result is one chain of additions in order of K, whatever M and N are: products are
+// row-invariant.
+
+#pragma once
+
+#include <algorithm>
+
+#include "bf16.h"
+
+namespace {
+
+constexpr int L2 = 2;  // locality of a prefetch: few reads to the first cache can be in flight
+
+// Packed columns (steps, num_columns). If there is a `next` block of columns, as stored, the
+// product prefetches it.
+template <class Op, class Number = typename Op::Unit> struct Columns {
+    const Number* at;
+    int64_t step, panel = PANEL;
+    const typename Op::Stored* next = nullptr;
+    int64_t vector(int v) const { return v * LANES / PANEL * panel + v * LANES % PANEL; }
+    void advance(int64_t units) {
+        at += units;
+        if (next) next += units * Op::STEP;
+    }
+};
+
+// sums (M, V vectors) += rows (M, steps) x columns, with sums in registers.
+template <class Op, int M, int V, class Number>
+inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
+                          Columns<Op, Number> columns, int steps, float* sums, int64_t sum_stride,
+                          bool from_zero) {
+    constexpr int LINE_VECTORS =
+        std::clamp(64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)), 1, PANEL / LANES);
+    Vec sum[M][V];
+    for (int m = 0; m < M; ++m) {
+        for (int v = 0; v < V; ++v) {
+            sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
+        }
+    }
+    for (int k = 0; k < steps; ++k, columns.advance(columns.step)) {
+        if (columns.next) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; v += LINE_VECTORS)
+                __builtin_prefetch(columns.next + columns.vector(v) * Op::STEP, 0, L2);
+        }
+#pragma GCC unroll 8
+        for (int m = 0; m < M; ++m) {
+#pragma GCC unroll 4
+            for (int v = 0; v < V; ++v) {
+                sum[m][v] = Op::multiply(sum[m][v], rows + m * row_stride + k,
+                                         columns.at + columns.vector(v));
+            }
+        }
+    }
+    for (int m = 0; m < M; ++m) {
+        for (int v = 0; v < V; ++v) store(sums + m * sum_stride + v * LANES, sum[m][v]);
+    }
+}
+
+constexpr int TILE_ROWS = 6;
+// Calls `work` with M, from 1 to MOST, as a constant.
+template <int MOST, class Work> inline void with_constant(int M, Work&& work) {
+    if constexpr (MOST > 1) {
+        if (M < MOST) return with_constant<MOST - 1>(M, work);
+    }
+    work(std::integral_constant<int, MOST>());
+}
+// Vectors of a tile, 4 or 2: sums of M rows take at most three quarters of the registers.
+constexpr int tile_vectors(int M) { return 4 * M <= REGISTERS * 3 / 4 ? 4 : 2; }
+
+// All columns, tile by tile.
+template <class Op, int M, class Number>
+void multiply_rows(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
+                   int num_columns, int steps, float* sums, bool from_zero) {
+    constexpr int V = tile_vectors(M);
+    auto call = [&](int v, auto tile) {
+        auto some = columns;
+        some.advance(columns.vector(v));
+        tile(rows, row_stride, some, steps, sums + v * LANES, num_columns, from_zero);
+    };
+    int v = 0;
+    for (; v + V <= num_columns / LANES; v += V) call(v, multiply_tile<Op, M, V, Number>);
+    for (; v < num_columns / LANES; ++v) call(v, multiply_tile<Op, M, 1, Number>);
+}
+
+template <class Op, class Number>
+void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
+              int num_columns, int steps, float* sums, bool from_zero) {
+    auto call = [&](auto multiply) {
+        multiply(rows, row_stride, columns, num_columns, steps, sums, from_zero);
+    };
+    with_constant<TILE_ROWS>(M, [&](auto m) { call(multiply_rows<Op, m, Number>); });
+}
+
+}  // namespace

@@ -1,0 +1,117 @@
+// Operand of products in float32: numbers of any type are widened, one per lane and step.
+//
+// An operand says how the inner loops multiply rows (M, K) with columns (K, N):
+//   Stored   the number type of the inputs
+//   Unit     what a row contributes to one step; STEP numbers of K
+//   Column   what a column holds per step, where it is multiplied as stored
+// Rows are units (M, K / STEP), contiguous in K. Columns are units (K / STEP, N), contiguous in N,
+// so that the lanes of a vector are columns. For attention M are queries, and N slots (K = D
+// numbers of a key) or numbers of a value (K slots). For linear layers by panels the lanes are rows
+// of weights.
+
+#pragma once
+
+#include <algorithm>
+#include <utility>
+
+#include "numbers.h"
+
+namespace {
+
+// Interleaves lanes of two vectors, beginning with lane FIRST of both.
+template <int FIRST, int... I> inline Vec zip(Vec a, Vec b, std::integer_sequence<int, I...>) {
+#ifdef __clang__
+    return __builtin_shufflevector(a, b, (FIRST + I / 2 + I % 2 * LANES)...);
+#else
+    return __builtin_shuffle(a, b, Ints{(FIRST + I / 2 + I % 2 * LANES)...});
+#endif
+}
+
+// Transposes LANES x LANES numbers: halves are interleaved, log2(LANES) times.
+inline void transpose_square(Vec r[LANES]) {
+    constexpr std::make_integer_sequence<int, LANES> all{};
+    for (int size = 1; size < LANES; size *= 2) {
+        Vec t[LANES];
+        for (int i = 0; i < LANES / 2; ++i) {
+            t[2 * i] = zip<0>(r[i], r[i + LANES / 2], all);
+            t[2 * i + 1] = zip<LANES / 2>(r[i], r[i + LANES / 2], all);
+        }
+        std::copy(t, t + LANES, r);
+    }
+}
+
+// Numbers are widened to float32, one per lane and step.
+template <class T> struct Widened {
+    using Stored = T;
+    using Unit = float;
+    using Column = T;
+    static constexpr int STEP = 1;
+    template <class Number> static Vec multiply(Vec sum, const Unit* rows, const Number* columns) {
+        return sum + *rows * load(columns);
+    }
+    // Keys (n, D) as columns (D, BLOCK): lanes are slots. Slots after the n-th are zeros, never
+    // read.
+    static void transpose(const T* rows, int64_t stride, int n, int D, Unit* to) {
+        for (int s = 0; s < BLOCK; s += LANES) {
+            for (int d = 0; d < D; d += LANES) {
+                Vec square[LANES];
+                for (int i = 0; i < LANES; ++i) {
+                    square[i] = s + i < n ? some(rows + (s + i) * stride + d, D - d) : Vec{};
+                }
+                transpose_square(square);
+                for (int i = 0; i < std::min(LANES, D - d); ++i)
+                    store(to + (d + i) * BLOCK + s, square[i]);
+            }
+        }
+    }
+    // Values (n, D) as columns (BLOCK, width): lanes are numbers of a slot, a step is a slot.
+    static void interleave(const T* rows, int64_t stride, int n, int D, int width, Unit* to) {
+        for (int s = 0; s < BLOCK; ++s, to += width) {
+            if (s >= n) {
+                std::fill(to, to + D, 0.0f);
+                continue;
+            }
+            int d = 0;
+            for (; d + LANES <= D; d += LANES) store(to + d, load(rows + s * stride + d));
+            for (; d < D; ++d) to[d] = widen(rows[s * stride + d]);
+        }
+    }
+    // Keys and values of a BLOCK in tiles, widened; values after the n-th slot are zeros.
+    static void copy_keys(const T* tiles, int D, Unit* to) {
+        for (int i = 0; i < BLOCK * D; i += LANES) store(to + i, load(tiles + i));
+    }
+    static void copy_values(const T* tiles, int n, int D, Unit* to) {
+        interleave(tiles, D, n, D, D, to);
+    }
+    static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
+    static void to_floats(const Unit* x, int n, float* to) { std::copy(x, x + n, to); }
+    static Vec dot(Vec sum, const T* weights, const Unit* x) {
+        return sum + load(weights) * load(x);
+    }
+    static Vec weight(Vec x) { return power_of_2(x); }  // of attention, from a score
+
+    using Quants = Vec;
+    template <int BITS, class Use>  // q of a word of a `Layout`, see quantized.h
+    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
+        constexpr int LOW = BITS == 8 ? 8 : 4, OTHERS = BITS - LOW, PAIRS = 16 / LOW;
+        const Bits bits = load_words(low);
+#pragma GCC unroll 8
+        for (int i = 0; i < 2 * PAIRS; ++i) {
+            const int place = PAIRS * word + i / 2, half = i % 2 * 16, at = place * OTHERS;
+            const int first = half + i / 2 * LOW;  // bit
+            if (BITS == 8) {
+                use(2 * place + i % 2, as_floats(Ints(bits << (24 - first)) >> 24));
+                continue;
+            }
+            Ints q = Ints(bits >> first & 15);
+            if (OTHERS > 0) {
+                const Bits others = load_words(high + at / 16 * PANEL * 4) >> (half + at % 16);
+                q |= Ints(others & ((1 << OTHERS) - 1)) << 4;
+            }
+            use(2 * place + i % 2, as_floats(BITS == 6 ? q - 32 : q));
+        }
+    }
+    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) { return sum + *x * w; }
+};
+
+}  // namespace
