@@ -76,8 +76,8 @@ class Fields(ForModel):
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
-    """The same request with the same seed has the same answer; answer i has that of seed + i. Of 64
-    bits (those of a negative number, too) the upper 32 are combined with the lower ones by
+    """Seed of the random numbers: a request has one answer per seed; answer i has that of seed + i.
+    The upper 32 of its 64 bits (of a negative number, too) are combined with the lower ones by
     exclusive or. Default: drawn, and part of the answer."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""

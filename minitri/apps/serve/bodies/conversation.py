@@ -59,7 +59,7 @@ class Message(Body):
     tool_calls: Many[ToolCall] = ()
     """Calls by the role assistant."""
     tool_call_id: str | None = None
-    """Of the role tool: the call whose result this is."""
+    """Id of the call whose result a message of the role tool is."""
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:

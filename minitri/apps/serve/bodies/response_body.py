@@ -32,7 +32,7 @@ class ResponseBody(Fields):
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
     """Most tokens of the answer. Default: as many as the context has room for."""
     text: TextForm = TextForm()
-    """Its form, such as {"format": {"type": "text"}}."""
+    """Form of the answer, such as {"format": {"type": "text"}}."""
     tools: Many[Json] = ()
     """Functions that may be called; tools of other types are left out."""
     tool_choice: Annotated[str | Json, Says("give auto, none, required, or a function")] = "auto"
