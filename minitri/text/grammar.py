@@ -1,4 +1,4 @@
-"""What a whole output must be, as someone writes it; `text/matcher.py` compiles it."""
+"""Grammars as a user writes them; `text/matcher.py` compiles them."""
 
 import json
 from dataclasses import dataclass, field
@@ -8,17 +8,17 @@ from minitri.core.errors import check_unicode, explain
 from minitri.core.fields import brief, check_fields, one_of, refuse
 
 MAX_CHARACTERS = 1 << 20
-"""Of a grammar; a schema that people use has a tenth of that."""
+"""Longest text of a grammar; schemas in use have at most a tenth of that."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What the whole output must be: `Grammar("regex", "[0-9]+")`."""
+    """A constraint on the whole output, such as `Grammar("regex", "[0-9]+")`."""
 
     __repr__ = brief
     label = "the grammar's "
     kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
-    """`json_object`: any object of JSON; `choice`: one of some texts."""
+    """`json_object`: any JSON object; `choice`: one of several texts."""
     text: str = field(default="")
     """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
 
@@ -41,7 +41,7 @@ class Grammar:
 
 
 def _parsed(text: str, what: str, wanted: str, kind: Any) -> Any:
-    """What a text of JSON says. Raises `InputError` unless it is of this kind."""
+    """The value of a JSON text. Raises `InputError` unless it is of this kind."""
     with explain(f"{what} cannot be read", f"give {wanted}"):
         value = json.loads(text)
         if not isinstance(value, kind):

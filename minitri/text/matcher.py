@@ -1,8 +1,7 @@
-"""A grammar as masks: which tokens may come next.
+"""Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
-`llguidance` parses grammars and computes masks, over the exact bytes of our tokens. Compiled
-grammars are kept with their tokenizer; every row has a matcher of its own, which is advanced along
-guesses and rolled back with them.
+The library sees the exact bytes of our tokens. Compiled grammars are kept with their tokenizer.
+Every row has its own matcher, which is advanced along guesses and rolled back with them.
 """
 
 import json
@@ -20,23 +19,23 @@ from minitri.text.grammar import Grammar
 from minitri.text.tokenizer import Tokenizer
 
 MAX_KEPT = 64
-"""Compiled grammars of a tokenizer."""
+"""Largest number of compiled grammars kept per tokenizer."""
 
 
 class GrammarMatcher:
-    """Where a text stands in its grammar."""
+    """The state of one text in its grammar; a `Matcher` of the core."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """`start` is a matcher of the library that has read nothing."""
+        """`start` is a matcher of the library at the start of a text."""
         self._matcher = start
         self._ends = [*config.eos_token_ids]
-        self._path: list[int] = []  # what the library has read after the certain tokens
+        self._path: list[int] = []  # tokens that the library has read after the committed ones
         self._is_over = False
-        self._forced: list[int] = []  # after the certain tokens, as it was found last
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by paths: each level asks again
+        self._forced: list[int] = []  # the latest result of `forced`, after the committed tokens
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path: each level asks again
 
     def extend(self, tokens: list[int]) -> None:
-        """Adds tokens that are certain."""
+        """Appends committed tokens."""
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
@@ -44,28 +43,29 @@ class GrammarMatcher:
         self._forced = self._forced[len(tokens) :] if is_as_forced else []
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the certain ones and these; None: it has given up."""
+        """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
-        """Text that must follow, as the tokenizer would cut it; it may be cut in other ways."""
+        """Text that must follow `path`, as the tokenizer cuts it; other cuts are allowed, too."""
         if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
             is_over = self._is_over or not self._read(path)
             if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
                 return []
-            self._forced = [*path, *self._matcher.compute_ff_tokens()]  # of these bytes
+            self._forced = [*path, *self._matcher.compute_ff_tokens()]
         return self._forced[len(path) :]
 
     @property
     def error(self) -> str:
-        """Why the library has given up, in one line."""
+        """The library's error, in one line."""
         return error_of(self._matcher)
 
     def _mask(self, path: list[int]) -> Tensor | None:
-        """End tokens follow a complete text, others of them, and guesses of probability 0."""
+        """The mask after a path. Only end tokens follow a complete text, another end token, or a
+        guess that the grammar does not allow."""
         is_over = self._is_over or not self._read(path)
         mask = bytearray(self._matcher.compute_logit_bias())
         if self._matcher.is_error():
@@ -75,8 +75,8 @@ class GrammarMatcher:
         return is_bad_V
 
     def _read(self, path: list[int]) -> bool:
-        """Reads this path, as far as the grammar allows it, in place of the one before. Returns
-        whether it allows all of it, with no end token."""
+        """Replaces the path that was read, as far as the grammar allows the new one. Returns
+        whether all of it is allowed and has no end token."""
         common = num_common(path, self._path)
         self._matcher.rollback(len(self._path) - common)
         words = [*takewhile(lambda token: token not in self._ends, path)]
@@ -86,68 +86,68 @@ class GrammarMatcher:
 
 
 class Pieces:
-    """Tokens as the library wants them where it cannot read the tokenizer itself."""
+    """A tokenizer for the library, where it cannot read ours: tokens as bytes."""
 
     bos_token_id = None
 
     def __init__(self, tokens: list[bytes], size: int, end_token: int) -> None:
         self.tokens = [*tokens, *[b""] * (size - len(tokens))]
-        self.special_token_ids = [it for it, text in enumerate(self.tokens) if not text]
+        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         self.eos_token_id = end_token
-        self._ids = {text: it for it, text in enumerate(tokens) if text}
+        self._ids = {text: token for token, text in enumerate(tokens) if text}
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The longest tokens that it begins with, for guesses about text that is forced."""
+        """Cuts forced text greedily into the longest tokens; stops where none fits."""
         ids = list[int]()
         sizes = range(self._longest, 0, -1)
-        while size := next((it for it in sizes if text[:it] in self._ids), 0):
+        while size := next((size for size in sizes if text[:size] in self._ids), 0):
             ids.append(self._ids[text[:size]])
             text = text[size:]
         return ids
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A matcher of the library that has read nothing. Raises `InputError`."""
+    """A matcher of the library at the start of a text. Raises `InputError`."""
     ends = config.eos_token_ids
     if not ends:
         raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
     kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
-    found = kept.get(grammar)
-    if found is None:  # and other threads may change what is kept meanwhile
+    start = kept.get(grammar)
+    if start is None:  # other threads may change `kept` meanwhile
         with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
             import llguidance
 
-            if None not in kept:  # the tokens themselves
+            if None not in kept:  # the vocabulary
                 size = max(config.vocab_size, tokenizer.num_tokens)
                 lexicon: Any = tokenizer.lexicon()
                 if not isinstance(lexicon, str):
                     lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
                 kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
         if len(kept) > MAX_KEPT:
-            kept.pop(next(it for it in [*kept] if it), None)
-        found = kept[grammar] = compile_grammar(grammar, kept[None])
-    return found.deep_copy()
+            kept.pop(next(old for old in [*kept] if old), None)
+        start = kept[grammar] = compile_grammar(grammar, kept[None])
+    return start.deep_copy()
 
 
 PLACE = re.compile(r"^line \d+, column \d+: ")
-"""In front of an error: where a user's own text says it."""
+"""The place that the library puts before an error; it is in a text that the user did not write."""
 NOT_FORCED = '%llguidance {"no_forcing": true}'
-"""Else, where the grammar leaves one text, masks would allow one way to cut it into tokens only."""
+"""Without it, masks would allow a single way to cut forced text into tokens."""
 
 
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
-    """A matcher over the tokens of a lexicon. Raises `InputError`."""
+    """A matcher of the library over the tokens of a lexicon. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
     with explain(f"the {grammar.kind} cannot be used", "correct it"):
         if grammar.kind == "choice":
-            spelled = (map("\\x{{{:x}}}".format, map(ord, it)) for it in json.loads(text))
+            spelled = (map("\\x{{{:x}}}".format, map(ord, choice)) for choice in json.loads(text))
             text = "|".join(map("".join, spelled))
         if grammar.kind in ("choice", "regex"):
-            made = json.loads(LLMatcher.grammar_from_regex(text))
-            text = made["grammars"][0]["lark_grammar"]
+            from_regex = json.loads(LLMatcher.grammar_from_regex(text))
+            text = from_regex["grammars"][0]["lark_grammar"]
         elif grammar.kind != "lark":
             schema = json.dumps(json.loads(text or '{"type": "object"}'))
             text = f"start: %json {schema}"
@@ -164,7 +164,7 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 
 
 def error_of(matcher: Any) -> str:
-    """What a matcher of the library says of its error, in one line."""
+    """The error of a matcher of the library, in one line."""
     text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
     text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)

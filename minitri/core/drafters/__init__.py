@@ -1,1 +1,1 @@
-"""Drafters: lookup in the text, and objects of the `Drafter` protocol."""
+"""Drafters: a small model, lookup in the text, and user objects (`Drafter`)."""

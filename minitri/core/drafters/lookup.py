@@ -1,7 +1,7 @@
-"""The drafter without a model: guesses what followed the last words where they stood before.
+"""The lookup drafter, without a model: guesses what followed the last tokens earlier in the text.
 
-The longest match in the row's own text wins. How much is guessed depends on its length and on what
-became of the row's earlier guesses. A guess is certain, so its distribution is one-hot.
+The longest match in the row's own text wins. The number of guesses depends on its length and on how
+many of the row's earlier guesses were accepted. The distribution of a guess is one-hot.
 """
 
 import copy
@@ -18,28 +18,28 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if its chance to be accepted is larger: about the cost of one more row in
-a pass of the target, as a share of it. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
+"""A token is guessed only if it is accepted with a larger probability: about the share of a pass of
+the target that one more token costs. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
 LONGEST = 64
-"""Tokens of a match that are compared; so a text that is one long loop costs little."""
+"""Longest match that is compared, in tokens; bounds the cost in a text that is one long loop."""
 MOST_PLACES = 1000
-"""Places that a lookup compares, the latest ones; so a frequent pair costs at most 0.1 ms."""
+"""Most places, the latest ones, that a lookup compares; a frequent pair costs 0.1 ms at most."""
 
 
 class GrowingText:
-    """The certain tokens of one row, their index, and what became of the guesses."""
+    """The committed tokens of one row, an index of their pairs, and the fate of its guesses."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
-        # Guesses by the size of the match that they came from, its power of 2.
+        # Guesses by the bit length of the length of their match.
         self._tested = Counter[int]()
         self._accepted = Counter[int]()
-        self._guess: list[int] = []  # after the last certain token
+        self._guess: list[int] = []  # after the last committed token
         self._size = 0
 
     def extend(self, tokens: list[int]) -> None:
-        """Adds tokens that are certain; learns from them whether the last guess was right."""
+        """Appends committed tokens, by which the last guess is checked."""
         num_accepted = num_common(tokens, self._guess)
         self._tested[self._size] += min(num_accepted + 1, len(tokens), len(self._guess))
         self._accepted[self._size] += num_accepted
@@ -50,11 +50,11 @@ class GrowingText:
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: list[int], gamma: int) -> list[int]:
-        """Up to `gamma` guesses after the certain tokens and the guesses in flight."""
+        """Up to `gamma` guesses after the committed tokens and the guesses in flight."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
         if guess:
-            # By the rule of succession; that `length` tokens agree is evidence of its own.
+            # By the rule of succession; each token of the match counts as an accepted guess.
             rate = (length + self._accepted[size]) / (length + 2 + self._tested[size])
             guess = guess[: max(1, int(math.log(LEAST_CHANCE) / math.log(rate)))]
         if len(sequence) == len(self.tokens):
@@ -63,8 +63,8 @@ class GrowingText:
         return guess
 
     def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """How many of the last tokens of `sequence`, this text and guesses after it, stood here
-        before, 2 at least, and the `limit` tokens that followed: what repeats itself goes on."""
+        """The longest earlier match of the last tokens of `sequence` (this text and guesses after
+        it): its length, at least 2, and the `limit` tokens after it, cyclic if fewer follow."""
         tokens = self.tokens
         best, end = 1, 0
         latest = sequence[: -LONGEST - 1 : -1]
@@ -74,7 +74,7 @@ class GrowingText:
         for place in islice(reversed(places), skipped, skipped + MOST_PLACES):
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break
-            if tokens[place - best] == latest[best]:  # else it is not longer
+            if tokens[place - best] == latest[best]:  # else the match is not longer
                 length = num_common(latest, tokens[max(place + 1 - reach, 0) : place + 1][::-1])
                 if length > best:
                     best, end = length, place + 1
@@ -84,7 +84,7 @@ class GrowingText:
 
 
 class LookupDrafter(Stage):
-    """Lookup for B rows."""
+    """The lookup drafter for B rows."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class LookupDrafter(Stage):
         self._rows = [GrowingText() for _ in range(batch_size)]
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Learns the tokens that became certain since it was last used."""
+        """Indexes the tokens that were committed since the last use."""
         for row, sequence, on in zip(self._rows, sequences, active, strict=True):
             if on:
                 row.extend(sequence[len(row.tokens) :])

@@ -1,11 +1,11 @@
-"""Drafters from outside: the `Drafter` protocol, and the stage of the cascade that asks one.
+"""User drafters: the `Drafter` protocol, and the stage of the cascade that calls one.
 
     class Echo:  # guesses the last token but one; give minitri.load(..., drafter=Echo())
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-It cannot change a text. One that raises, or whose answer is no token and no distribution, ends the
-run with an `InputError`.
+It cannot change a text. If it raises, or returns neither a token nor a distribution, the run ends
+with an `InputError`.
 """
 
 import copy
@@ -25,24 +25,24 @@ from minitri.core.errors import explain
 from minitri.core.stats import LevelStats
 
 TOLERANCE = 1e-3
-"""By which the probabilities of a distribution may miss 1, as in bfloat16 they do."""
+"""Allowed difference of a sum of probabilities from 1, as from bfloat16."""
 
 
 class Drafter(Protocol):
     """Guesses the next token: give such an object to `minitri.load(..., drafter=...)`."""
 
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
-        """What follows `tokens`: a token (int), a distribution over the vocabulary (V,), or None.
+        """The next token: an id, or a distribution over the vocabulary (V,); None ends the round.
 
-        `tokens` are prompt, output and the guesses of this round so far; None ends the round. `row`
-        is the number of the text in its batch; a later call for the row may go on from the guesses,
-        without them where they were rejected, or begin another text.
+        `tokens` are the prompt, the output and the guesses of this round so far. `row` is the
+        number of the text in its batch. A later call for the row may continue the guesses, drop
+        rejected ones, or begin another text.
         """
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows. The filters of each request are applied to its distributions, and
-    tokens sampled here: so a guess really follows the distribution that it is verified by."""
+    """A `Drafter` for B rows. Its distributions are filtered by the settings of each request, and
+    tokens are sampled from them here: so q is what a guess was really sampled from."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class PluggedDrafter(Stage):
         guesses: Rows = [[] for _ in sequences]
         with self._meter.round(self.stats, num_tokens=self.gamma):
             for _ in range(self.gamma):
-                texts = [[*text, *own] for text, own in zip(sequences, guesses, strict=True)]
+                texts = [[*text, *new] for text, new in zip(sequences, guesses, strict=True)]
                 rows = [self._ask(text, b) if active[b] else None for b, text in enumerate(texts)]
                 active = [row is not None for row in rows]
                 if not any(active):
@@ -79,16 +79,16 @@ class PluggedDrafter(Stage):
                     logits_B1V = filtered_logits(logits_B1V, filters, paths)
                 probs_B1V = probs_of_rows(logits_B1V, self._target.sampling)
                 probs.append(probs_B1V.squeeze(1))
-                drawn_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
-                for own, token, on in zip(guesses, drawn_B.tolist(), active, strict=True):
-                    own += [token] * on
+                tokens_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
+                for row_guesses, token, on in zip(guesses, tokens_B.tolist(), active, strict=True):
+                    row_guesses += [token] * on
         if not probs:
             return Proposal.nothing(len(sequences))
-        origins = [[self.stats.name] * len(own) for own in guesses]
+        origins = [[self.stats.name] * len(row) for row in guesses]
         return Proposal.of(guesses, torch.stack(probs, 1), origins)
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
-        """The logarithms (V,) of the drafter's probabilities. Raises `InputError`."""
+        """The drafter's log-probabilities (V,), None for no guess. Raises `InputError`."""
         name = type(self._drafter).__name__
         with explain(f"the drafter {name} gave no valid guess", "correct it"):
             answer = self._drafter.guess(tokens, self._first + b)
@@ -98,8 +98,8 @@ class PluggedDrafter(Stage):
             if isinstance(answer, int):
                 answer = torch.nn.functional.one_hot(torch.tensor(answer), vocab_size)
             probs_V = torch.as_tensor(answer).to(self._no_guess_V)
-            is_sound = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
-            if not (is_sound and abs(float(probs_V.sum()) - 1) < TOLERANCE):
+            is_valid = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
+            if not (is_valid and abs(float(probs_V.sum()) - 1) < TOLERANCE):
                 raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
         return probs_V.log()
 

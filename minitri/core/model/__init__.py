@@ -1,1 +1,1 @@
-"""The network, and what it asks of a KV cache."""
+"""The network, and the interface of its KV cache."""

@@ -1,13 +1,13 @@
 """Attention by prefix + block: every query sees the whole cached prefix; a T x T rule holds inside
 the block.
 
-A forward pass brings T new tokens per row, whose keys and values already stand in the cache right
-after the row's prefix. So prefill, decoding, verification and trees are one call with different T
-and rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a
-key of the block (column).
+A forward pass has T new tokens per row, whose keys and values are in the cache already, right after
+the row's prefix. So prefill, decoding, verification and trees are one call with different T and
+rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key
+of the block (column).
 
-`Attend` is the contract, `attend_math` the oracle of all tests; `cpu/` and `gpu/` hold the fast
-implementations, which promise no gradients after a prefix.
+`Attend` is the contract, `attend_math` the oracle of all tests. Faster implementations promise no
+gradients after a prefix.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """
@@ -22,9 +22,9 @@ from torch import Tensor
 class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
-    Row b of one layer's keys and values is valid in its first `prefix_lengths[b] + T` slots, the
-    last T of which are the block; what stands after them, even NaN, changes nothing. `lengths_B`
-    are the prefix lengths on the device; None if the block is long, as in a prefill.
+    The first `prefix_lengths[b] + T` slots of row b are valid, and the last T of these are the
+    block; later slots, even NaN, change nothing. `lengths_B` are the prefix lengths on the device;
+    None if the block is long, as in a prefill.
     """
 
     def __call__(
@@ -46,7 +46,7 @@ def attend_math(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """The oracle: textbook formulas in float32, or in float64 for float64 tensors."""
+    """The oracle: textbook attention in float32, or in float64 for float64 tensors."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     T, H, D = q_BTHD.shape[1:]
@@ -68,26 +68,26 @@ def row_by_row(
     lengths: list[int],
     rule_TT: Tensor | None,
 ) -> Tensor:
-    """Attention of rows of different lengths, each by itself."""
+    """Attention of rows with different prefix lengths, one call per row."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
     return torch.cat([attend(q, k, v, [length], rule_TT) for q, k, v, length in rows])
 
 
 def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries (B, K, R, D): heads of a group and tokens as rows, to read K and V once."""
+    """Queries (B, K, R, D) with the heads of a group and tokens as rows: K and V are read once."""
     B, T, H, D = q_BTHD.shape
     q_BTKGD = q_BTHD.view(B, T, num_kv_heads, H // num_kv_heads, D)
     return q_BTKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
 def unfold(out_BKRD: Tensor, T: int) -> Tensor:
-    """Undoes `fold`: (B, T, H, D)."""
+    """The inverse of `fold`: (B, T, H, D)."""
     B, K, R, D = out_BKRD.shape
     return out_BKRD.view(B, K, R // T, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
-    """The rule as a boolean tensor (T, T): causal where none is given."""
+    """The rule as a boolean tensor (T, T); causal if None."""
     if rule_TT is not None:
         return rule_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()

@@ -1,4 +1,4 @@
-"""From token lists to the block of a forward pass: where the new tokens of each row belong.
+"""From token lists to the block of a forward pass: tokens, positions and cache slots.
 
 Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
 """
@@ -19,20 +19,20 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row after what the cache holds, whose lengths
-    stay as they are; T is the length of the longest block."""
+    """Final hidden states (B, T, E) of one block per row after the cached tokens; T is the length
+    of the longest block. Call `cache.advance` with the tokens to keep."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
-    """The blocks, padded, after what the cache holds; sent in one transfer."""
+    """The padded blocks after the cached tokens, sent to the device in one transfer."""
     packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
 
 def unpack_block(packed_4BT: Tensor) -> Block:
-    """What `pack_block` packed, which is now on the device of the model."""
+    """The block that `pack_block` packed, which is on the model's device now."""
     tokens_BT, positions_BT, slots_BT, _ = packed_4BT
     on_device = reads_slots(packed_4BT.device, packed_4BT.shape[2])
     return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
@@ -41,11 +41,11 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Tensor:
-    """Tokens, positions, slots, and the places of a row's last token and those after it, (4, B, T),
-    on the host. In a tree tokens stand `depths_T` after the next position, in a chain in turn."""
+    """Tokens, positions, slots, and places from each row's last token on, (4, B, T), on the host.
+    Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
-    # A drafter may lack the last tokens of the target's vocabulary; what it reads in their place
-    # changes only how well it guesses.
+    # A drafter may lack the last tokens of the target's vocabulary; reading another one in their
+    # place changes only how well it guesses.
     tokens_BT.clamp_(max=model.config.vocab_size - 1)
     offsets_T = torch.arange(size)
     depths_T = offsets_T if depths_T is None else depths_T
@@ -56,10 +56,10 @@ def pack_block(
 
 
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
-    """Of each row of a batch the vectors (B, N, X) at these places, copied."""
+    """The vectors (B, N, X) at these places of each row, copied."""
     return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
 
 def reads_slots(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of this many tokens learns on the device where they belong."""
+    """Whether a pass over blocks of this size takes their slots from a tensor on the device."""
     return device.type == "cuda" and size <= LONGEST_BLOCK

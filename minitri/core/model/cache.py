@@ -2,8 +2,8 @@
 
 A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
 pass each layer writes those of its block right after every row's prefix, and attends to both.
-Lengths do not move meanwhile: whoever decides that the block's tokens stay calls `advance`. Slots
-past a row's length are garbage. In the layout (L, B, K, S, D) a head's keys are contiguous.
+Lengths change only by `advance`, `crop`, `hold` and `reset`, never in a layer. Slots past a row's
+length are undefined. In the layout (L, B, K, S, D) a head's keys are contiguous.
 
 Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
@@ -46,24 +46,24 @@ def plain_slots(
 
 
 class BlockKV(NamedTuple):
-    """K and V of a block in one layer, as the layer hands them to the cache."""
+    """K and V of a block in one layer."""
 
     raw_keys_BTKD: Tensor
     keys_BTKD: Tensor
-    """Rotated to the cache's `next_positions` and further."""
+    """Rotated to positions from the cache's `next_positions` on."""
     values_BTKD: Tensor
     slots_BT: Tensor | None = None
-    """On the device, where the block belongs; None: the cache goes by `lengths`."""
+    """The block's slots, on the device; None: they follow `Cache.lengths`."""
 
 
 @dataclass
 class Filled:
-    """What a row of a cache holds."""
+    """The fill of one row of a cache."""
 
     num_slots: int = 0
-    """The first ones, which are valid."""
+    """Number of valid slots, which come first."""
     num_left_out: int = 0
-    """Tokens of the row's text that were read, or passed over, and stand in no slot."""
+    """Tokens of the row's text, read or skipped, that are in no slot."""
 
 
 class Cache:
@@ -80,7 +80,7 @@ class Cache:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each row's text that were read; a small cache holds fewer than that."""
+        """Tokens of each row's text that were read, including those that are in no slot."""
         return [row.num_slots + row.num_left_out for row in self._filled]
 
     @property
@@ -90,7 +90,7 @@ class Cache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(L, B, K, S, D) of keys and of values, wherever they are."""
+        """(L, B, K, S, D) of keys and of values, on whatever device."""
         return self.keys.shape
 
     @property
@@ -110,11 +110,11 @@ class Cache:
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:
-        """Keeps the first `counts[b]` tokens of the block that was just written."""
+        """Keeps the first `counts[b]` tokens of the last block in row b."""
         self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
-        """Row b keeps at most the first `num_tokens[b]` of those it has read."""
+        """Keeps at most the first `num_tokens[b]` tokens that row b has read."""
         rows = zip(self._filled, num_tokens, strict=True)
         self._set_lengths([min(row.num_slots, new - row.num_left_out) for row, new in rows])
 
@@ -122,7 +122,7 @@ class Cache:
         self.hold(b, 0, 0)
 
     def of_rows(self, rows: slice) -> Self:
-        """A cache of these rows alone: what happens to one of them happens to it here, too."""
+        """A view of a slice of the rows, which shares slots and lengths."""
         part = copy.copy(self)
         part.keys = self.keys[:, rows]
         part.values = self.values[:, rows]
@@ -130,16 +130,16 @@ class Cache:
         return part
 
     def row(self, b: int) -> Self:
-        """`of_rows` of row b."""
+        """A view of row b alone."""
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves K and V of the block's tokens at these places, rising, right after its first."""
+        """Moves the block's tokens at these places, in rising order, right after its first."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
-        """Row b's first slots are valid; they stand for `num_tokens` of its text."""
+        """Declares row b's first slots valid, which stand for `num_tokens` of its text."""
         self._filled[b].num_left_out = num_tokens - num_slots
         self._set_lengths([num_slots if b == row else n for row, n in enumerate(self.lengths)])
 
@@ -160,7 +160,7 @@ def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None
 def write_block(
     keys_BKSD: Tensor, values_BKSD: Tensor, block: BlockKV, starts: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Writes a block's K and V into those of one layer, and returns the latter."""
+    """Writes a block's K and V into one layer; returns all keys and values of the layer."""
     write_after(keys_BKSD, block.keys_BTKD, starts, block.slots_BT)
     write_after(values_BKSD, block.values_BTKD, starts, block.slots_BT)
     return keys_BKSD, values_BKSD
@@ -169,7 +169,7 @@ def write_block(
 def write_after(
     layer_BKSD: Tensor, block_BTKD: Tensor, starts: list[int], slots_BT: Tensor | None
 ) -> None:
-    """Writes a block into one layer: to `slots_BT`, without asking the host, else from `starts`."""
+    """Writes keys or values of a block into one layer: to `slots_BT`, or from `starts[b]` on."""
     block_BKTD = block_BTKD.transpose(1, 2)
     if slots_BT is not None:
         layer_BKSD.scatter_(2, slots_BT[:, None, :, None].expand_as(block_BKTD), block_BKTD)

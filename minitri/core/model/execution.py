@@ -1,4 +1,4 @@
-"""How a model is computed, as far as those who run it must know; what loads a model states it."""
+"""The properties of a loaded model that a run depends on: ranks, kernels, exactness."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -12,22 +12,21 @@ if TYPE_CHECKING:
     from minitri.core.model.cache import Cache, Slots
     from minitri.core.settings import SamplingParams
 
-T = TypeVar("T")
+Answer = TypeVar("Answer")
 Round = Callable[
     ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int],
     tuple["Tensor", "Tensor"],
 ]
-"""N guesses (B, N) of a draft model and the distributions (B, N, V) that they were sampled from,
-after what its cache holds and a block of each row; by uniform numbers (B, N), the filters of each
-row, and V. It leaves the lengths of the cache as they are."""
-
+"""One round of a draft model: from its cache, a block of each row, uniform numbers (B, N), the
+settings of each row and V, N guesses (B, N) and their distributions (B, N, V). The lengths of the
+cache stay unchanged."""
 
 MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
 """Allocates keys and values of a shape (..., S, D)."""
 
 
 class Ranks:
-    """The processes that compute a model together; here a process that is alone."""
+    """The processes that compute a model together; this class is a single process."""
 
     rank, count = 0, 1
 
@@ -35,8 +34,8 @@ class Ranks:
         """The sum of all ranks' tensors, in place of x."""
         return x
 
-    def ask_first(self, ask: Callable[[], T]) -> T:
-        """What `ask` returns or raises on rank 0, where alone it is called."""
+    def ask_first(self, ask: Callable[[], Answer]) -> Answer:
+        """The result or exception of `ask`, which is called on rank 0 alone."""
         return ask()
 
     def least(self, value: float) -> float:
@@ -49,17 +48,17 @@ class Ranks:
 
 @dataclass(frozen=True)
 class Execution:
-    """What the bits of a model's results depend on, and what its passes need around them."""
+    """How a model is computed; decided when it is loaded."""
 
     is_row_invariant: bool = False
-    """The bits of a row depend on it alone, in any short pass."""
+    """In any short pass the bits of a row do not depend on the other rows."""
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered around every step, and around every chunk of a prompt."""
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
-    """Does the same as `probs_from_logits`, faster."""
+    """A faster `probs_from_logits`."""
     round: "Round | None" = None
-    """Does what `runner.Passes.round` does, in one call."""
+    """All passes of a draft model's round in one call."""
     is_narrow: bool = False
     """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
     make_slots: MakeSlots | None = None
@@ -67,4 +66,4 @@ class Execution:
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""
-    """Of the files that the weights were read from; empty: of none."""
+    """A digest of the files that the weights were read from; empty if there are none."""

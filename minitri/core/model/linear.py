@@ -1,4 +1,4 @@
-"""Linear layers and LM heads in their plain form; `cpu/` has replacements for speed."""
+"""Linear layers and LM heads in their plain form."""
 
 import math
 from typing import Self
@@ -20,7 +20,7 @@ class Linear(nn.Module):
     def empty(
         cls, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False
     ) -> Self:
-        """A layer whose weights a checkpoint is to fill."""
+        """A layer with uninitialised weights, to be filled from a checkpoint."""
         shapes = [(out_features, in_features), (out_features,)][: 1 + bias]
         weights = (torch.empty(shape, dtype=dtype) for shape in shapes)
         return cls(*(nn.Parameter(weight, requires_grad=False) for weight in weights))
@@ -30,18 +30,18 @@ class Linear(nn.Module):
 
 
 class TiedHead(Linear):
-    """An LM head that is the embedding table, too: y = x W^T, and rows of W by their numbers."""
+    """An LM head that is also the embedding table: y = x W^T, and rows of W by token id."""
 
-    def rows(self, numbers: Tensor) -> Tensor:
-        """(..., in_features) for integers (...)."""
-        return F.embedding(numbers, self.weight)
+    def rows(self, tokens: Tensor) -> Tensor:
+        """Embeddings (..., in_features) of token ids (...)."""
+        return F.embedding(tokens, self.weight)
 
 
 class TrimmedHead(nn.Module):
-    """An LM head over a part of the vocabulary; other tokens have a logit of -inf, so q = 0."""
+    """An LM head over part of the vocabulary; all other tokens have logit -inf, so q = 0."""
 
     token_ids: Tensor
-    """The token that each row of `linear` stands for."""
+    """The token id of each row of `linear`."""
 
     def __init__(
         self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype

@@ -2,7 +2,7 @@
 
 It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
 those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each. The LM head
-is a method of its own, so that it runs only on the rows whose logits somebody wants.
+is a separate method, so that it runs only on rows whose logits are needed.
 
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
@@ -24,36 +24,36 @@ from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.core.model.rope import Rope, Rotary
 
 EMBEDDING_SAMPLE = 64
-"""Rows of its target's embedding table that a drafter without one keeps, to recognise it."""
+"""Embeddings of its target that a drafter without an own table keeps, to recognise the target."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a forward pass reads: new tokens of every row, each (B, T) int64 on the device."""
+    """The input of a forward pass: new tokens of every row, (B, T) int64 on the device."""
 
     tokens_BT: Tensor
     positions_BT: Tensor
-    """Where the tokens stand, for the rotary embedding."""
+    """Positions in the text, for the rotary embedding."""
     slots_BT: Tensor | None = None
-    """Where they belong in the cache; None: the pass goes by the cache's lengths on the host."""
+    """Slots of the cache; None: those after the cache's lengths, which are on the host."""
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
-        """What the cache holds of every row, as far as `slots_BT` say so."""
+        """The cached length of every row, on the device; None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """This block with other tokens at these places; those past its end are left out."""
+        """A copy with these tokens at these places; places past its end are ignored."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
 
 
 class Llama(nn.Module):
-    """A Llama, or one of its relatives, which differ in `ModelConfig` alone; not yet filled."""
+    """A Llama, or a related model that differs in `ModelConfig` alone; weights are not set."""
 
     embedding_sample: Tensor
-    """Of a drafter without embeddings: some rows of its target's, see `sample_of_vocabulary`."""
+    """Some embeddings of the target, in a drafter without its own; see `sample_of_vocabulary`."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Llama(nn.Module):
         attend: Attend = attend_math,
     ) -> None:
         """`target` lends its embedding table to a drafter that has none (`config.draft_of`);
-        `attend` computes attention, by plain formulas or as `loading.devices` chooses."""
+        `attend` computes attention."""
         super().__init__()
         self.config = config
         self.attend = attend
@@ -115,7 +115,7 @@ class Llama(nn.Module):
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """(...) integers to (..., E)."""
+        """Embeddings (..., E) of token ids (...)."""
         if self.lent_embedding is not None:
             return self.lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
@@ -128,12 +128,12 @@ class Llama(nn.Module):
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
-    """Tokens, spread over the vocabulary, by whose embeddings a drafter recognises its target."""
+    """Token ids, spread over the vocabulary, whose embeddings identify a drafter's target."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
 
 
 def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
-    """The LM head over the vocabulary, tied to the embeddings or not, or over its frequent part."""
+    """An LM head over the vocabulary, tied to the embeddings or not, or over a part of it."""
     if config.head_size is not None:
         return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
     head = TiedHead if config.tie_word_embeddings else Linear
@@ -142,7 +142,7 @@ def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
 
 @dataclass(frozen=True)
 class Pass:
-    """What all layers of one forward pass share."""
+    """The arguments that all layers of one forward pass share."""
 
     block: Block
     rotary: Rotary
@@ -154,10 +154,10 @@ class Pass:
 
 
 class Layers(nn.ModuleList):
-    """All transformer blocks, one after the other."""
+    """The transformer blocks, applied in order."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        # By `forward`: a module's own call takes some microseconds, for hooks that nobody sets.
+        # `forward` saves the microseconds that a module's `__call__` spends on hooks.
         for number, layer in enumerate(self):
             x_BTE = layer.forward(x_BTE, number, shared)
         return x_BTE
@@ -201,7 +201,7 @@ class Attention(nn.Module):
         return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
 
     def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
-        """What stands between the projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
+        """All between the two projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
         heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
@@ -209,7 +209,7 @@ class Attention(nn.Module):
             heads = torch.cat((self.q_norm(raw_q_BTHD), raw_BTKD), 2)
         rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
-        # Before `update`, in which a cache may already choose by these queries.
+        # Before `update`, in which a cache may already select chunks by these queries.
         if shared.queries_LBTHD is not None:
             latest_BTHD = q_BTHD[:, -shared.queries_LBTHD.shape[2] :]
             shared.queries_LBTHD[layer, :, : latest_BTHD.shape[1]] = latest_BTHD

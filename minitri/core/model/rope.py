@@ -39,7 +39,7 @@ class Rope:
         self.scale = scale
 
     def at(self, positions_BT: Tensor) -> Rotary:
-        """The rotation of a block at these absolute positions, (B, T) integers."""
+        """The rotation of a block at absolute positions (B, T), integers."""
         angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
         cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
         return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
@@ -54,7 +54,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
     scale = 1.0
-    kept: Tensor | float = float(config.kind == "default")  # share that is not interpolated
+    kept: Tensor | float = float(config.kind == "default")  # share without interpolation
     if config.kind == "llama3":
         kept = _llama3_kept_share(plain, config)
     elif config.kind == "yarn":
@@ -68,7 +68,8 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
-    """Per frequency (D/2,), by its turns in the context: 0 for long waves, 1 for short ones."""
+    """The kept share of each frequency (D/2,), by its turns in the context: 0 for long waves, 1
+    for short ones."""
     assert config.original_context is not None
     turns = config.original_context * plain / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -76,7 +77,7 @@ def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """Per frequency (D/2,): 1 where it is kept, 0 where interpolated, a linear ramp between."""
+    """The kept share of each frequency (D/2,): 1, then a linear ramp, then 0."""
     assert config.original_context is not None
 
     def dimension_turning(times: float) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
 from minitri.core.errors import InputError, explain
-from minitri.core.model.execution import Ranks, T
+from minitri.core.model.execution import Answer, Ranks
 
 TIMEOUT = timedelta(minutes=30)
 """Longest wait in a collective: rank 0 may be fetching. An ended rank is noticed at once."""
@@ -48,7 +48,7 @@ class RankGroup(Ranks):
         self._call(dist.all_gather, [*parts.unbind()], x.contiguous())
         return parts.movedim(0, -2).flatten(-2)
 
-    def ask_first(self, ask: Callable[[], T]) -> T:
+    def ask_first(self, ask: Callable[[], Answer]) -> Answer:
         sent: list[Any] = [None, None]  # what it returns, what it raises
         try:
             if self.rank == 0:
