@@ -165,13 +165,15 @@ def allocate(
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
-    drafting = retrieval = cache = None
+    drafting: DraftRunner | None = None
+    retrieval: ModelRunner | None = None
+    cache: RetrievalCache | None = None
     if draft is not None:
         with small_caches_fit(target.device):
             where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
             window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
         # Rounds of chains are captured as a whole, by the level.
-        sizes = {speculation.max_block} if speculation.tree else ()
+        sizes = {speculation.max_block} if speculation.tree else set[int]()
         drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
     if any(plan.uses_retrieval for plan in speculation.plans):
         with small_caches_fit(target.device):
