@@ -1,11 +1,9 @@
 """The engine: models and a tokenizer, which turn prompts into a stream of typed events.
 
-    with minitri.load("smollm2-135m") as engine:  # see loader.py
-        for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
-            if isinstance(event, minitri.Token):
-                print(event.text, end="", flush=True)
-
-`generate` returns a `Generation`, which works only while it is asked for the next event.
+with minitri.load("smollm2-135m") as engine:  # see loader.py
+    for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
+        if isinstance(event, minitri.Token):
+            print(event.text, end="", flush=True)
 """
 
 import asyncio
@@ -24,16 +22,7 @@ from minitri.core.memory import MemoryPool, Models, check_process, running
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.prefill import score
-from minitri.core.requests import (
-    ALONE,
-    Completion,
-    Event,
-    Prompt,
-    Request,
-    Row,
-    check_run,
-    settings_of,
-)
+from minitri.core.requests import End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.pool_files import load_snapshot, open_store, save_held
@@ -53,11 +42,9 @@ LEAST_ROOM = 4096
 class Engine:
     """A model and its tokenizer, ready to generate any number of times, one run after another.
 
-    It keeps the caches, and on a GPU the captured graphs, of the last run until `release`. The next
-    run reuses K and V of the beginnings that its prompts share with those texts; with the same
-    settings, and as many texts that are not longer, it captures nothing. Some attention kernels
-    split a cache by its size, so there the last bits may depend on how long earlier texts were.
-
+    Until `release` it keeps the caches, and on a GPU the captured graphs, of the last run. The next
+    run reuses K and V of the beginnings that its prompts share with those texts. Some attention
+    kernels split a cache by its size, so the last bits may depend on how long earlier texts were.
     Threads may share an engine, which computes for one at a time; a forked process cannot use it.
     """
 
@@ -127,13 +114,9 @@ class Engine:
         `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` replace those
         of `sampling`, `generation` and `speculation`; `speculation=False` turns guessing off. A
         `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
-        `End`, and the autotuner uses measured times. The common beginning of prompts is read once:
-        `[prompt] * 4` are four texts of one prompt.
-
-        A row's tokens depend on its own prompt and seed alone, up to rounding; but at a temperature
-        above 0, uncoupled, with method or gammas not set, rows share the autotuner's choices.
-        Raises `InputError` before any work, if a prompt is empty, too long, or has tokens outside
-        the vocabulary.
+        `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
+        seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
+        not set, rows share the autotuner's choices. Raises `InputError` before any work.
         """
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
@@ -142,12 +125,11 @@ class Engine:
         return self._run(requests, generation, config)
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
-        """Starts a run over the answer to a conversation: messages such as `{"role": "user",
-        "content": "Why?"}`, or the text of the only one; `settings` as in `generate`. Raises
-        `InputError`, also if the model has no chat template."""
+        """Starts a run over the answer to messages such as `{"role": "user", "content": "Why?"}`,
+        or to the text of the only one. Raises `InputError`, also without a chat template."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
-    def complete(self, prompt: Prompt, **settings: Any) -> Completion:
+    def complete(self, prompt: Prompt, **settings: Any) -> End:
         """Generates the whole output for one prompt; `settings` as in `generate`."""
         return self.generate(prompt, **settings).result()
 
@@ -155,10 +137,10 @@ class Engine:
         """Events of one prompt for asyncio: `async for event in engine.agenerate("Once")`;
         `settings` as in `generate`.
 
-        A thread computes. Concurrent calls are rows of one batch, by whose numbers events name
-        them; calls beyond `MAX_ROWS`, or with other settings of the run, wait. Leaving the loop, or
-        cancelling the task, ends the text. The autotuner uses measured times even with a seed;
-        `coupled=True` repeats the text of a seed. Raises `InputError` at the first event.
+        A thread computes; concurrent calls are rows of one batch, by whose numbers events name
+        them, at most `MAX_ROWS` at a time. Leaving the loop ends the text. The autotuner uses
+        measured times even with a seed, which repeats its text with `coupled=True`. Raises
+        `InputError` at the first event.
         """
         from minitri.worker import Job
 
@@ -178,9 +160,8 @@ class Engine:
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of the tokens of a text after the first, (N - 1,) float32 on
-        the CPU, before temperature and filters; `tokenizer.encode` gives the N tokens. Raises
-        `InputError`."""
+        """Natural log-probabilities of a text's N tokens after the first, before all filters;
+        (N - 1,) float32 on the CPU. Raises `InputError`."""
         with running(self.models):
             ids = encode_prompt(text, self.tokenizer)
             check_prompt(ids, self.config, 0)
@@ -188,7 +169,9 @@ class Engine:
                 raise InputError("the text is one token, after which nothing is scored; give more")
             run = GenerationConfig(1)
             # The last token is scored, but not read.
-            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            shape = MemoryShape(
+                (len(ids) - 1,), SamplingParams(), run, SpeculationConfig("autoregressive")
+            )
             full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
@@ -201,11 +184,10 @@ class Engine:
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
-        """Starts a run over any number of requests, `batch_size` at a time, or fewer where memory
-        is short. Events name requests by their numbers, from 0.
+        """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
-        `generation` and `fields` are settings of the run, such as `method`; those of a text are in
-        its request. Raises `InputError` before any work, naming the request.
+        Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
+        run, such as `method`. Raises `InputError` before any work, naming the request.
         """
         check_run(batch_size, fields)
         _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
@@ -225,10 +207,10 @@ class Engine:
     ) -> Generation:
         """Starts a run without requests, which is open until it is closed: see `Generation.submit`.
 
-        A row has room for `generation.reserve` tokens, prompt and output: 4096, if the context has.
-        With captured graphs requests need filters of the kinds that `sampling` has, or temperature
-        0, and those with other values wait for one another. `fields` as in `stream`. A row that
-        fails ends alone: see `End.error`. Raises `InputError` without room.
+        A row has room for `generation.reserve` tokens, by default 4096 if the context has. With
+        captured graphs requests need filters of the kinds that `sampling` has, or temperature 0,
+        and those with other values wait. A row that fails ends alone: see `End.error`. `fields` as
+        in `stream`. Raises `InputError` without room.
         """
         pool = self._pool
         check_run(batch_size, fields)
@@ -272,10 +254,13 @@ class Engine:
         """The worker of `agenerate`, the request, and the memory shape of the run that it joins."""
         from minitri.worker import Worker
 
+        def open_run(shape: MemoryShape) -> Generation:
+            return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
+
         check_process(self.models)
         if self._worker is None:
             with self.models.lock:
-                self._worker = self._worker or Worker(self._open_shared)
+                self._worker = self._worker or Worker(open_run)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
@@ -290,9 +275,6 @@ class Engine:
         shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
         return self._worker, row.request, shape
 
-    def _open_shared(self, shape: MemoryShape) -> Generation:
-        return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
-
     @property
     def held_tokens(self) -> list[int]:
         """Tokens of the longest text whose K and V are kept from the last run or a snapshot."""
@@ -306,9 +288,8 @@ class Engine:
             return save_held(self._pool, os.fsdecode(path), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`: until `release`, its K and V are reused by prompts that begin
-        like its tokens. Returns the number of tokens; the note is in `snapshot_note`. Raises
-        `InputError` if the file is damaged, or of another model, dtype or RoPE."""
+        """Opens a file of `save_kv`, for prompts that begin like its tokens, until `release`;
+        returns how many tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
         held, self.snapshot_note = load_snapshot(self._pool, os.fsdecode(path))
         return len(held.tokens)
 

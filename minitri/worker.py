@@ -57,8 +57,8 @@ class Worker:
     def __init__(
         self, open_run: Callable[[Any], Generation], run: Generation | None = None
     ) -> None:
-        """`open_run` opens a run for jobs of a kind; it is closed when they have ended. The run of
-        the kind None, which may be given, stays open."""
+        """`open_run` opens a run for jobs of a kind, which is closed after them; the run of kind
+        None, which may be given, stays open."""
         self.problem = ""  # why requests fail at present, if they do
         self._open = open_run
         self._run = run
@@ -71,8 +71,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Starts a job, which gets events until it is cancelled. Raises `FaultError` if it cannot
-        run."""
+        """Starts a job, which gets events until it is cancelled. Raises `FaultError`."""
         if os.getpid() != self._process:
             raise FaultError("this process was forked without the thread that computes; spawn it")
         if self._num_quiet >= NUM_TICKS:
@@ -90,8 +89,7 @@ class Worker:
         report(FaultError(problem), *self._jobs.values(), *self._waiting)
 
     def tick(self) -> None:
-        """Checks for progress; called at equal intervals. After `NUM_TICKS` calls without an event
-        all jobs fail."""
+        """Called at equal intervals: after `NUM_TICKS` of them without an event all jobs fail."""
         self._num_quiet = self._num_quiet + 1 if self._jobs or self._waiting else 0
         if self._num_quiet == NUM_TICKS:
             self.give_up("the model makes no progress; ask again later")

@@ -9,7 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 from minitri.core.errors import MAX_COUNT, InputError, shorten
 
-T = TypeVar("T")
+Settings = TypeVar("Settings")
 KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
 KINDS |= dict.fromkeys((str, str | None), "a text")
 
@@ -25,7 +25,7 @@ def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
     return dataclasses.field(default=default, metadata={"range": (least, most)})
 
 
-def changed(settings: T, values: Mapping[str, Any]) -> T:
+def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """A copy of settings with new values for its fields; other names are ignored."""
     known = {name: value for name, value in values.items() if name in vars(settings)}
     return dataclasses.replace(settings, **known)  # type: ignore[type-var]

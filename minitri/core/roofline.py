@@ -109,7 +109,7 @@ def copy_bytes(config: ModelConfig, bits: int) -> int:
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassCost:
     """Bytes and FLOPs of one forward pass, on each GPU."""
 
     num_layers: int
@@ -158,7 +158,7 @@ class Workload:
         """Bytes of K and V of one token of the target."""
         return self.target.kv_values_per_token * self.itemsize
 
-    def read(self, stage: str, num_guesses: float) -> Pass:
+    def read(self, stage: str, num_guesses: float) -> PassCost:
         """The pass of a stage ("draft", "retrieval", "target") over one token and `num_guesses` in
         each row."""
         config = self.draft if stage == "draft" else self.target
@@ -170,7 +170,7 @@ class Workload:
         kv_bytes = slots * self.slot_bytes
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         num_tokens = self.batch_size * (num_guesses + 1)
-        return Pass(
+        return PassCost(
             config.num_layers,
             weight_bytes,
             kv_bytes,
