@@ -1,7 +1,7 @@
-"""Compiles every Triton kernel ahead of time, for GPUs that need not be there.
+"""Ahead-of-time compilation of every Triton kernel, for GPUs that need not be there.
 
-    python tools/compile_kernels.py                 # all architectures, dtypes and tile sizes
-    python tools/compile_kernels.py --arch 86 --kernel attention
+    python -m tools.compile_kernels                 # all architectures, dtypes and tile sizes
+    python -m tools.compile_kernels --arch 86 --kernel attention
 
 Prints a line per case: registers of a thread, bytes that they spill to memory, KiB of shared memory
 of a program, asynchronous copies in its code, and of products with weights the instructions of a
@@ -35,23 +35,23 @@ byte at 90 % of its bandwidth: A100, RTX 3090, RTX 4090, H200; on a B200 it woul
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel with the types of its arguments and its compile-time constants."""
+    """Kernel with the types of its arguments and its compile-time constants."""
 
     name: str
-    """Of the module in `gpu/kernels`, and what distinguishes the case there."""
+    """Module in `devices/gpu/kernels`, and the sizes of this case."""
     kernel: Any
     types: dict[str, str]
-    """Of all arguments that are not constants; those that are not named are int32."""
+    """Types of all arguments that are not constants; int32 if not named."""
     constants: dict[str, Any]
-    """And options of the compiler, whose names are in lower case."""
+    """Compile-time constants, and in lower case options of the compiler."""
     is_pipelined: bool = False
     """Whether it must read ahead by asynchronous copies."""
     num_bytes: int = 0
-    """Of weights that a warp reads in a turn of the loop."""
+    """Bytes of weights that a warp reads in an iteration of the loop."""
 
 
 def attention_cases(dtype: str) -> Iterator[Case]:
-    """One token, and blocks of some rows with and without a tree's rule; the merging."""
+    """Cases of attention: one row, and several with and without a tree; the merge."""
     from minitri.devices.gpu.kernels.flash_decoding import (
         MAX_PIECES,
         attend_piece,
@@ -74,7 +74,7 @@ def attention_cases(dtype: str) -> Iterator[Case]:
 
 
 def weights_cases(dtype: str) -> Iterator[Case]:
-    """Products of few rows and of more with a matrix of a 7B model."""
+    """Cases of products of 3 and of 16 rows with a quantized matrix of a 7B model."""
     from minitri.core.roofline import GROUP
     from minitri.devices.gpu.kernels.weights import multiply_tile, tile_sizes
 
@@ -95,12 +95,12 @@ KERNELS = {"attention": attention_cases, "weights": weights_cases}
 
 @dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes."""
+    """Resources of a compiled kernel."""
 
     registers: int
-    """Of a thread."""
+    """Registers of a thread."""
     spilled: int
-    """Bytes of a thread's memory that stand in for registers."""
+    """Bytes that a thread spills from registers to memory."""
     shared: float
     """KiB of shared memory of a program."""
     asynchronous: int
@@ -110,7 +110,7 @@ class Usage:
 
 
 def compiled(case: Case, arch: int) -> Usage:
-    """What a case takes on an architecture. Raises whatever the compiler does."""
+    """Compiles a case for an architecture. Raises whatever the compiler does."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -144,7 +144,7 @@ def compiled(case: Case, arch: int) -> Usage:
 
 
 def loop_length(code: str) -> int:
-    """Instructions of the loop with the products in disassembled code."""
+    """Number of instructions of the loop with the products in disassembled code."""
     found = re.findall(r"/\*([0-9a-f]{4,5})\*/\s+(.*?);", code)
     lines = [(int(place, 16), text) for place, text in found]
     for end, text in lines:
@@ -157,7 +157,7 @@ def loop_length(code: str) -> int:
 
 
 def problem_of(case: Case, usage: Usage, arch: int) -> str:
-    """What is wrong with a compiled kernel; empty if nothing is."""
+    """The problem with a compiled kernel, or an empty text."""
     if usage.spilled:
         return "spills"
     if usage.shared > SHARED_KIB[arch]:
@@ -168,7 +168,7 @@ def problem_of(case: Case, usage: Usage, arch: int) -> str:
 
 
 def lines_of(arch: int, kernel: str, most: int | None) -> Iterator[str]:
-    """A line for every case, or the first `most` of each dtype; it ends in what is wrong."""
+    """Lines of the table, for the first `most` cases of each dtype; a problem ends the line."""
     for dtype in TYPES:
         for case in itertools.islice(KERNELS[kernel](dtype), most):
             line = f"{arch:4d} {dtype:5s} {case.name:32s}"

@@ -1,4 +1,4 @@
-"""What a drafter learns from: tokens with the target's next-token distributions, stored on disk.
+"""Training data of a drafter: tokens with the target's next-token distributions, on disk.
 
 The target's forward pass is the expensive part of distillation, so it is done once. A distribution
 is kept as its `TOP` most likely tokens with their log-probabilities, 192 bytes per token. Sequences
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.sampling import probs_from_logits, sample
-from minitri.core.errors import InputError
+from minitri.core.errors import InputError, explain
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
@@ -57,10 +57,8 @@ class LabelStore:
         if (folder / "meta.json").exists():
             found = read_json(folder / "meta.json")
             if found != meta:
-                raise InputError(
-                    f"{folder} was made with other settings ({found}); delete it, or repeat those "
-                    "settings"
-                )
+                problem = f"{folder} was made with other settings ({found})"
+                raise InputError(f"{problem}; delete it, or repeat those settings")
         else:
             (folder / "meta.part").write_text(json.dumps(meta))
             (folder / "meta.part").replace(folder / "meta.json")
@@ -109,12 +107,8 @@ def read_texts(engine: Engine, files: list[Path]) -> list[list[int]]:
     """Token ids of every text. Raises `InputError` if one cannot be read, or all are too short."""
     texts = []
     for file in files:
-        try:
+        with explain(f"cannot read {file} as UTF-8 text", "check --text and --held-out"):
             text = file.read_text(encoding="utf-8-sig")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
-                f"cannot read {file} as UTF-8 text ({error}); check --text and --held-out"
-            ) from None
         texts.append(engine.tokenizer.encode(text) if text else [])
     if engine.config.context_length < W:
         raise InputError(
@@ -123,10 +117,8 @@ def read_texts(engine: Engine, files: list[Path]) -> list[list[int]]:
         )
     longest = max(map(len, texts))
     if longest < W:
-        raise InputError(
-            f"the longest text has {longest} tokens; training needs at least {W} in one text, give "
-            "more"
-        )
+        problem = f"the longest text has {longest} tokens; training needs at least {W} in one text"
+        raise InputError(f"{problem}, give more")
     return texts
 
 

@@ -1,4 +1,4 @@
-"""Makes a drafter for a target that minitri loads: a few of its layers, trained to imitate it.
+"""Distillation of a drafter: a few layers of a target, trained to imitate its distributions.
 
     python -m tools.distill_draft --text a.txt --text b.txt --held-out c.txt --out my-drafter
     python -m minitri.generate --draft my-drafter --method triforce --demo
@@ -9,7 +9,7 @@ costs acceptance but never exactness). It is trained by KL divergence against th
 distributions on texts and on what the target itself writes, in windows as its streaming cache will
 show them: sinks, then recent tokens, at positions from 0 on.
 
-Everything stands in the output folder while it is made; run the same command again after an
+All state is in the output folder while it is made; run the same command again after an
 interruption. Held-out acceptance is the share of guesses that speculative sampling would accept,
 sum of min(p, q) over the tokens whose p was stored, on texts never trained on.
 
@@ -55,7 +55,7 @@ SAMPLINGS = {
     "T=0.6, top-p 0.9": SamplingParams(0.6, top_p=0.9),
     "T=1": SamplingParams(1.0),
 }
-"""For which held-out acceptance is printed."""
+"""Sampling settings at which held-out acceptance is printed."""
 SCORED = 128
 """Last tokens of a held-out window that count, of 256: in use the window is nearly always full."""
 SAVE_SECONDS = 120
@@ -84,31 +84,15 @@ class NoCache:
 def build_parser() -> OneLineParser:
     parser, shown = OneLineParser(description=__doc__), "(default: %(default)s)"
     add_flags(parser, *MODEL)
-    parser.add_argument(
-        "--text",
-        action="append",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="UTF-8 text to learn from; may be given several times",
-    )
-    parser.add_argument(
-        "--held-out",
-        action="append",
-        required=True,
-        type=Path,
-        metavar="FILE",
-        help="UTF-8 text that is only for measuring; may be given several times",
-    )
-    parser.add_argument(
-        "--out", required=True, type=Path, metavar="DIR", help="the drafter's folder"
-    )
-    parser.add_argument(
-        "--layers",
-        default="auto",
-        metavar="I,J,...",
-        help="layers of the target to start from (default: the first two and the last)",
-    )
+    add = parser.add_argument
+    several: dict[str, Any] = {"action": "append", "required": True, "type": Path}
+    text = "UTF-8 text to learn from; may be given several times"
+    add("--text", **several, metavar="FILE", help=text)
+    text = "UTF-8 text that is only for measuring; may be given several times"
+    add("--held-out", **several, metavar="FILE", help=text)
+    add("--out", required=True, type=Path, metavar="DIR", help="the drafter's folder")
+    text = "layers of the target to start from (default: the first two and the last)"
+    add("--layers", default="auto", metavar="I,J,...", help=text)
     numbers = (
         ("head_tokens", 8192, "tokens that the drafter can say"),
         ("text_tokens", 1_000_000, "tokens of the texts that the target labels, at most"),
@@ -119,9 +103,9 @@ def build_parser() -> OneLineParser:
     )
     for name, default, text in numbers:
         flag, text = f"--{name.replace('_', '-')}", f"{text} {shown}"
-        parser.add_argument(flag, type=positive, default=default, metavar="N", help=text)
-    parser.add_argument("--learning-rate", type=float, default=4e-3, metavar="R", help=shown)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help=shown)
+        add(flag, type=positive, default=default, metavar="N", help=text)
+    add("--learning-rate", type=float, default=4e-3, metavar="R", help=shown)
+    add("--seed", type=int, default=0, metavar="N", help=shown)
     return parser
 
 
@@ -247,13 +231,10 @@ def write_drafter(draft: Llama, folder: Path) -> None:
         "tie_word_embeddings": False,
     }
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
-    tensors = {
-        name: view.detach()
-        .to(torch.bfloat16 if view.is_floating_point() else torch.int32)
-        .contiguous()
-        .clone()
-        for name, view in placements(draft).items()
-    }
+    tensors = {}
+    for name, view in placements(draft).items():
+        dtype = torch.bfloat16 if view.is_floating_point() else torch.int32
+        tensors[name] = view.detach().to(dtype).contiguous().clone()
     save_file(tensors, folder / "model.safetensors.part", metadata={"format": "pt"})
     (folder / "model.safetensors.part").replace(folder / "model.safetensors")
 
@@ -274,20 +255,12 @@ class Windows:
     def at(self, numbers: list[int], offsets: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """Tokens (B, T), and of the likeliest next ones (B, T, TOP) the places in the head (-1:
         none) and the log-probabilities."""
-        picks = np.array(
-            [
-                [*range(self.num_sinks), *range(offset, offset + self.num_recent)]
-                for offset in offsets
-            ]
-        )  # (B, T)
+        sinks = [*range(self.num_sinks)]
+        picks = np.array([[*sinks, *range(i, i + self.num_recent)] for i in offsets])  # (B, T)
         rows = np.array(numbers)[:, None]
-        ids = torch.from_numpy(self._ids[rows, picks].astype(np.int64))
+        tokens, ids = (x[rows, picks].astype(np.int64) for x in (self._tokens, self._ids))
         logprobs = torch.from_numpy(self._logprobs[rows, picks].astype(np.float32))
-        return (
-            torch.from_numpy(self._tokens[rows, picks].astype(np.int64)),
-            self._place_V[ids],
-            logprobs,
-        )
+        return torch.from_numpy(tokens), self._place_V[torch.from_numpy(ids)], logprobs
 
     def random(self, batch: int, rng: random.Random) -> tuple[Tensor, Tensor, Tensor]:
         """Windows anywhere."""
@@ -391,14 +364,8 @@ def train(
     saved_at = time.monotonic()
     bf16 = torch.autocast(draft.device.type, torch.bfloat16)
     try:
-        with tqdm(
-            total=num_steps * tokens_per_step,
-            initial=step * tokens_per_step,
-            desc="training",
-            unit=" tokens",
-            disable=args.quiet,
-            mininterval=5,
-        ) as bar:
+        total, initial = num_steps * tokens_per_step, step * tokens_per_step
+        with tqdm(total=total, initial=initial, desc="training", disable=args.quiet) as bar:
             while step < num_steps:
                 if step % max(1, num_steps // 12) == 0:
                     show(losses)
@@ -429,20 +396,14 @@ def train(
 def make_drafter(args: argparse.Namespace) -> None:
     """Labels texts, trains, and writes the drafter's folder."""
     if min(args.text_tokens, args.held_out_tokens) < W:
-        raise InputError(
-            f"--text-tokens and --held-out-tokens must be at least {W}, the length of a sequence"
-        )
+        problem = "--text-tokens and --held-out-tokens must be at least"
+        raise InputError(f"{problem} {W}, the length of a sequence")
     both = {file.resolve() for file in args.text} & {file.resolve() for file in args.held_out}
     if both:
         raise InputError(
             f"{min(both)} is given as --text and as --held-out; a text can only be one of them"
         )
-    try:
-        args.out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(
-            f"cannot make the folder {args.out} ({error.strerror}); choose another --out"
-        ) from None
+    args.out.mkdir(parents=True, exist_ok=True)
     options = {"dtype": args.dtype, "device": args.device, "progress": not args.quiet}
     engine = load(args.model, draft="ngram", **options)
     store, held_out_stores = make_labels(engine, args)

@@ -290,7 +290,7 @@ def run_suite(copy: Path, tests: list[str], result: Path) -> None:
 
 
 def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
-    """Which test fails, if any, and after how many seconds."""
+    """The test that fails, if any, and the seconds until then."""
     result, started = copy / "result.json", time.perf_counter()
     result.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(

@@ -424,7 +424,7 @@ def run_again(
 def run_snapshot(
     engine: minitri.Engine, prompts: list[Any], seed: int, wishes: dict[str, Any]
 ) -> list[Any]:
-    """As `run_again`, by a file of K and V."""
+    """A text after K and V that were saved to a file and loaded."""
     engine.release()
     list(engine.generate(prompts[-1], seed=seed, **wishes))
     with tempfile.TemporaryDirectory() as folder:
@@ -605,22 +605,14 @@ def build_parser() -> argparse.ArgumentParser:
         "  python -m tools.regression_grid --check before.json --only triforce --skip-real\n"
         "  python -m tools.regression_grid --against HEAD~1 --only core/",
     )
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
-    task.add_argument(
-        "--check",
-        type=Path,
-        metavar="FILE",
-        help="run the grid, print what differs from FILE; exit code 1 if anything does",
-    )
-    task.add_argument(
-        "--against",
-        metavar="REVISION",
-        help="like --check with what a git revision such as HEAD~1 does, run in a worktree",
-    )
-    parser.add_argument(
-        "--only", default="", metavar="SUBSTRING", help="only cases with it in their name"
-    )
+    add = parser.add_mutually_exclusive_group(required=True).add_argument
+    add("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
+    text = "run the grid, print what differs from FILE; exit code 1 if anything does"
+    add("--check", type=Path, metavar="FILE", help=text)
+    text = "like --check with the record of a git revision such as HEAD~1, made in a worktree"
+    add("--against", metavar="REVISION", help=text)
+    text = "only cases with it in their name"
+    parser.add_argument("--only", default="", metavar="SUBSTRING", help=text)
     parser.add_argument("--skip-real", action="store_true", help="leave SmolLM2-135M out")
     return parser
 

@@ -1,7 +1,7 @@
-"""Many clients at a server: is an answer lost, does load change a text, does memory grow?
+"""Load test of a server: is an answer lost, does load change a text, does memory grow?
 
     python -m tools.serve_load --requests 20000    # with a tiny random model, made here
-    python -m tools.serve_load --requests 300 --peer llama_cpp.server --server-flags=--coupled
+    python -m tools.serve_load --requests 300 --model smollm2-135m --server-flags=--coupled
 
 Starts `python -m minitri serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
 of `--long-share` of the requests 1,000 to `--longest`; the first have `--longest`. One client in
@@ -9,8 +9,8 @@ ten leaves its answers in the middle, one in ten reads slowly through a small wi
 loopback address of its own. Every request must end with a whole answer, a refusal (429 or 503) or
 its client's leaving; else it is lost. At the end some texts are asked for again, alone.
 Times are those of clients that neither leave nor are slow; a gap is between two pieces of text, a
-short prompt has less than 100 tokens. `--peer`: with SmolLM2-135M, and again for the other server.
-Exits with 1 if the first server lost an answer, changed a text, kept a row or did not end well.
+short prompt has less than 100 tokens. Exits with 1 if the server lost an answer, changed a text,
+kept a row or did not end well.
 """
 
 import asyncio
@@ -43,7 +43,6 @@ from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.files.checkpoint import placements
-from minitri.files.fetch import locate
 from tools.weight_pieces import described
 
 LONG = 1000
@@ -55,7 +54,7 @@ PATIENCE = 1800  # seconds of silence after which a request is lost
 
 @dataclass
 class Outcome:
-    """What became of a request."""
+    """Outcome of one request."""
 
     number: int
     num_tokens: int
@@ -68,7 +67,7 @@ class Outcome:
 
 @dataclass
 class Load:
-    """All that is asked of one server."""
+    """The load of one server."""
 
     url: str
     pid: int | None
@@ -91,14 +90,14 @@ class Load:
         return self.text[start : start + length], num_tokens
 
     def connect(self, client: int = 0, kind: str = "") -> httpx.AsyncClient:
-        """A client's connections."""
+        """Opens the connections of a client."""
         address = f"127.0.1.{1 + client % 250}" if self.pid else None
         window = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)] if kind == "slow" else None
         transport = httpx.AsyncHTTPTransport(local_address=address, socket_options=window)
         return httpx.AsyncClient(transport=transport, base_url=self.url, timeout=PATIENCE)
 
     async def ask(self, http: httpx.AsyncClient, number: int, kind: str = "") -> Outcome:
-        """One request to its end."""
+        """Sends one request and reads its answer."""
         prompt, num_tokens = self.prompt(number)
         outcome = Outcome(number, num_tokens, kind)
         fields = {"prompt": prompt, "seed": number, "max_tokens": self.args.new_tokens}
@@ -137,7 +136,7 @@ class Load:
         return outcome
 
     async def send(self) -> dict[str, Any]:
-        """Sends all requests; what became of them."""
+        """Sends all requests; returns figures of their outcomes."""
         numbers, outcomes = iter(range(self.args.requests)), list[Outcome]()
         a_tenth, mib = max(1, self.args.requests // 10), list[float]()
 
@@ -164,7 +163,7 @@ class Load:
         return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": mib[-1]} | most
 
     async def check(self, outcomes: list[Outcome]) -> dict[str, Any]:
-        """Whether rows are still busy, if the server says so, and some texts other when alone."""
+        """Checks for rows that are still busy, and for texts that differ when asked alone."""
         whole = [it for it in outcomes if it.end in ("answered", "left")]
         sample = random.Random(0).sample(whole, min(len(whole), self.args.check))
         differ = []
@@ -214,7 +213,7 @@ def write_tiny(folder: Path, context: int, **sizes: int) -> None:
 
 
 def measure(command: list[str], args: Namespace, is_tiny: bool) -> dict[str, Any]:
-    """What becomes of the load at a server that is started for it, and ended by Ctrl-C."""
+    """Starts a server for the load, and ends it by Ctrl-C; returns figures."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     threads = {"OMP_NUM_THREADS": "1"} if is_tiny else {}  # two would only wait for each other
@@ -239,58 +238,39 @@ def measure(command: list[str], args: Namespace, is_tiny: bool) -> dict[str, Any
 
 
 def build_parser() -> OneLineParser:
-    parser = OneLineParser(prog="serve_load", description=__doc__.split("\n\n")[0])
+    parser = OneLineParser(prog="python -m tools.serve_load", description=__doc__)
     add = parser.add_argument
     add("--url", help="a server that runs already, such as http://127.0.0.1:8000")
-    add("--model", help="of our server (default: a tiny one; with --peer smollm2-135m)")
+    add("--model", help="of our server (default: a tiny random one)")
     for name, default in {"clients": 50, "requests": 1000, "new-tokens": 32, "check": 50}.items():
         add(f"--{name}", type=positive, metavar="N", default=default, help="(default: %(default)s)")
     add("--longest", type=positive, metavar="N", help="prompt (default: 100000 if tiny, or 2000)")
     share: dict[str, Any] = {"type": float, "metavar": "P", "default": 0.01}
     add("--long-share", **share, help="of prompts over 1000 tokens (default: %(default)s)")
     add("--server-flags", default="--coupled --dtype float32", help="(default: %(default)s)")
-    add("--peer", metavar="MODULE", help="another server: llama_cpp.server")
-    add("--peer-python", default=sys.executable, help="a Python that has it")
     add("--json", action="store_true", help="the figures as JSON on standard output")
     return parser
 
 
 def run_command(args: Namespace) -> int:
-    model = args.model or ("smollm2-135m" if args.peer else None)
-    is_tiny = model is None and args.url is None
+    """Sends the load; returns the exit code."""
+    is_tiny = args.model is None and args.url is None
     args.longest = args.longest or (100_000 if is_tiny else 2000)
-    context = str(args.new_tokens + args.longest * (2 if is_tiny else 3) // 2)
-    results = {}
     if args.url:
-        results["server"] = asyncio.run(Load(args.url, None, args, is_tiny).send())
+        name, result = "server", asyncio.run(Load(args.url, None, args, is_tiny).send())
     else:
+        context = args.new_tokens + args.longest * (2 if is_tiny else 3) // 2
         with tempfile.TemporaryDirectory() as folder:
-            write_tiny(Path(folder), int(context))
-            command = [
-                sys.executable,
-                "-m",
-                "minitri",
-                "serve",
-                "--model",
-                model or folder,
-                "--quiet",
-            ]
-            command += ["--context", context, *args.server_flags.split()]
-            results["minitri"] = measure(command, args, is_tiny)
-    if args.peer:
-        command = [args.peer_python, "-m", args.peer, "--model", str(locate(str(model)).path)]
-        command += ["--n_ctx", context, "--n_threads", str(os.cpu_count()), "--verbose", "false"]
-        command += ["--interrupt_requests", "false"]  # else a request ends the one before it
-        results[args.peer] = measure(command, args, is_tiny)
-    first, *_ = results.values()
-    rows = {"": [*results]} | {name: [it[name] for it in results.values()] for name in first}
-    for name, values in rows.items():
-        columns = "".join(f"{value!s:>18}" for value in values)
-        print(f"{name.replace('_', ' '):26}{columns}", file=sys.stderr)
+            write_tiny(Path(folder), context)
+            flags = f"--model {args.model or folder} --context {context} --quiet".split()
+            command = [sys.executable, "-m", "minitri", "serve", *flags, *args.server_flags.split()]
+            name, result = "minitri", measure(command, args, is_tiny)
+    for key, value in result.items():
+        print(f"{key.replace('_', ' '):26}{value!s:>18}", file=sys.stderr)
     if args.json:
-        print(json.dumps(results))
+        print(json.dumps({name: result}))
     faults = ("lost", "texts_that_differ", "busy_at_the_end", "exit_code")
-    return int(any(first.get(name) for name in faults))
+    return int(any(result.get(fault) for fault in faults))
 
 
 main = program(build_parser, run_command)

@@ -38,32 +38,23 @@ from minitri.engine import Engine
 WINDOW, SHIFT, CHUNK, NUM_SINKS = 16, 128, 8, 4
 """Tokens that ask together, and how far before them others asked; tokens of a chunk; sinks."""
 SHARES = [0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5]
-"""Of the text's tokens that a cache keeps."""
+"""Shares of the text's tokens that a cache keeps."""
 WARM = SamplingParams(0.6, top_p=0.9)
-COLORS = {
-    "draft": "#009E73",
-    "retrieval": "#56B4E9",
-    "recovered": "#D55E00",
-    "bonus": "#E69F00",
-}
-MEANINGS = {
-    "draft": "drafter",
-    "retrieval": "retrieval cache",
-    "bonus": "target",
-    "recovered": "correction",
-}
+COLORS = {"draft": "#009E73", "retrieval": "#56B4E9", "recovered": "#D55E00", "bonus": "#E69F00"}
+MEANINGS = {"draft": "drafter", "retrieval": "retrieval cache"}
+MEANINGS |= {"bonus": "target", "recovered": "correction"}
 WIDTH, LINES = 58, 12
 """Characters and lines of the text in the picture."""
 
 
 @dataclass
 class Reading:
-    """A text that was read: its KV cache, and the queries (L, W, H, D) of two windows in it."""
+    """KV cache of a text, and the queries (L, W, H, D) of two windows in it."""
 
     engine: Engine
     full: FullCache
     queries: list[Tensor]
-    """Of the latest tokens, and of those SHIFT tokens before."""
+    """Queries of the latest tokens, and of those SHIFT tokens before."""
 
     def attention(self, layer: int, num_tokens: int) -> Tensor:
         """The attention (K, S) that the first tokens get from the latest ones. That to the sinks,
@@ -84,7 +75,7 @@ class Reading:
         return scores_KN.argsort(1, descending=True)
 
     def _queries(self, layer: int, window: int) -> Tensor:
-        """By KV head: (K, R, D)."""
+        """Queries (K, R, D), grouped by KV head."""
         num_kv_heads = self.engine.config.num_kv_heads
         queries_WHD = self.queries[window][layer]
         return queries_WHD.unflatten(1, (num_kv_heads, -1)).transpose(0, 1).flatten(1, 2)
@@ -114,7 +105,7 @@ def read(engine: Engine, prompt: list[int]) -> Reading:
 
 
 def draw_mass(axes: Any, reading: Reading) -> str:
-    """How much attention the best tokens, the best chunks, and a fixed window hold."""
+    """Draws how much attention the best tokens, the best chunks, and a fixed window hold."""
     num_tokens = reading.full.lengths[0] - WINDOW
     kept = [max(2 * CHUNK, int(share * num_tokens)) for share in SHARES]
     masses: dict[str, list[list[float]]] = {}
@@ -157,7 +148,7 @@ def draw_mass(axes: Any, reading: Reading) -> str:
 
 
 def draw_choice(axes: Any, reading: Reading, budget: int) -> str:
-    """Which chunks are kept by each layer and KV head, and which were kept SHIFT tokens before."""
+    """Draws the chunks that each layer and KV head keeps, and kept SHIFT tokens before."""
     rows, shared, end = list[Tensor](), list[float](), reading.full.lengths[0] - SHIFT
     for layer in range(reading.engine.config.num_layers):
         masks = []
@@ -171,15 +162,9 @@ def draw_choice(axes: Any, reading: Reading, budget: int) -> str:
     from matplotlib.colors import ListedColormap
 
     extent = (0, picture.shape[1] * CHUNK, reading.engine.config.num_layers, 0)
-    axes.imshow(
-        picture,
-        aspect="auto",
-        extent=extent,
-        interpolation="nearest",
-        vmin=0,
-        vmax=2,
-        cmap=ListedColormap(["#f4f4f4", "#E69F00", "#56B4E9"]),
-    )
+    colors = ListedColormap(["#f4f4f4", "#E69F00", "#56B4E9"])
+    how: dict[str, Any] = {"aspect": "auto", "interpolation": "nearest", "vmin": 0, "vmax": 2}
+    axes.imshow(picture, extent=extent, cmap=colors, **how)
     axes.set(xlabel="position in the text, tokens", ylabel="layer")
     axes.set_title("2  chunks in the retrieval cache", loc="left")
     for label, color in (("kept before, too", "#56B4E9"), ("new", "#E69F00")):
@@ -197,7 +182,7 @@ def speculation(method: str, budget: int) -> SpeculationConfig:
 
 
 def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget: int) -> str:
-    """A text with each token in the color of who guessed it; shown in the terminal, too."""
+    """Draws and prints a text, each token in the color of the stage that guessed it."""
     run = engine.generate(
         prompt,
         sampling=WARM,
@@ -209,34 +194,21 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
     print("".join(map(colored, tokens)))
     print(LEGEND)
     x = y = 0
+    letters = {"fontsize": 8.2, "transform": axes.transAxes}
     for token in tokens:
         word = "".join(letter if letter.isprintable() else " " for letter in token.text)
         if x + len(word) > WIDTH:
             x, y = 0, y + 1
         if y < LINES:
-            axes.text(
-                x / WIDTH,
-                1 - (y + 0.8) / LINES,
-                word,
-                color=COLORS[token.origin],
-                family="monospace",
-                fontsize=8.2,
-                transform=axes.transAxes,
-            )
+            place = (x / WIDTH, 1 - (y + 0.8) / LINES)
+            axes.text(*place, word, color=COLORS[token.origin], **letters, family="monospace")
         x += len(word)
     axes.axis("off")
     axes.set_title("3  who guessed which token", loc="left")
     used = [name for name in MEANINGS if any(token.origin == name for token in tokens)]
     for place, name in enumerate(used):
-        axes.text(
-            place / len(used),
-            -0.1,
-            MEANINGS[name],
-            color=COLORS[name],
-            fontsize=8.5,
-            weight="bold",
-            transform=axes.transAxes,
-        )
+        color = COLORS[name]
+        axes.text(place / len(used), -0.1, MEANINGS[name], color=color, **letters, weight="bold")
     share = sum(token.origin not in ("recovered", "bonus") for token in tokens) / len(tokens)
     target = run.stats.stages[-1]
     return (
@@ -247,7 +219,7 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
 
 
 def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> str:
-    """Milliseconds per token after several lengths; the longest is read first, once."""
+    """Draws milliseconds per token after several lengths; the longest is read first, once."""
     lengths = [n for n in (len(prompt) >> 3, len(prompt) >> 2, len(prompt) >> 1, len(prompt)) if n]
     times: dict[str, list[float]] = {"autoregressive": [], "retrieval": [], "triforce": []}
     for length in reversed(lengths):
@@ -256,13 +228,8 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
             generation = GenerationConfig(num_new, ignore_eos=True)
             seconds = []
             for seed in range(3):
-                run = engine.generate(
-                    prompt[:length],
-                    speculation=speculation(method, budget),
-                    seed=seed,
-                    generation=generation,
-                    sampling=WARM,
-                )
+                how = {"speculation": speculation(method, budget), "generation": generation}
+                run = engine.generate(prompt[:length], seed=seed, sampling=WARM, **how)
                 for _ in run:
                     pass
                 seconds.append(run.stats.ms_per_token or 0.0)
@@ -284,7 +251,7 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
 
 
 def draw(engine: Engine, prompt: list[int], num_new: int, out: Path) -> None:
-    """All four pictures; prints what each shows."""
+    """Draws all four pictures; prints a sentence about each."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 6.6), layout="constrained")

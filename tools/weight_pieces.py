@@ -61,7 +61,7 @@ def rounded(weight_NE: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def entries(model: str) -> Iterator[dict[str, Tensor]]:
-    """What belongs together of a model: its files, then runs of rows with their scales."""
+    """Parts of a model that stay together: its files, then runs of rows with their scales."""
     located = locate(model)
     checkpoint = open_checkpoint(located.path)
     config = checkpoint.config(located.name)

@@ -76,7 +76,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
-    """What a step must read at a length of `num_tokens`, and how fast this machine reads."""
+    """Bytes that a step must read after `num_tokens` tokens, and this machine's bandwidth."""
     model = engine.model
     weight_bytes = bytes_per_pass(model)
     gate_up = (1024, engine.config.hidden_size, 2 * engine.config.intermediate_size)

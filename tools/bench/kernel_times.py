@@ -1,4 +1,4 @@
-"""What single kernels take, by graph replay: `python3 -m tools.bench.kernel_times`.
+"""Times of single kernels by graph replay: `python -m tools.bench.kernel_times`.
 
 Attention of one layer by every backend, for short blocks, and products with the matrices of a layer
 in their own type and in 8 and 4 bits, each next to the bytes that it reads. A graph holds many
@@ -38,7 +38,7 @@ REPLAYS = 5
 
 
 def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
-    """What a call takes; it is given the number of the call."""
+    """Microseconds of a call of `run`, which gets the number of the call."""
 
     def calls() -> Tensor:
         return [run(number) for number in range(CALLS)][-1]

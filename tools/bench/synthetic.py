@@ -57,7 +57,7 @@ BLOCK = 1 << 22
 
 
 def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
-    """What is made up."""
+    """Adds the flags of made-up weights and verdicts."""
     group = parser.add_argument_group("--load dummy: made-up weights and verdicts of a shape")
     add = group.add_argument
     add("--load", choices=("real", "dummy"), default="real", help="weights")
@@ -83,14 +83,14 @@ def two_rates(text: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What is measured, and how it guesses."""
+    """Shapes and settings of a run with made-up weights."""
 
     target: ModelConfig
     draft: ModelConfig | None
     speculation: SpeculationConfig
     generation: GenerationConfig
     acceptance: tuple[float, float]
-    """Of the drafter's guesses, and of the retrieval level's."""
+    """Acceptance rates of the drafter's and of the retrieval level's guesses."""
     dtype: torch.dtype
     device: torch.device
     attention: str = "auto"
@@ -98,21 +98,17 @@ class Setup:
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    """What the flags ask for. Raises `InputError`."""
+    """Setup by the flags. Raises `InputError`."""
     if args.compare or args.peer or args.profile or args.coupled:
-        raise InputError(
-            "--load dummy goes with none of --compare, --peer, --profile and --coupled; leave them "
-            "out"
-        )
+        problem = "--load dummy goes with none of --compare, --peer, --profile and --coupled"
+        raise InputError(f"{problem}; leave them out")
     if args.shape not in MODELS:
         raise unknown_model(args.shape)
     shapes = {name: row.shape for name, row in MODELS.items()}
     methods = args.methods or ["triforce"]
     if len(methods) > 1 or methods == ["auto"]:
-        raise InputError(
-            "--load dummy compares one method with autoregressive decoding; give one --method, not "
-            "auto"
-        )
+        problem = "--load dummy compares one method with autoregressive decoding"
+        raise InputError(f"{problem}; give one --method, not auto")
     args.model = args.shape
     args.method = methods[0]
     args.gamma1 = args.gamma1 or 2

@@ -38,7 +38,7 @@ from tools.paper.baselines.bounds import top_tokens
 CHUNK = 1024
 """Tokens of the prompt that are read at a time."""
 WINDOWS_AT_ONCE = 16
-"""What bounds the memory of sliding windows that are read anew."""
+"""Windows read at once, which bounds the memory of recomputed sliding windows."""
 
 
 class Rate(NamedTuple):
@@ -96,7 +96,7 @@ class Continuation:
         self.probs_NV = torch.stack(probs)
         """Row i: the distribution of the i-th new token."""
         self.queries_LNHD = torch.cat(queries, 1)
-        """Those of the last prompt token and of every new token but the last."""
+        """Distributions after the last prompt token and after every new token but the last."""
 
     @torch.inference_mode()
     def by_cache(self, speculation: SpeculationConfig, gamma: int, *models: Llama) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What the paper's methods gain on an A100 by arithmetic: bytes over bandwidth for a pass, and the
+"""Predicted gain of the paper's methods on an A100: bytes over bandwidth for a pass, and the
 acceptance that the paper prints for how many of them a token takes, so that a curve is what its own
 numbers imply (`minitri/core/roofline.py`, the autotuner).
 """
@@ -28,7 +28,7 @@ def on_chip(num_tokens: int, budget: int = 4096, batch_size: int = 1) -> Workloa
 
 
 def speedup(work: Workload, plans: Sequence[StepPlan]) -> float:
-    """Of the fastest of these plans over autoregressive decoding, on an A100."""
+    """Speedup of the fastest of these plans over autoregressive decoding, on an A100."""
     tuner = Autotuner([*plans], functools.partial(work.seconds, A100), use_clock=False)
     for stage, rate in RATES.items():
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))

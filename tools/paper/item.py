@@ -1,4 +1,4 @@
-"""What a table or figure of the paper is here: cells, measured one by one, and what all say.
+"""Item: a table or figure of the paper as cells, measured one by one, and their summary.
 
 An item is a value, `Item`, of one module in `items/`. Its cells are plain JSON, so that a study can
 name, keep and resume them; `measure` makes numbers of one cell, `show` makes tables, a picture and
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 PUBLISHED: Json = tomllib.loads(Path(__file__).with_name("published.toml").read_text("utf-8"))
-"""By item: its title, what the paper says in one sentence, and the paper's numbers."""
+"""Published title, claim in one sentence, and numbers of each item."""
 Draw = Callable[[Any], None]
 """Draws on the axes of matplotlib."""
 
@@ -41,7 +41,7 @@ class Table:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     note: str = ""
-    """What the numbers are: units, medians, what the brackets hold."""
+    """Note on the numbers: units, medians, what the brackets hold."""
 
     def markdown(self) -> str:
         """The table, and its note below it."""
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Shown:
-    """What all cells of an item say."""
+    """Summary of all cells of an item."""
 
     tables: Sequence[Table]
     verdict: str
@@ -72,9 +72,9 @@ class Item:
     """Raises `InputError` where a text is too short."""
     show: Callable[[list[Done], Scale], Shown]
     minutes_here: float
-    """Of all cells on 2 cores of an EPYC at the scale `cpu`, as measured."""
+    """Minutes of all cells on 2 cores of an EPYC at the scale `cpu`, as measured."""
     minutes_gpu: float
-    """Of all cells at the scale `gpu` on an H200, as reckoned."""
+    """Minutes of all cells at the scale `gpu` on an H200, as predicted."""
 
     @property
     def title(self) -> str:

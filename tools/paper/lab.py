@@ -1,4 +1,4 @@
-"""What cells are measured with: texts, engines and continuations, each made once while it is used.
+"""Lab of a study: texts, engines and continuations for cells, each made once while it is used.
 
 A model is loaded when a cell asks for it, and is kept until a cell asks for another one; so items
 list cells of one model, and of one text, next to each other.
@@ -41,7 +41,7 @@ class Lab:
 
     @cached_property
     def identity(self) -> Json:
-        """What every cell depends on: the scale, the model and the texts."""
+        """Facts that every cell depends on: the scale, the model and the texts."""
         content = "\0".join(text.content for text in self.texts)
         texts = hashlib.sha256(content.encode(errors="replace")).hexdigest()
         model = self.model or self.scale.model
@@ -139,7 +139,7 @@ class Lab:
     def continuation(
         self, text: int, num_tokens: int, temperature: float = 0.6, **options: Any
     ) -> Continuation:
-        """What the target says after a text, and everything that guesses may be held against."""
+        """Continuation of a text by the target, with what guesses are compared with."""
         key = {"text": text, "num_tokens": num_tokens, **options}
         engine = self.engine(num_tokens, **options)
         sampling, num_new = self.sampling(temperature), self.scale.new_tokens

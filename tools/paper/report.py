@@ -1,4 +1,4 @@
-"""What a study says: a page as HTML and as Markdown, with a picture of each item, and JSON."""
+"""Report of a study: a page as HTML and as Markdown, with a picture of each item, and JSON."""
 
 import io
 import json
@@ -21,7 +21,7 @@ PAGES = Environment(
 
 
 def overview(study: Study | None = None) -> Table:
-    """What there is, with the command and the time of each, as measured or as it was elsewhere."""
+    """List of all items, with the command and the time of each, measured here or elsewhere."""
     rows = []
     for item in ITEMS:
         command = study.command(item) if study else f"python -m tools.paper {item.name}"
@@ -70,7 +70,7 @@ def origin(study: Study, item: Item) -> str:
 
 
 def verdict(study: Study, item: Item) -> tuple[str, Shown | None]:
-    """What the cells of an item say: nothing before the last one is there."""
+    """Table and picture of an item; nothing before its last cell is measured."""
     cells = study.done(item)
     if len(cells) < len(study.cells(item)):
         return "not all is measured yet; the same command goes on.", None

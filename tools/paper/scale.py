@@ -10,7 +10,7 @@ class Scale:
 
     name: str
     model: str
-    """As `--model` of the programs; empty: a tiny random one, which says nothing of the method."""
+    """Value of `--model`; empty: a tiny random one, which says nothing of the method."""
     context: int
     """Tokens of most prompts."""
     long_context: int

@@ -10,9 +10,9 @@ from tools.paper.item import Done, Draw, Json, Table
 from tools.paper.scale import Scale
 
 Points = Mapping[Any, float]
-"""Of a curve: y by x; of bars: heights by name."""
+"""Points of a curve: y by x; of bars: heights by name."""
 Columns = dict[str, Callable[[Any], str]]
-"""Of a table: what each makes of a row."""
+"""Columns of a table: a function of a row, by heading."""
 COLORS = ("#009E73", "#D55E00", "#56B4E9", "#999999", "#0072B2", "#E69F00", "#CC79A7")
 STYLES = ("o-", "x:", "s--")
 SPEEDUP = {"ylabel": "speedup", "ylim": (0, None)}
@@ -31,7 +31,7 @@ def select(done: Iterable[Done], **settings: Any) -> list[Done]:
 
 
 def grouped(done: Iterable[Done], name: str, *path: str) -> dict[Any, list[Any]]:
-    """What is at a path of keys in the values of each cell that has a setting, by that setting."""
+    """Values at a path of keys of each cell that has a setting, grouped by that setting."""
     groups = dict[Any, list[Any]]()
     for cell in done:
         if name in cell.settings:
@@ -72,7 +72,7 @@ def spreads(groups: Mapping[str, Mapping[Any, Iterable[float]]], digits: int = 2
 
 
 def after(scale: Scale) -> str:
-    """What most notes say."""
+    """First sentence of most notes."""
     return f"After {scale.context:,} tokens, T = 0.6, top-p 0.9; median and range over texts."
 
 

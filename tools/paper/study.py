@@ -76,15 +76,15 @@ class Study:
     out: Path
     lab: Lab
     flags: str = ""
-    """Of the command, with a space before each."""
+    """Flags of the command, with a space before each."""
     again: Sequence[Item] = ()
-    """Of which cells of other commits are measured again."""
+    """Items whose cells of other commits are measured again."""
     commit: str = field(default_factory=commit)
     machine: str = field(default_factory=machine)
     _cells: dict[str, list[Done | None]] = field(default_factory=dict)
 
     def command(self, item: Item) -> str:
-        """What measures an item."""
+        """Command that measures an item."""
         return f"python -m tools.paper {item.name}{self.flags}"
 
     def file(self, item: Item, settings: Json) -> Path:
@@ -94,7 +94,7 @@ class Study:
         return self.out / "cells" / item.name / f"{key}.json"
 
     def cells(self, item: Item) -> list[Done | None]:
-        """Those of an item, in its order; None where one is to be measured."""
+        """Cells of an item, in order; None where one is to be measured."""
         if item.name not in self._cells:
             cells = [read(self.file(item, it)) for it in item.cells(self.lab.scale)]
             if item in self.again:
@@ -103,7 +103,7 @@ class Study:
         return self._cells[item.name]
 
     def done(self, item: Item) -> list[Done]:
-        """Those that are there."""
+        """Cells of an item that are measured."""
         return [cell for cell in self.cells(item) if cell is not None]
 
     def measure(self, item: Item, items: Sequence[Item]) -> None:
@@ -128,8 +128,8 @@ class Study:
             cells[number] = read(path)  # as after any interruption
 
     def seconds_left(self, items: Sequence[Item]) -> float:
-        """What the missing cells took where the items were written, as much faster or slower as
-        the items that are whole were here."""
+        """Predicted seconds of the missing cells: what they took where the items were written,
+        times the pace of the items that are complete here."""
         scale = self.lab.scale
         spent = usual = left = 0.0
         for item in items:

@@ -62,7 +62,7 @@ def _texts(where: Path) -> Iterator[Text]:
 
 
 def _stories(where: Path) -> list[Path]:
-    """Those of NarrativeQA's test set, as its script fetches them; some sources do not answer any
+    """Texts of NarrativeQA's test set, as its script fetches them; some sources do not answer any
     more."""
     with explain(f"{where / 'documents.csv'} cannot be read"):
         with (where / "documents.csv").open(encoding="utf-8", newline="") as file:

@@ -1,4 +1,4 @@
-"""Which peers there are, and which of them can run here.
+"""Table of the peers, and the choice of those that can run here.
 
 A name says program, weights/KV cache, and whether prompt lookup is on: `openvino f16/u8 lookup` has
 f16 weights, a KV cache of 8 bits and lookup. What cannot run is skipped, with the reason in the
@@ -27,7 +27,7 @@ from tools.bench.peers.process import Worker, worker_peer
 log = logging.getLogger("minitri")
 
 PACKAGES = {"openvino": "openvino-genai", "llama.cpp": "llama-cpp-python"}
-"""What to install for a program that runs in a process of its own."""
+"""Packages to install for each program that runs in a process of its own."""
 VARIANTS: dict[str, dict[str, Any]] = {
     "openvino f16/bf16": {"kv": "bf16", "lookup": False},
     "openvino f16/bf16 lookup": {"kv": "bf16", "lookup": True},
@@ -65,7 +65,7 @@ def peer_python(text: str) -> tuple[str, str]:
 def find_peers(
     path: Path, engine: Engine, wanted: Collection[str], pythons: Mapping[str, str]
 ) -> dict[str, StartPeer]:
-    """Those of the wanted peers that can run these weights; `pythons` are the interpreters of
+    """Selects the peers that can run these weights; `pythons` are the interpreters of
     programs that this one does not have."""
     peers: dict[str, StartPeer] = {}
     for name in PEERS:

@@ -1,4 +1,4 @@
-"""What a small cache is compared with: layers that see the whole text, and queries that each choose
+"""Bounds for a small cache: layers that see the whole text, and queries that each choose
 the best tokens of it.
 
 The paper's Table 1 and Figure 3b are measured with the first two layers whole, as attention is

@@ -22,7 +22,7 @@ class Datastore:
         self._end = end
         self._tokens = [token for text in texts for token in (*text, end)]
         self._places = defaultdict[tuple[int, ...], list[int]](list)
-        """What follows a pair: a single token says too little."""
+        """Token that follows a pair: a single token says too little."""
         for place, pair in enumerate(pairwise(self._tokens), 2):
             self._places[pair].append(place)
 

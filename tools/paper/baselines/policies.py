@@ -33,7 +33,7 @@ def speculation_with(name: str, settings: minitri.SpeculationConfig) -> minitri.
 
 
 def policy_of(name: Any) -> Any:
-    """What `SpeculationConfig(policy=...)` takes for a name of `NAMES`."""
+    """Policy object for a name of `NAMES`; anything else is returned as it is."""
     return POLICIES[name]() if isinstance(name, str) and name in POLICIES else name
 
 
@@ -73,7 +73,7 @@ class HeavyHitters(minitri.Policy):
     def __init__(self, budget: int | None = None) -> None:
         self._budget = budget
         self._rows: dict[int, dict[int, Hitters]] = {}
-        """By row and layer."""
+        """Kept tokens by row and layer."""
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
         row = self._rows.setdefault(b, {})
@@ -86,7 +86,7 @@ class HeavyHitters(minitri.Policy):
     def _read(
         self, old: Hitters | None, queries_THD: Tensor, start: int, keys_KSD: Tensor
     ) -> Hitters:
-        """What is kept after the tokens from `start` on, which have these queries."""
+        """Tokens that are kept after reading those from `start` on, which have these queries."""
         T, _, D = queries_THD.shape
         K = len(keys_KSD)
         device = keys_KSD.device

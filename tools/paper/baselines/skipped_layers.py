@@ -23,7 +23,7 @@ from minitri.core.model.llama import Layers, Llama
 from minitri.devices.cpu.kernel_layers import KernelLayers
 
 NUM_WINDOWS, WINDOW, NUM_SCORED = 4, 128, 64
-"""What is read of a text to choose layers, and how many of the last tokens of each are scored."""
+"""Tokens read of a text to choose layers, and how many of its last tokens are scored."""
 
 
 def with_layers(model: Llama, layers: Sequence[int]) -> Llama:

@@ -27,14 +27,14 @@ from tools.paper.shapes import (
 )
 
 TEMPERATURES = ("0", "1")
-"""Of Figure 2a."""
+"""Temperatures of Figure 2a."""
 NUM_SINKS = 4
 WAYS = ("StreamingLLM", "StreamingLLM, 4 x as wide", "sliding window, re-computed")
 NUM_WHOLE = 2
 """First layers that attend to the whole text in Figure 3b and Table 1."""
 POLICIES = {"topk": "Top-K", "streaming": "StreamingLLM", "h2o": "H2O"}
 LARGEST = 1024
-"""Of the sizes of chunks that a `SpeculationConfig` takes."""
+"""Largest size of chunks that a `SpeculationConfig` takes."""
 HIGH = 0.9
 """An acceptance; the paper's policies are above it in Figure 3b."""
 TIE = 0.005
@@ -43,7 +43,7 @@ AXES: Json = {"xscale": "log", "ylabel": "accepted / tested"}
 
 
 def few_texts(scale: Scale) -> range:
-    """For what takes long."""
+    """Fewer texts, for cells that take long."""
     return range(min(scale.num_texts, 2 if scale.name == "cpu" else 5))
 
 
@@ -124,7 +124,7 @@ def by_policy(
 
 
 def columns_of_budgets(scale: Scale) -> Columns:
-    """What every row is."""
+    """Description of the rows, for the notes."""
     percent: Columns = {"% of the text": lambda it: f"{100 * it / scale.context:.1f}"}
     return {"budget, tokens": "{:,}".format} | percent
 

@@ -17,7 +17,7 @@ METHODS = ("triforce", "naive")
 WORTH = 1.5
 """A gain that is worth a second model."""
 LENGTHS = [1 << n for n in range(8, 18)]
-"""Of the predicted curves."""
+"""Context lengths of the predicted curves."""
 
 
 def cells(scale: Scale) -> list[Json]:

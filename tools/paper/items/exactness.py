@@ -59,14 +59,14 @@ def residual(p_V: Tensor, q_V: Tensor) -> Tensor:
 
 
 def proposed(q_V: Tensor, phat_V: Tensor, is_exact: bool) -> Shares:
-    """What the middle level hands on: the drafter's guess, or its own correction, m in all."""
+    """Tokens that the middle level proposes: the drafter's guesses or its corrections, m in all."""
     common_V = torch.minimum(q_V, phat_V)
     left_V = residual(phat_V, q_V) if is_exact else phat_V
     return {DRAFT: common_V, MIDDLE: (1 - common_V.sum(-1, keepdim=True)) * left_V}
 
 
 def verified(guesses: Shares, phat_V: Tensor, p_V: Tensor) -> Shares:
-    """What the target makes of guesses that are said to follow p-hat."""
+    """Distribution of the target's token after guesses that are reported to follow p-hat."""
     passes_V = torch.where(phat_V > 0, p_V / phat_V, 0.0).clamp_max(1)
     accepted = {level: guess_V * passes_V for level, guess_V in guesses.items()}
     rejected = 1 - sum(accepted.values(), torch.zeros_like(p_V)).sum(-1, keepdim=True)
@@ -82,7 +82,7 @@ class Toy:
 
     @functools.cache  # noqa: B019 (toys are few)
     def probs(self, level: int, context: Context) -> Tensor:
-        """Of a level's next token (V,); the logits of the others are halfway to the target's."""
+        """Distribution (V,) of a level's next token; lower levels are halfway to the target."""
         tables = [random.Random(f"{3 * self.seed + it} {context}") for it in {TARGET, level}]
         logits = [[table.gauss(0, 1.5) for _ in range(V)] for table in tables]
         logits_V = torch.tensor(logits, dtype=torch.float64).mean(0)
@@ -100,7 +100,7 @@ class Toy:
         return verified(proposed(q_V, phat_V, is_exact), phat_V, p_V)
 
     def texts(self, is_exact: bool, tokens: Context = (), last: int = MIDDLE) -> Texts:
-        """What a step emits, and the target goes on, after `tokens`."""
+        """Tokens that a step emits after `tokens`, continued by the target."""
         if len(tokens) == HORIZON:
             return Texts({tokens: 1.0})
         texts = Texts()
@@ -137,7 +137,7 @@ def cells(scale: Scale) -> list[Json]:
 
 
 def measure(lab: Lab, settings: Json) -> Json:
-    """By every rule the distances from the target: of each new token, or of each toy's texts."""
+    """Distances from the target by rule: of each new token, or of each toy's texts."""
     T = settings["temperature"]
     if settings["what"] == "toy":
         return {rule: [toy_distance(seed, T, rule == "ours") for seed in TOYS] for rule in RULES}
@@ -186,7 +186,7 @@ def show(done: list[Done], scale: Scale) -> Shown:
 
 
 def distances(done: list[Done], rule: str) -> dict[float, list[float]]:
-    """By temperature, of all texts or toys."""
+    """Distances of all texts or toys, by temperature."""
     cells = grouped(done, "temperature", rule)
     return {T: [*itertools.chain(*cells[T])] for T in sorted(cells)}
 

@@ -1,4 +1,4 @@
-"""What the method rests on: the bytes and the time of the KV cache over length (Figures 2b and 2c),
+"""Observations of the paper: bytes and time of the KV cache over length (Figures 2b and 2c),
 how much attention few tokens hold (3a), and how long tokens that one query chooses serve the
 queries after it (3c)."""
 
@@ -17,7 +17,7 @@ from tools.paper.scale import Scale
 from tools.paper.shapes import COLORS, curves, grid, select, spread
 
 MODEL, CARD = "llama2-7b-128k", 80
-"""Of the paper: an A100 with so many GiB."""
+"""The paper's model, and the GiB of its A100."""
 LENGTHS = [1024 << n for n in range(8)]
 STEPS = 32
 """Tokens that are decoded after each text."""
@@ -31,9 +31,9 @@ NOTES = {
 PAPER = PUBLISHED["fig3a"]["recovered"]
 SHARE = 4 / 120
 SHARES = (0.01, SHARE, 0.1, 0.25)
-"""Of the text's tokens; the second is the paper's."""
+"""Shares of the text's tokens; the second is the paper's."""
 NUM_QUERIES = 16
-"""Of Figure 3a: the last prompt token's, and those of the tokens after it."""
+"""Queries of Figure 3a: the last prompt token's, and those of the tokens after it."""
 QUERIES_AT_ONCE = 32
 NUM_DENSE = 2
 """First layers, in which the paper sees no sparsity."""
@@ -70,12 +70,12 @@ def measure_lengths(lab: Lab, settings: Json) -> Json:
 
 
 def share_of_bytes(values: Json) -> float:
-    """Of the KV cache, in %."""
+    """Share of the bytes that are KV cache, in %."""
     return 100 * values["kv"] / float(values["kv"] + values["weights"])
 
 
 def share_of_time(values: Json) -> float:
-    """Of attention, in %."""
+    """Share of the time that attention takes, in %."""
     return 100 * values["ms"]["attention"] / float(sum(values["ms"].values()))
 
 
@@ -112,7 +112,7 @@ def cells(scale: Scale) -> list[Json]:
 
 @torch.inference_mode()
 def measure_best(lab: Lab, settings: Json) -> Json:
-    """By share, what each layer's best tokens hold of its attention: means over heads, each with
+    """Attention that each layer's best tokens hold, by share: means over heads, each with
     tokens of its own, and queries."""
     said = lab.continuation(settings["text"], lab.scale.context)
     counts = [max(1, round(share * said.num_prompt)) for share in SHARES]
@@ -125,7 +125,7 @@ def measure_best(lab: Lab, settings: Json) -> Json:
 
 @torch.inference_mode()
 def measure_chosen(lab: Lab, settings: Json) -> Json:
-    """By layer and new token, what its attention to the prompt gives to the tokens that the last
+    """Attention to the prompt, by layer and new token, that goes to the tokens that the last
     prompt token's queries chose, each head its own; the first is that token's."""
     said = lab.continuation(settings["text"], lab.scale.context)
     num_chosen = max(1, round(SHARE * said.num_prompt))
@@ -142,7 +142,7 @@ def measure_chosen(lab: Lab, settings: Json) -> Json:
 
 
 def of_texts(done: list[Done]) -> list[list[tuple[float, ...]]]:
-    """What was recovered of every text: by share and layer, or by layer and token."""
+    """Recovered attention of every text: by share and layer, or by layer and token."""
     rows = zip(*(it.values["recovered"] for it in done), strict=True)
     return [[*zip(*row, strict=True)] for row in rows]
 

@@ -16,9 +16,9 @@ from tools.paper.shapes import bars, grid
 TOKENS = 127 * 1024 + 256
 """Prompt and output."""
 CPU_BYTES_PER_SECOND = 0.8 * 12 * 38.4e9
-"""Of the paper's host (EPYC 9754, 12 channels of DDR5-4800), 80 % of which are reached."""
+"""Bandwidth of the paper's host (EPYC 9754, 12 channels of DDR5-4800), of which 80 % is reached."""
 DEEPSPEED_MS = 1516
-"""What DeepSpeed-ZeRO-Inference takes for a token of 7B; rows over it end in a star."""
+"""Milliseconds per token of DeepSpeed-ZeRO-Inference for 7B; rows over it end in a star."""
 SITES = {
     "two": f"--gpu rtx4090 --gpus 2 --context {TOKENS} --gamma2 16 --budget 12288",
     "one": f"--gpu rtx4090 --context {TOKENS} --gamma2 12 --budget 8192",
@@ -40,7 +40,7 @@ def cells(scale: Scale) -> list[Json]:
 
 
 def measure(lab: Lab, settings: Json) -> Json:
-    """What the ledger says of a row; or the speeds with a part of the KV in host memory."""
+    """Prediction for a row; or measured speeds with a part of the KV in host memory."""
     if settings["row"] != MEASURED:
         return predicted(PAPER[settings["row"]][0])
     name = lab.model or lab.scale.model

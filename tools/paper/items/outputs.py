@@ -16,7 +16,7 @@ Row = list[float]
 
 
 def lengths(scale: Scale) -> list[int]:
-    """Of the outputs: the paper's, on a GPU one more, by a tiny model shorter ones."""
+    """Lengths of the outputs: the paper's, on a GPU one more, by a tiny model shorter ones."""
     if not scale.model:
         return [length * scale.new_tokens // 256 for length in PAPER]
     return [*PAPER] + [4096] * (scale.name == "gpu")
@@ -56,7 +56,7 @@ def advance(run: Generation, num_tokens: int) -> Row:
 
 
 def windows(rows: list[Row]) -> list[Row]:
-    """What was added from one length to the next."""
+    """Differences of the counters from one length to the next."""
     pairs = itertools.pairwise([[0.0] * len(rows[0]), *rows])
     return [[new - old for old, new in zip(a, b, strict=True)] for a, b in pairs]
 

@@ -29,7 +29,7 @@ from tools.paper.shapes import (
 )
 
 FIRST = {"autoregressive": ALONE}
-"""What the others are compared with."""
+"""Baseline of all speedups."""
 BY_TEMPERATURE = {T: numbers for T, *numbers in PUBLISHED["table2"]["rows"]}
 """Published: speedup and acceptance of TriForce, and of the naive policy."""
 ABLATIONS = PUBLISHED["table2"]["ablations"]
@@ -37,7 +37,7 @@ ABLATED_AT = 0.6
 """Temperature of the ablations."""
 METHODS = ("triforce", "retrieval", "naive")
 LENGTHS = [1 << n for n in range(13, 25)]
-"""Of the predicted curves: 8,192 to 16,777,216 tokens."""
+"""Contexts of the predicted curves: 8,192 to 16,777,216 tokens."""
 OPEN = [StepPlan("triforce", g1, 1 << n) for g1 in range(1, 5) for n in range(2, 7)]
 NAIVE = [StepPlan("naive", gamma1) for gamma1 in range(1, 17)]
 CURVES = {"gammas 2 and 6": [PAPER], "best gammas": OPEN, "naive, best gamma": NAIVE}
@@ -46,7 +46,7 @@ BY_GAMMA = {name: dict(enumerate(them, 1)) for name, them in PUBLISHED["gammas"]
 USUAL = {"gamma1": 2, "gamma2": 6}
 BY_DRAFTER = PUBLISHED["drafters"]["speedup"]
 KEPT = 0.68
-"""Of the layers, as of the KV cache in the rebuttal."""
+"""Share of the layers, as of the KV cache in the rebuttal."""
 
 
 def speed_texts(scale: Scale) -> list[Json]:

@@ -63,7 +63,7 @@ def ask(lab: Lab, task: str, number: int) -> Question:
 
 
 def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
-    """What the target answers, how many tokens of that are the answer (at least one after the
+    """Continuation by the target, and how many of its tokens are the answer (at least one after the
     first, which nobody guesses), and what it is worth, next to that of TriForce."""
     engine = lab.engine(len(question.prompt))
     num_new = min(question.num_new, lab.scale.new_tokens)

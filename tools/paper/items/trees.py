@@ -19,7 +19,7 @@ WIDTHS = {"naive": (2, 4, 8), "retrieval": (4,)}
 
 
 def plans(method: str) -> dict[str, StepPlan]:
-    """What is compared, by name: first the chain."""
+    """Shapes that are compared, by name: first the chain."""
     depth = DEPTHS[method]
     gammas = (depth, 0) if method == "naive" else (0, depth)
     named = {"chain": StepPlan(method, *gammas)}
