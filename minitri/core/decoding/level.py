@@ -144,7 +144,8 @@ class Level(Stage):
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
         """Samples `gamma` tokens of every active row, one after the other, on the device."""
-        tokens, probs = list[Tensor](), list[Tensor]()
+        tokens = list[Tensor]()
+        probs = list[Tensor]()
         for i in range(self.gamma):
             self.stats.num_rounds += sum(active)
             with self._meter.round(self.stats):

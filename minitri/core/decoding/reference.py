@@ -30,9 +30,11 @@ def triforce(
     number of guesses alone, and no emitted token is discarded: both keep the distribution exact."""
     text = [*prompt, sample_one(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
-        block, block_probs = list[int](), list[Probs]()
+        block = list[int]()
+        block_probs = list[Probs]()
         while len(block) < gamma2:
-            guesses, q = list[int](), list[Probs]()
+            guesses = list[int]()
+            q = list[Probs]()
             for _ in range(gamma1):
                 q.append(draft(text + block + guesses))
                 guesses.append(sample_one(q[-1], uniform()))

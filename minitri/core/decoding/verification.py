@@ -153,7 +153,9 @@ def decide(
 ) -> Rows:
     """The tokens that each row emits: accepted guesses and one more; none if a number is not
     finite, here or in a stage below."""
-    tokens_BN, q_BNV, V = proposal.tokens_BN, proposal.probs_BNV, p_BNV.shape[2]
+    tokens_BN = proposal.tokens_BN
+    q_BNV = proposal.probs_BNV
+    V = p_BNV.shape[2]
     pad = p_BNV.shape[1] - numbers_BN.shape[1]
     if pad or q_BNV.shape[2] < V:  # a captured pass has more places, an empty proposal no V
         tokens_BN = F.pad(tokens_BN, (0, pad))

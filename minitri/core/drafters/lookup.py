@@ -66,7 +66,8 @@ class GrowingText:
         """The longest earlier match of the last tokens of `sequence` (this text and guesses after
         it): its length, at least 2, and the `limit` tokens after it, cyclic if fewer follow."""
         tokens = self.tokens
-        best, end = 1, 0
+        best = 1
+        end = 0
         latest = sequence[: -LONGEST - 1 : -1]
         reach = len(latest)
         places = self._places.get(tuple(sequence[-2:]), [])
@@ -77,7 +78,8 @@ class GrowingText:
             if tokens[place - best] == latest[best]:  # else the match is not longer
                 length = num_common(latest, tokens[max(place + 1 - reach, 0) : place + 1][::-1])
                 if length > best:
-                    best, end = length, place + 1
+                    best = length
+                    end = place + 1
         if not end:
             return 0, []
         return best, list(islice(cycle(sequence[end : end + limit]), limit))

@@ -70,7 +70,8 @@ class Cache:
     """`keys` and `values` (L, B, K, S, D) of B rows."""
 
     def __init__(self, keys: Slots, values: Slots, lengths: list[int] | None = None) -> None:
-        self.keys, self.values = keys, values
+        self.keys = keys
+        self.values = values
         self._filled = [Filled(length) for length in lengths or [0] * keys.shape[1]]
 
     @property

@@ -28,7 +28,8 @@ MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Sl
 class Ranks:
     """The processes that compute a model together; this class is a single process."""
 
-    rank, count = 0, 1
+    rank = 0
+    count = 1
 
     def sum(self, x: "Tensor") -> "Tensor":
         """The sum of all ranks' tensors, in place of x."""

@@ -13,8 +13,10 @@ class Linear(nn.Module):
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape[0], weight.shape[-1]
-        self.weight, self.bias = weight, bias
+        self.out_features = weight.shape[0]
+        self.in_features = weight.shape[-1]
+        self.weight = weight
+        self.bias = bias
 
     @classmethod
     def empty(

@@ -185,7 +185,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E, D = config.hidden_size, config.head_dim
+        E = config.hidden_size
+        D = config.head_dim
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = D
         bias = config.attention_bias
@@ -224,7 +225,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E, inner = config.hidden_size, config.intermediate_size
+        E = config.hidden_size
+        inner = config.intermediate_size
         self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, E, dtype=dtype)
         self.gate = gate

@@ -41,7 +41,8 @@ class Rope:
     def at(self, positions_BT: Tensor) -> Rotary:
         """The rotation of a block at absolute positions (B, T), integers."""
         angles = positions_BT[..., None, None].float() * self.frequencies  # (B, T, 1, D/2)
-        cos, sin = angles.cos() * self.scale, angles.sin() * self.scale
+        cos = angles.cos() * self.scale
+        sin = angles.sin() * self.scale
         return Rotary(torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1))
 
 
@@ -84,10 +85,13 @@ def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
         ratio = config.original_context / (times * 2 * math.pi)  # type: ignore[operator]
         return head_dim * math.log(ratio) / (2 * math.log(config.theta))
 
-    low, high = dimension_turning(config.beta_fast), dimension_turning(config.beta_slow)
+    low = dimension_turning(config.beta_fast)
+    high = dimension_turning(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
         high += 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float32) - low) / (high - low)
