@@ -19,7 +19,6 @@ from minitri.apps.cli.exits import program
 from minitri.core.errors import InputError, explain, shorten
 from tools.paper.items import ITEMS
 from tools.paper.lab import Lab
-from tools.paper.report import overview, write_report
 from tools.paper.scale import SCALES
 from tools.paper.study import Study
 from tools.paper.texts import load_texts
@@ -38,7 +37,9 @@ def build_parser() -> OneLineParser:
 
 
 def run_command(args: Namespace) -> None:
-    """Does what the flags say. Raises `InputError`, `OSError`."""
+    """Measures the items, or lists all. Raises `InputError`, `OSError`."""
+    from tools.paper.report import overview, write_report  # matplotlib: without it one line
+
     if not args.items:
         print(overview().markdown())
         return
