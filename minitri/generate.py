@@ -13,7 +13,7 @@ from minitri import End, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
-from minitri.apps.cli.jsonl import run_lines
+from minitri.apps.cli.jsonl import many
 from minitri.apps.cli.report import answer, report
 from minitri.apps.cli.terminal import LEGEND, shown, stream
 from minitri.core.fields import between
@@ -62,7 +62,6 @@ def build_parser() -> arguments.OneLineParser:
         "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
         "--chat 'Why is the sea salty?' --system 'Answer in one sentence.'",
         "--demo --method triforce --draft suffix --budget 1024 --color",
-        "--rope-scaling yarn:4 --json < novel.txt",
         "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
@@ -95,17 +94,6 @@ def run_command(args: argparse.Namespace) -> int:
         raise InputError("--ray is for many prompts; give --prompts FILE")
     run = many if args.prompts is not None else several if args.n > 1 else one
     return run(args)
-
-
-def many(args: argparse.Namespace) -> int:
-    """Answers the prompts of a file, here or on a Ray cluster."""
-    if args.ray is not None:
-        from minitri.apps.cluster.batch import run_on_replicas
-
-        run_on_replicas(args)
-    else:
-        run_lines(args)
-    return 0
 
 
 def several(args: argparse.Namespace) -> int:

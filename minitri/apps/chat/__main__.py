@@ -210,11 +210,7 @@ class Chat:
         return run.rows[0]
 
 
-COMMANDS = {
-    name.removeprefix("do_"): method
-    for name, method in vars(Chat).items()
-    if name.startswith("do_")
-}
+COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.startswith("do_")}
 """The commands; their docstrings begin with an argument, in brackets if it may be left out."""
 
 

@@ -50,14 +50,10 @@ def open_engine(args: argparse.Namespace) -> "OpenEngine":
 def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
     """Reads the weights of opened models, and what --load-kv and --kv-store name. Raises
     `InputError`."""
-    if args.threads is not None:  # more than there are would wait for one another
+    if args.threads is not None:
         import torch
 
-        allowed = getattr(os, "sched_getaffinity", lambda _: ())(0)  # on Linux, as in a container
-        most = len(allowed) or os.cpu_count() or 1
-        if args.threads > most:
-            log.warning("--threads %d: this machine has %d cores; using those", args.threads, most)
-        torch.set_num_threads(min(args.threads, most))
+        torch.set_num_threads(args.threads)
     engine = opened.load()
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
         raise InputError(

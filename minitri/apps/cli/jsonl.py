@@ -36,8 +36,14 @@ class Line(NamedTuple):
     text: str
 
 
-def run_lines(args: argparse.Namespace) -> None:
-    """Answers every line of --prompts. Raises `InputError` at last if some were wrong."""
+def many(args: argparse.Namespace) -> int:
+    """Answers every line of --prompts, here or on a Ray cluster. Raises `InputError` at the end if
+    some were wrong."""
+    if args.ray is not None:
+        from minitri.apps.cluster.batch import run_on_replicas
+
+        run_on_replicas(args)
+        return 0
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     lines = read_lines(args)
@@ -47,6 +53,7 @@ def run_lines(args: argparse.Namespace) -> None:
         print(json.dumps(result, ensure_ascii=False), flush=True)
         num_wrong += "error" in result
     check_wrong(args, num_wrong, len(lines))
+    return 0
 
 
 def read_lines(args: argparse.Namespace) -> list[Line]:
