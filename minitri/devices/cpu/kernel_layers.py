@@ -192,7 +192,8 @@ class KernelLayers(Layers):
 def weights_of(layer: nn.Module) -> LayerWeights:
     """Addresses of the weights of a transformer block."""
     assert isinstance(layer, Layer)
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
     weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
@@ -245,7 +246,8 @@ def split_projections(
     for path, attention in [*model.named_modules()]:
         if not isinstance(attention, Attention):
             continue
-        E, has_bias = attention.qkv_proj.in_features, attention.qkv_proj.bias is not None
+        E = attention.qkv_proj.in_features
+        has_bias = attention.qkv_proj.bias is not None
         names = {
             f"{part}_proj": count * attention.head_dim
             for part, count in zip("qkv", attention.heads, strict=True)

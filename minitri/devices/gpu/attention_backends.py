@@ -95,7 +95,8 @@ def attend_fused(
     T, H = q_BTHD.shape[1:3]
     K = keys_BKSD.shape[1]
     end = prefix_lengths[0] + T
-    k_BKSD, v_BKSD = keys_BKSD[:, :, :end], values_BKSD[:, :, :end]
+    k_BKSD = keys_BKSD[:, :, :end]
+    v_BKSD = values_BKSD[:, :, :end]
     if q_BTHD.dtype == torch.float32:
         # Its only fused kernel knows no groups; plain formulas would hold all scores.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))

@@ -93,5 +93,6 @@ def check_kernels(model: Llama) -> None:
             (gate, x_BTE),
             (rotate, x_BTXD, angles.cos(), angles.sin()),
         ):
-            got, exact = compiled(function)(*inputs), function(*inputs)
+            got = compiled(function)(*inputs)
+            exact = function(*inputs)
             torch.testing.assert_close(got, exact, rtol=tolerance, atol=tolerance)

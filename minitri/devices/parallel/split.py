@@ -62,7 +62,8 @@ class Summed(nn.Module):
 
     def __init__(self, part: nn.Module, ranks: RankGroup) -> None:
         super().__init__()
-        self.part, self.ranks = part, ranks
+        self.part = part
+        self.ranks = ranks
 
     def forward(self, x: Tensor) -> Tensor:
         return self.ranks.sum(self.part(x))

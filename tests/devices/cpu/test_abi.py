@@ -20,8 +20,7 @@ def fields_in_cpp(name: str) -> list[tuple[str, object]]:
         kind, *names = line.replace(",", " ").replace("* ", " *").split()
         for field in names:
             plain, _, count = field.rstrip("]").partition("[")
-            is_pointer = kind.endswith("*") or plain.startswith("*")
-            one = POINTER if is_pointer else TYPES[kind]
+            one = POINTER if plain.startswith("*") else TYPES[kind]
             fields.append((plain.lstrip("*"), one * int(count) if count else one))
     return fields
 
