@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from minitri import Engine, GenerationConfig, Grammar, InputError, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.completion import (
     DetokenizeBody,
     Fields,
@@ -14,7 +15,6 @@ from minitri.apps.serve.bodies.completion import (
     TextBody,
     TokenizeBody,
 )
-from minitri.apps.serve.bodies.conversation import Conversation
 from minitri.apps.serve.bodies.strict_json import Json, checked, read_object
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay

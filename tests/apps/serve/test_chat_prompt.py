@@ -3,7 +3,7 @@
 import pytest
 
 from minitri import End, InputError, Request
-from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 
 from minitri import Request
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.protocol import Call

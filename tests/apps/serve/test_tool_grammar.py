@@ -5,7 +5,7 @@ import json
 import pytest
 
 from minitri import InputError
-from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.chats.answer_parser import FORMATS
 from minitri.apps.serve.chats.tools import Tools, format_of

@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.conversation import Conversation, Message
+from minitri.apps.serve.bodies.chat_body import Conversation, Message
 from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import refuse

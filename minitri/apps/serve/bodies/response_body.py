@@ -6,8 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from minitri import InputError
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.completion import Fields
-from minitri.apps.serve.bodies.conversation import Conversation
 from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says, checked
 from minitri.core.errors import MAX_COUNT, shorten
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from minitri import End, Engine, InputError
-from minitri.apps.serve.bodies.conversation import Conversation
+from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, Piece
 from minitri.apps.serve.chats.messages import Turn, one_call_each, read_turns
 from minitri.apps.serve.chats.replay import Replay, as_turn, digest_of, keys_of

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minitri import InputError
-from minitri.apps.serve.bodies.conversation import Message
+from minitri.apps.serve.bodies.chat_body import Message
 from minitri.core.errors import shorten
 
 Turn = dict[str, Any]

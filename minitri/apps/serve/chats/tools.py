@@ -10,7 +10,7 @@ from typing import Any
 import jinja2
 
 from minitri import InputError
-from minitri.apps.serve.bodies.conversation import Conversation, Function
+from minitri.apps.serve.bodies.chat_body import Conversation, Function
 from minitri.apps.serve.chats.answer_parser import FORMATS, ToolFormat
 from minitri.core.errors import shorten
 
