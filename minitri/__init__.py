@@ -18,21 +18,21 @@ What an engine does; all take the same keywords, and texts or lists of token ids
     engine.complete(prompt)          its Completion at once: text, tokens, finish_reason, seed
     engine.agenerate(...), achat     `async for event in ...`: many at once share a batch
     engine.stream(requests)          any number of minitri.Request(prompt, temperature=0.7, ...)
-    engine.open()                    a run that takes requests while it goes on: see Generation
+    engine.open()                    a run that takes more requests as it goes: see Generation
     engine.score(text)               log-probabilities of the tokens of a text, a tensor
     engine.tokenizer                 encode(text), decode(ids), encode_chat(messages)
-    engine.save_kv(file), load_kv    what was read is kept over a restart
+    engine.save_kv(file), load_kv    keep K and V of the last text over a restart
     engine.close()                   frees everything; `with` does it
 
 Keywords are the fields of SamplingParams (temperature, top_k, top_p, min_p, penalties, logit_bias,
 bad_words, grammar=minitri.Grammar("regex", "[0-9]+"), ...; greedy by default), of
 GenerationConfig (max_new_tokens, stop, ignore_eos, logprobs, ...) and of SpeculationConfig (method,
 gamma1, budget, coupled, ...), which can be given whole, as `sampling=`, `generation=` and
-`speculation=`, too. Without `seed=` one is drawn; `Completion.seed` tells it. A prompt that begins
-like the last text is read only from there on: put the document first and the question last.
+`speculation=`, too. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with the
+beginning of the last text is not read again: put the document first and the question last.
 
-load() takes files and devices, MODELS are the names that it knows. Whatever is wrong with an input
-raises InputError, a ValueError with one line. Drafter and Policy are what you can write yourself.
+load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError, a
+ValueError with one line. Drafter and Policy are protocols for objects of your own.
 """
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
@@ -64,14 +64,13 @@ __all__ += ["GenerationConfig", "Grammar", "Idle", "InputError", "ModelConfig", 
 __all__ += ["PrefillProgress", "Request", "RowStats", "SamplingParams", "SpeculationConfig"]
 __all__ += ["Stats", "Token", "load"]
 
-_LIGHT: tuple[str, ...] = ("core.errors", "core.settings", "core.config", "core.stats")
-_LIGHT += ("text.grammar", "files.named_models", "core.requests")
-_HEAVY = ("core.drafters.plugin", "core.caches.policies", "core.generation", "engine", "loader")
-"""Where the names are; importing these takes seconds."""
+_HOMES = "core.errors core.settings core.config core.stats text.grammar files.named_models "
+_HOMES += "core.requests core.drafters.plugin core.caches.policies core.generation engine loader"
+"""Modules of the names; from core.drafters on, importing one takes seconds."""
 
 
 def __getattr__(name: str) -> "Any":
-    for home in _LIGHT + _HEAVY if name in __all__ else ():
+    for home in _HOMES.split() if name in __all__ else ():
         module = import_module(f"minitri.{home}")
         if hasattr(module, name):
             return getattr(module, name)

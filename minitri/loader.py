@@ -1,4 +1,4 @@
-"""The loader: an engine from the names of its models."""
+"""The loader: makes an engine from the names of its models."""
 
 import os
 from collections.abc import Callable
@@ -30,22 +30,20 @@ def load(
     progress: bool = False,
     before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> Engine:
-    """Boots an engine: finds or fetches the files, reads config, tokenizer and weights.
+    """An engine: finds or fetches the files, reads config, tokenizer and weights.
 
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; or it is `suffix`, which looks the last words up in the text, or `auto`, the drafter of
-    a named model, and `suffix` where there is none. A `drafter` is an object of yours that guesses
-    in its place, see `minitri.Drafter`.
+    `draft`; `suffix` looks the last words up in the text; `auto` is the drafter of a named model,
+    or `suffix`. A `drafter` is an object of yours that guesses instead, see `minitri.Drafter`.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
     cuda, cuda:N or auto. `attention` names a backend (`devices/gpu/attention_backends.py`) for
-    short blocks on a GPU. `rope_scaling` such as `yarn:4` stretches the context. `weights` `native`
-    leaves a GGUF file's 4 to 8 bits as they are (on a CPU); so does `auto` where memory is short.
-    `draft_weights` guess with the retrieval cache: the `same`, or a copy, of which the text does
-    not depend: `int4`, as `auto` with compiled kernels, which hold the drafter in 4 bits, too
-    (`drafter`: it alone), or on a GPU `int8`. `progress` draws bars on standard error.
-    `before_weights` is given tokenizer and config before the weights are read: time to check a
-    prompt. Under torchrun each process holds a share of the model, and all must make the same
-    calls. Raises `InputError`.
+    short blocks on a GPU. `rope_scaling` such as `yarn:4` extends the context. `weights="native"`
+    keeps the 4 to 8 bits of a GGUF file (on a CPU); so does `auto` where memory is short.
+    `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
+    target's), a copy in `int4` or on a GPU `int8`, or `auto`: with compiled kernels int4, for the
+    drafter, too; `drafter` is int4 for the drafter alone. `progress` draws bars on standard error.
+    `before_weights` is called before the weights are read, to check a prompt. Under torchrun each
+    process holds a share of the model, and all must make the same calls. Raises `InputError`.
     """
     opened = OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,

@@ -1,7 +1,7 @@
-"""Text to token ids and back: sentencepiece, tokenizer.json, and the tokenizer in a GGUF file.
+"""Tokenizers: text to token ids and back, by sentencepiece or the package `tokenizers`.
 
-The libraries tokenize. Here the BOS token is added where the model wants it, and conversations are
-written as the model's chat template says.
+The libraries tokenize. Here the BOS token is added where the model wants it, and conversations
+become text by the model's chat template.
 """
 
 import functools
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 
 class SentencePieceBackend:
-    """A `tokenizer.model` with Llama-2's conventions: byte fallback, a space before the text."""
+    """A sentencepiece model with Llama 2's conventions: byte fallback, a space before the text."""
 
     adds_bos = True
-    """Whether prompts start with BOS unless the settings say otherwise."""
+    """Whether prompts begin with BOS by default."""
 
     def __init__(self, model: bytes) -> None:
         self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -35,10 +35,10 @@ class SentencePieceBackend:
     def encode_marked(self, text: str) -> list[int]:
         controls = filter(self._model.is_control, range(self.num_tokens))
         marks = {self._model.id_to_piece(token): token for token in controls}
-        found: list[int] = []
+        ids: list[int] = []
         for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
-            found += [marks[part]] if part in marks else self.encode(part)
-        return found
+            ids += [marks[part]] if part in marks else self.encode(part)
+        return ids
 
     def decode(self, ids: list[int]) -> str:
         # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
@@ -48,18 +48,19 @@ class SentencePieceBackend:
         return self._model.id_to_piece(number) if number < self.num_tokens else None
 
     def lexicon(self) -> list[bytes]:
-        model = self._model
-        found = []
-        for number in range(self.num_tokens):
-            piece = model.id_to_piece(number)
-            text = bytes([int(piece[3:5], 16)]) if model.is_byte(number) else piece.encode()
-            is_control = model.is_control(number) or model.is_unknown(number)
-            found.append(b"" if is_control else text.replace("▁".encode(), b" "))
-        return found
+        return [self._bytes(number) for number in range(self.num_tokens)]
+
+    def _bytes(self, number: int) -> bytes:
+        if self._model.is_control(number) or self._model.is_unknown(number):
+            return b""
+        piece = self._model.id_to_piece(number)
+        if self._model.is_byte(number):
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace("▁", " ").encode()
 
 
 class TokenizersBackend:
-    """A pipeline of the `tokenizers` package, which knows control tokens written out in a text."""
+    """A pipeline of the package `tokenizers`, which always encodes spelled control tokens."""
 
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
@@ -67,7 +68,7 @@ class TokenizersBackend:
         self.adds_bos = bool(pipeline.encode("").ids)
 
     def encode(self, text: str) -> list[int]:
-        # Unlike `encode` it lets other threads run: 1 MB takes 0.3 s.
+        # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
         return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     encode_marked = encode
@@ -86,7 +87,7 @@ Backend = SentencePieceBackend | TokenizersBackend
 
 
 class Tokenizer:
-    """A tokenizer library together with the model's rules for BOS and for conversations.
+    """A model's tokenizer, with its rules for BOS and its chat template.
 
     ids = engine.tokenizer.encode("Once upon a time")       # a list, BOS first where wanted
     text = engine.tokenizer.decode(ids)                     # without control tokens
@@ -102,15 +103,16 @@ class Tokenizer:
         tool_template: str | None = None,
     ) -> None:
         """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
-        `template` is the source of a chat template, `special_tokens` what it knows by name, and
-        `tool_template` takes its place where there are tools."""
-        self._backend, self._template = backend, template
+        `template` is the source of a chat template, `special_tokens` are the texts that it knows by
+        name, and `tool_template` is its substitute for conversations with tools."""
+        self._backend = backend
+        self._template = template
         self._tool_template = tool_template
         self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
         self.grammars: dict[Any, Any] = {}
-        """Those compiled for its tokens: see `text/matcher.py`."""
+        """A cache of grammars compiled for this vocabulary, see `text/matcher.py`."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, BOS first. Raises `InputError` for lone surrogates."""
@@ -122,30 +124,28 @@ class Tokenizer:
 
     def spellings(self, word: str) -> list[list[int]]:
         """Token ids of a word at the beginning of a text, after a space, and in a line."""
-        line = self._backend.encode("\n")
-        after_line = self._backend.encode(f"\n{word}")
-        found = [self._backend.encode(text) for text in (word, f" {word}")]
+        line, after_line, *ways = map(self._backend.encode, ("\n", f"\n{word}", word, f" {word}"))
         if after_line[: len(line)] == line:  # as sentencepiece spells it within a word
-            found.append(after_line[len(line) :])
-        return [ids for n, ids in enumerate(found) if ids and ids not in found[:n]]
+            ways.append(after_line[len(line) :])
+        return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
 
     @functools.cached_property
     def chat_template(self) -> "ChatTemplate | None":
-        """The model's chat template, if it has one. Raises `InputError` if that is broken."""
-        from minitri.text.chat_template import ChatTemplate  # with Jinja: for conversations only
+        """The model's chat template, or None. Raises `InputError` if it is broken."""
+        from minitri.text.chat_template import ChatTemplate  # starts a process, for conversations
 
         if not self._template:
             return None
         return ChatTemplate(self._template, self._special_tokens, self._tool_template)
 
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to where the next answer begins: a list of messages such
-        as `{"role": "user", "content": "Why?"}`, or the user's only one. Raises `InputError`."""
+        """Token ids of a conversation, up to the beginning of the next answer; `messages` are such
+        as `{"role": "user", "content": "Why?"}`, or the user's only text. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: "str | Sequence[Message]", tools: Sequence[Any] = ()) -> str:
-        """The same as text, in which control tokens are spelled out, with tools that the model may
-        call. Raises `InputError`."""
+        """A conversation as text with control tokens spelled out; `tools` are those that the model
+        may call. Raises `InputError`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self.chat_template is None:
@@ -161,8 +161,8 @@ class Tokenizer:
         return self._backend.encode_marked(text)
 
     def decode(self, ids: Sequence[int], shown: Container[int] = ()) -> str:
-        """Text without control tokens, but for those that are to be `shown` as they are spelled;
-        bytes that are no UTF-8 give U+FFFD."""
+        """Text without control tokens, except those in `shown`, which are spelled out; bytes that
+        are not UTF-8 give U+FFFD."""
         text = ""
         for is_shown, tokens in itertools.groupby(ids, shown.__contains__):
             part = [*tokens]
@@ -171,18 +171,18 @@ class Tokenizer:
         return text
 
     def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
-        """Of these texts those that the vocabulary has as control tokens, with their ids."""
-        found = {text: self.encode_marked(text) for text in spellings}
+        """Ids of control tokens by their spellings, as far as the vocabulary has them."""
+        encoded = {text: self.encode_marked(text) for text in spellings}
         return {
-            text: ids[0] for text, ids in found.items() if len(ids) == 1 and not self.decode(ids)
+            text: ids[0] for text, ids in encoded.items() if len(ids) == 1 and not self.decode(ids)
         }
 
     def lexicon(self) -> str | list[bytes]:
-        """The bytes of all tokens, empty for control tokens; or the `tokenizers` JSON with them."""
+        """The bytes of each token, empty for control tokens; or the JSON of a tokenizer.json."""
         return self._backend.lexicon()
 
     def token(self, number: int) -> str | None:
-        """How the vocabulary spells a token; None for an unused id."""
+        """The spelling of a token in the vocabulary; None for an unused id."""
         return self._backend.token(number)
 
 
