@@ -13,7 +13,8 @@ from minitri.core.log import log
 
 PROMPTS = ["The cat sat on the mat. The dog sat on the rug. The cat sat on the"]
 PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
-PROMPTS += [" ".join(random.Random(0).choices(it, k=64)) for it in (("yes", "no"), ("red", "blue"))]
+PAIRS = (("yes", "no"), ("red", "blue"))
+PROMPTS += [" ".join(random.Random(0).choices(pair, k=64)) for pair in PAIRS]
 """Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
 NUM_NEW = 32
 BURST = 8
@@ -42,7 +43,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     def sample(temperature: float, **fields: Any) -> Bursts:
         log.info("sampling at temperature %g", temperature)
         fields["temperature"] = temperature
-        return [client.burst(BURST, it, NUM_NEW, **fields) for it in PROMPTS * num_rounds]
+        return [client.burst(BURST, text, NUM_NEW, **fields) for text in PROMPTS * num_rounds]
 
     texts = {temperature: sample(temperature) for temperature in TEMPERATURES}
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
@@ -52,11 +53,12 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     yield (logprobs := check_logprobs(places, is_before))
     if logprobs["says"]:
         return
-    greedy = [client.ask(prompt, NUM_NEW, temperature=0.0) for prompt in PROMPTS]
+    cold = {"temperature": 0.0}
+    greedy = [client.ask(text, NUM_NEW, **cold) for text in PROMPTS]
     yield check_greedy(greedy)
     yield check_seed(client)
     if has_switch:
-        plain = [client.ask(it, NUM_NEW, temperature=0.0, speculation=False) for it in PROMPTS]
+        plain = [client.ask(text, NUM_NEW, **cold, speculation=False) for text in PROMPTS]
         yield check_speculation(greedy, plain)
     else:
         yield {"check": "speculation", "verdict": "skipped", "says": "no request switches it off"}
@@ -102,10 +104,11 @@ def check_logprobs(places: Sequence[Place], is_before: bool) -> Row:
 
 def check_greedy(texts: Sequence[Text]) -> Row:
     """Is every token at temperature 0 the likeliest one?"""
-    worst = max((max(it.top.values()) - it.logprob for text in texts for it in text), default=0.0)
+    places = [place for text in texts for place in text]
+    worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
     notices = f"{TOLERANCE} nats below the argmax"
-    return row("greedy", fault, worst, sum(map(len, texts)), notices)
+    return row("greedy", fault, worst, len(places), notices)
 
 
 def check_seed(client: Client) -> Row:
