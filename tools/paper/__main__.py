@@ -1,5 +1,4 @@
-"""The paper by command: every table and figure on the model and machine at hand, next to the
-published numbers.
+"""The paper by command: every table and figure, measured here, next to the published numbers.
 
     python -m tools.paper                      # what there is, and how long it takes
     python -m tools.paper all --texts novels
