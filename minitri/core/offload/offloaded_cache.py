@@ -73,7 +73,7 @@ class OffloadedFullCache(FullCache):
     def subscribe(self, cache: RetrievalCache | None) -> None:
         """Lets a retrieval cache, or none, select from every layer that is on the device."""
         # It refers to this cache; a cycle of strong references would keep both after the run.
-        self._subscriber = cache and weakref.ref(cache)
+        self._subscriber = None if cache is None else weakref.ref(cache)
 
     @property
     def shape(self) -> tuple[int, ...]:
