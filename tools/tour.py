@@ -194,21 +194,27 @@ def draw_text(axes: Any, engine: Engine, prompt: list[int], num_new: int, budget
     print("".join(map(colored, tokens)))
     print(LEGEND)
     x = y = 0
-    letters = {"fontsize": 8.2, "transform": axes.transAxes}
+    letters: dict[str, Any] = {"fontsize": 8.2, "transform": axes.transAxes}
     for token in tokens:
         word = "".join(letter if letter.isprintable() else " " for letter in token.text)
         if x + len(word) > WIDTH:
             x, y = 0, y + 1
         if y < LINES:
-            place = (x / WIDTH, 1 - (y + 0.8) / LINES)
-            axes.text(*place, word, color=COLORS[token.origin], **letters, family="monospace")
+            axes.text(
+                x / WIDTH,
+                1 - (y + 0.8) / LINES,
+                word,
+                color=COLORS[token.origin],
+                **letters,
+                family="monospace",
+            )
         x += len(word)
     axes.axis("off")
     axes.set_title("3  who guessed which token", loc="left")
     used = [name for name in MEANINGS if any(token.origin == name for token in tokens)]
-    for place, name in enumerate(used):
+    for number, name in enumerate(used):
         color = COLORS[name]
-        axes.text(place / len(used), -0.1, MEANINGS[name], color=color, **letters, weight="bold")
+        axes.text(number / len(used), -0.1, MEANINGS[name], color=color, **letters, weight="bold")
     share = sum(token.origin not in ("recovered", "bonus") for token in tokens) / len(tokens)
     target = run.stats.stages[-1]
     return (
@@ -228,15 +234,17 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
             generation = GenerationConfig(num_new, ignore_eos=True)
             seconds = []
             for seed in range(3):
-                how = {"speculation": speculation(method, budget), "generation": generation}
+                how: dict[str, Any] = {
+                    "speculation": speculation(method, budget),
+                    "generation": generation,
+                }
                 run = engine.generate(prompt[:length], seed=seed, sampling=WARM, **how)
                 for _ in run:
                     pass
                 seconds.append(run.stats.ms_per_token or 0.0)
             found.insert(0, statistics.median(seconds))
-    for (method, found), color in zip(
-        times.items(), ("#000000", "#56B4E9", "#009E73"), strict=True
-    ):
+    colors = ("#000000", "#56B4E9", "#009E73")
+    for (method, found), color in zip(times.items(), colors, strict=True):
         axes.plot(lengths, found, color=color, marker="o", markersize=4, label=method)
     axes.set(xlabel="text, tokens", ylim=(0, None))
     axes.set_title("4  milliseconds per token", loc="left")
