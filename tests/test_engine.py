@@ -12,7 +12,7 @@ import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.model.block import read_block
 from minitri.core.requests import Row
-from minitri.text.reader import TextReader
+from minitri.text.text_stream import TextReader
 from tests.cascades import texts_of
 from tests.core.rigs import new_cache
 from tests.strategies import WRONG

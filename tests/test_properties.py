@@ -36,7 +36,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.noise import hashed_uniforms, noise_keys
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.stats import Stats
-from minitri.text.filters import text_filters
+from minitri.text.rows import text_filters
 from minitri.text.text_stream import StopScanner
 from tests.core.policies import policy_of
 from tests.core.rigs import fresh_read

@@ -1,9 +1,10 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
-The library sees the exact bytes of our tokens. Compiled grammars are kept with their tokenizer.
-Every row has its own matcher, which is advanced along guesses and rolled back with them.
+The library sees the exact bytes of our tokens. The latest compiled grammars are kept. Every row has
+its own matcher, which is advanced along guesses and rolled back with them.
 """
 
+import functools
 import json
 import re
 from itertools import takewhile
@@ -17,9 +18,6 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.stats import num_common
 from minitri.text.grammar import Grammar
 from minitri.text.tokenizer import Tokenizer
-
-MAX_KEPT = 64
-"""Largest number of compiled grammars kept per tokenizer."""
 
 
 class GrammarMatcher:
@@ -95,12 +93,11 @@ class Pieces:
         self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         self.eos_token_id = end_token
         self._ids = {text: token for token, text in enumerate(tokens) if text}
-        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
         """Cuts forced text greedily into the longest tokens; stops where none fits."""
         ids = list[int]()
-        sizes = range(self._longest, 0, -1)
+        sizes = range(max(map(len, self._ids)), 0, -1)
         while size := next((size for size in sizes if text[:size] in self._ids), 0):
             ids.append(self._ids[text[:size]])
             text = text[size:]
@@ -109,33 +106,30 @@ class Pieces:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of the library at the start of a text. Raises `InputError`."""
-    ends = config.eos_token_ids
-    if not ends:
+    if not config.eos_token_ids:
         raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
-    kept = tokenizer.grammars.setdefault((config.vocab_size, ends), {})
-    start = kept.get(grammar)
-    if start is None:  # other threads may change `kept` meanwhile
-        with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
-            import llguidance
-
-            if None not in kept:  # the vocabulary
-                size = max(config.vocab_size, tokenizer.num_tokens)
-                lexicon: Any = tokenizer.lexicon()
-                if not isinstance(lexicon, str):
-                    lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
-                kept[None] = llguidance.LLTokenizer(lexicon, size, [*ends])
-        if len(kept) > MAX_KEPT:
-            kept.pop(next(old for old in [*kept] if old), None)
-        start = kept[grammar] = compile_grammar(grammar, kept[None])
-    return start.deep_copy()
+    lexicon = lexicon_of(tokenizer, config.vocab_size, config.eos_token_ids)
+    return compile_grammar(grammar, lexicon).deep_copy()
 
 
-PLACE = re.compile(r"^line \d+, column \d+: ")
-"""The place that the library puts before an error; it is in a text that the user did not write."""
+@functools.lru_cache(maxsize=4)
+def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
+    """The vocabulary as the library reads it. Raises `InputError` if that is not installed."""
+    with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
+        import llguidance
+
+        size = max(vocab_size, tokenizer.num_tokens)
+        lexicon: Any = tokenizer.lexicon()
+        if not isinstance(lexicon, str):
+            lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
+        return llguidance.LLTokenizer(lexicon, size, [*ends])
+
+
 NOT_FORCED = '%llguidance {"no_forcing": true}'
 """Without it, masks would allow a single way to cut forced text into tokens."""
 
 
+@functools.lru_cache(maxsize=64)
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     """A matcher of the library over the tokens of a lexicon. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
@@ -152,14 +146,15 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
             schema = json.dumps(json.loads(text or '{"type": "object"}'))
             text = f"start: %json {schema}"
         source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
-        matcher = LLMatcher(
-            lexicon, source, log_level=0, limits=LLParserLimits(verbose_errors=False)
-        )
+        limits = LLParserLimits(verbose_errors=False)
+        matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)
         if not matcher.is_error():
             matcher.compute_logit_bias()
         if matcher.is_error():
             problem = error_of(matcher)
-            raise ValueError(problem if grammar.kind == "lark" else PLACE.sub("", problem, 1))
+            if grammar.kind != "lark":  # no place in a text that the user did not write
+                problem = re.sub(r"^line \d+, column \d+: ", "", problem)
+            raise ValueError(problem)
     return matcher
 
 

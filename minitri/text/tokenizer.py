@@ -111,8 +111,6 @@ class Tokenizer:
         self._special_tokens = special_tokens or {}
         self.bos_token_id = bos_token_id
         self.num_tokens = backend.num_tokens  # one more than the largest token id
-        self.grammars: dict[Any, Any] = {}
-        """A cache of grammars compiled for this vocabulary, see `text/matcher.py`."""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, BOS first. Raises `InputError` for lone surrogates."""

@@ -12,7 +12,7 @@ from minitri import Grammar, InputError
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
-from minitri.text.matcher import GrammarMatcher, compiled
+from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
 from minitri.text.text_stream import IncrementalDecoder
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 from tests.conftest import SENTENCES, byte_level_tokenizer, edit_json, write_hf_folder
@@ -190,7 +190,7 @@ def test_a_grammar_sees_the_bytes_of_every_token(tokenizer):
     for text in (*SENTENCES, HARD, "\x01\x7f ~ 日 本"):
         ids = [token for token in tokenizer.encode(text) if token != 1]
         compiled(Grammar("json_object"), tokenizer, config)
-        lexicon = tokenizer.grammars[500, (2,)][None]
+        lexicon = lexicon_of(tokenizer, 500, (2,))
         spelled = lexicon.decode_bytes(ids).decode()
         assert spelled.removeprefix(" ") == text or spelled == text
         start = compiled(Grammar("choice", json.dumps([spelled])), tokenizer, config)

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.text.test_grammars import TOY
+from minitri.text.matcher import compile_grammar
 
 
 @pytest.fixture(autouse=True)
 def nothing_compiled():
-    TOY.grammars.clear()
+    compile_grammar.cache_clear()

@@ -40,7 +40,7 @@ def open_engine(args: argparse.Namespace) -> "OpenEngine":
     sampling = taken(SamplingParams, args)
     import_pytorch()  # here, and not before: no flag is wrong any more
     from minitri.loader import OpenEngine
-    from minitri.text.filters import text_filters
+    from minitri.text.rows import text_filters
 
     opened = OpenEngine(**model_of(args))
     text_filters(sampling, [], opened.tokenizer, opened.config)

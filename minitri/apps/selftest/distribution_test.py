@@ -28,8 +28,8 @@ from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
-from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import next_seed
+from minitri.text.rows import text_filters
 
 FALSE_ALARM = 1e-4
 """Odds that a correct engine fails a self-test, all methods and scores together."""

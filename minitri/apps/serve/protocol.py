@@ -21,8 +21,8 @@ from minitri.apps.serve.chats.replay import Replay
 from minitri.core.errors import shorten
 from minitri.core.fields import changed, refuse
 from minitri.core.log import log
-from minitri.text.filters import text_filters
 from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed
+from minitri.text.rows import text_filters
 
 TEXT_TOKENS = 16
 """New tokens at /v1/completions unless the client says how many: OpenAI's default."""

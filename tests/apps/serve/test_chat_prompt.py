@@ -9,7 +9,7 @@ from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.chats.replay import Replay
 from minitri.core.requests import Row
 from minitri.text.chat_template import ChatTemplate
-from minitri.text.reader import TextReader
+from minitri.text.text_stream import TextReader
 from tests.apps.serve.scripted import say
 from tests.apps.serve.templates import FAMILIES, QWEN, THINKING
 
