@@ -92,6 +92,11 @@ def run_command(args: argparse.Namespace) -> int:
         raise InputError("--n is for one prompt, without --color; leave one of them out")
     if args.prompts is None and args.ray is not None:
         raise InputError("--ray is for many prompts; give --prompts FILE")
+    if args.ray is not None:
+        from minitri.apps.cluster.batch import run_on_replicas
+
+        run_on_replicas(args)
+        return 0
     run = many if args.prompts is not None else several if args.n > 1 else one
     return run(args)
 

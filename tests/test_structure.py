@@ -53,8 +53,11 @@ def num_tokens(file: Path) -> int:
     """Tokens of Python without comments, docstrings and layout."""
     source = file.read_text("utf-8")
     values = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
-    strings = [value for value in values if isinstance(value, ast.Constant)]
-    docstrings = {(it.lineno, it.col_offset) for it in strings if isinstance(it.value, str)}
+    docstrings = {
+        (value.lineno, value.col_offset)
+        for value in values
+        if isinstance(value, ast.Constant) and isinstance(value.value, str)
+    }
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     layout.add(tokenize.ENDMARKER)
@@ -116,8 +119,9 @@ def test_names_and_folders_are_found_at_a_glance():
     files = [file for file in FILES if file.name not in ("__init__.py", "__main__.py")]
     names = Counter(file.name for file in files)
     assert [name for name, count in names.items() if count > 1] == []
-    folders = Counter(file.parent for file in files)
-    assert [folder for folder, count in folders.items() if count > 14] == []
+    folders = Counter(file.parent.name for file in files)
+    assert [folder for folder, count in folders.items() if count > 12] in ([], ["core"])
+    assert folders["core"] <= 16
     defined: Counter[str] = Counter()
     for file in files:
         if room_of(module_name(file)) == "core":

@@ -37,13 +37,7 @@ class Line(NamedTuple):
 
 
 def many(args: argparse.Namespace) -> int:
-    """Answers every line of --prompts, here or on a Ray cluster. Raises `InputError` at the end if
-    some were wrong."""
-    if args.ray is not None:
-        from minitri.apps.cluster.batch import run_on_replicas
-
-        run_on_replicas(args)
-        return 0
+    """Answers every line of --prompts. Raises `InputError` at the end if some were wrong."""
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     lines = read_lines(args)
