@@ -16,7 +16,6 @@ from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.memory import Models
-from minitri.core.model.attention import fold, unfold
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.core.requests import Request
@@ -62,10 +61,11 @@ def attend_together(
     last_BT1 = torch.tensor(prefix_lengths)[:, None, None] + torch.arange(T)[:, None]
     is_seen_BTS = torch.arange(S) <= last_BT1
     values_BKSD = values_BKSD[:, :, :S].where(is_seen_BTS[:, -1, None, :, None], 0.0)
-    q_BKGTD = fold(q_BTHD, keys_BKSD.shape[1]).unflatten(2, (-1, T))
+    q_BKGTD = q_BTHD.transpose(1, 2).unflatten(1, (keys_BKSD.shape[1], -1))
     scores_BKGTS = q_BKGTD @ keys_BKSD[:, :, None, :S].transpose(-1, -2) / math.sqrt(D)
     scores_BKGTS = scores_BKGTS.where(is_seen_BTS[:, None, None], -math.inf)
-    return unfold((scores_BKGTS.softmax(-1) @ values_BKSD[:, :, None]).flatten(2, 3), T)
+    out_BKGTD = scores_BKGTS.softmax(-1) @ values_BKSD[:, :, None]
+    return out_BKGTD.flatten(1, 2).transpose(1, 2)
 
 
 def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:

@@ -9,7 +9,7 @@ of the block (column).
 `Attend` is the contract, `attend_math` the oracle of all tests. Faster implementations promise no
 gradients after a prefix.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
 
 import math
@@ -71,19 +71,6 @@ def row_by_row(
     """Attention of rows with different prefix lengths, one call per row."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
     return torch.cat([attend(q, k, v, [length], rule_TT) for q, k, v, length in rows])
-
-
-def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
-    """Queries (B, K, R, D) with the heads of a group and tokens as rows: K and V are read once."""
-    B, T, H, D = q_BTHD.shape
-    q_BTKGD = q_BTHD.view(B, T, num_kv_heads, H // num_kv_heads, D)
-    return q_BTKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)
-
-
-def unfold(out_BKRD: Tensor, T: int) -> Tensor:
-    """The inverse of `fold`: (B, T, H, D)."""
-    B, K, R, D = out_BKRD.shape
-    return out_BKRD.view(B, K, R // T, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
 def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from minitri.core.model.attention import fold, row_by_row, unfold
+from minitri.core.model.attention import row_by_row
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
@@ -45,3 +45,16 @@ def attend_cpu(
     share_BKR = torch.sigmoid(lse_BHT.reshape(lse_BKR.shape) - lse_BKR).to(out_BKRD.dtype)
     block_BKRD = out_BHTD.reshape(out_BKRD.shape)
     return unfold(torch.lerp(out_BKRD, block_BKRD, share_BKR.unsqueeze(-1)), T)
+
+
+def fold(q_BTHD: Tensor, num_kv_heads: int) -> Tensor:
+    """Queries (B, K, R, D) with the heads of a group and tokens as rows: K and V are read once."""
+    B, T, H, D = q_BTHD.shape
+    q_BTKGD = q_BTHD.view(B, T, num_kv_heads, H // num_kv_heads, D)
+    return q_BTKGD.permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def unfold(out_BKRD: Tensor, T: int) -> Tensor:
+    """The inverse of `fold`: (B, T, H, D)."""
+    B, K, R, D = out_BKRD.shape
+    return out_BKRD.view(B, K, R // T, T, D).permute(0, 3, 1, 2, 4).flatten(2, 3)

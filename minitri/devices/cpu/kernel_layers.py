@@ -22,7 +22,6 @@ from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
 from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
-from minitri.core.model.replace import Factories, copy_with, replace_modules
 from minitri.core.model.rope import Rotary
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.abi import LayerWeights, Matrix, PassArguments
@@ -30,6 +29,7 @@ from minitri.devices.cpu.kernels import KernelNorm, Kernels, memory_of, require
 from minitri.devices.cpu.products import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import Tiles
+from minitri.devices.replace import Factories, copy_with, replace_modules
 
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 """Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself."""

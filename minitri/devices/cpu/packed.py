@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from minitri.core.model.linear import Linear, TiedHead
-from minitri.core.model.replace import Factories
+from minitri.devices.replace import Factories
 
 
 class PackedLinear(Linear):

@@ -19,10 +19,10 @@ from torch import Tensor
 
 from minitri.core.log import log
 from minitri.core.model.llama import Layer, Layers, Llama, Pass, gate
-from minitri.core.model.replace import replace_modules
 from minitri.core.model.rope import Rotary
 from minitri.devices.gpu.attention_backends import TOLERANCES
 from minitri.devices.gpu.kernels import problem_with
+from minitri.devices.replace import replace_modules
 
 
 def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from minitri.core.errors import InputError, explain
 from minitri.core.model.linear import Linear, TiedHead
 from minitri.core.model.llama import Llama
-from minitri.core.model.replace import copy_with
 from minitri.core.roofline import GROUP
 from minitri.devices.gpu.kernels import problem_with
+from minitri.devices.replace import copy_with
 
 TOLERANCE = 0.02
 """Largest error of a kernel, as a share of the largest result: what bfloat16 explains."""

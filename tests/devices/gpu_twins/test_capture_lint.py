@@ -5,10 +5,10 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minitri.core.model.llama import Layers
-from minitri.core.model.replace import replace_modules
 from minitri.core.settings import METHODS, SamplingParams
 from minitri.devices.gpu import fused_modules
 from minitri.devices.gpu.fused_modules import FusedLayers
+from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
 from tests.core.rigs import GREEDY, Rig, near_copy, plain_tokens, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from minitri.core.model.llama import Layers, Llama
-from minitri.core.model.replace import replace_modules
 from minitri.devices.gpu import fused_modules
 from minitri.devices.gpu.fused_modules import FusedLayers, check_kernels, compiled, fuse_if_possible
+from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
 from tests.core.rigs import Rig, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU

@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.model.attention import block_rule, fold, unfold
+from minitri.core.model.attention import block_rule
 from minitri.core.model.llama import Layers, Llama, Pass
-from minitri.core.model.replace import copy_with
+from minitri.devices.cpu.flash_attention import fold, unfold
+from minitri.devices.replace import copy_with
 
 
 class UnlikeLayers(Layers):

@@ -17,7 +17,8 @@ from torch import Tensor
 import minitri
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import attention_received
-from minitri.core.model.attention import block_rule, fold
+from minitri.core.model.attention import block_rule
+from minitri.devices.cpu.flash_attention import fold
 
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""
