@@ -10,11 +10,11 @@ import functools
 import json
 from typing import Any
 
-from minitri import InputError, ModelConfig
+from minitri import ModelConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.hardware import SITES, TABLE, Site, site_of_size, this_machine
+from minitri.apps.hardware import SITES, TABLE, Site, site_of_size
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
@@ -42,11 +42,9 @@ class PlanFlags:
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
     gpu: str | None = one_of(None, "list", *SITES)
-    """A card or an Apple chip by name; `list` shows their figures."""
-    cpu: bool = False
-    """This machine's processor, whose memory is measured."""
+    """A card by name; `list` shows their figures."""
     gpu_memory: int | None = between(None, 1)
-    """Memory of a GPU in GiB, or of a CPU. Default: that of --gpu or --cpu, else 24."""
+    """Memory of a GPU in GiB. Default: that of --gpu, else 24."""
     gpus: int = between(1, 1, 64)
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
@@ -66,9 +64,8 @@ def build_parser() -> arguments.OneLineParser:
         "--model llama2-7b-128k --context 124928 --gpu-memory 24",
         "--model lwm-text-512k --context 524288 --gpu h100 --gpus 2",
         "--model Qwen/Qwen3-8B --gpu l40s",
-        "--model smollm2-1.7b --cpu",
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
-        "memory, or on a CPU, and how fast that can be.",
+        "memory, and how fast that can be.",
     )
     arguments.add_fields(parser, PlanFlags)
     arguments.add_flags(parser, "prefill_chunk")
@@ -108,14 +105,8 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 
 def site_of(args: argparse.Namespace) -> Site:
-    """Machine to plan for, changed by the flags of its parts. Raises `InputError`."""
-    if args.cpu and args.gpu:
-        raise InputError("--cpu and --gpu are two machines; give one of them")
+    """GPU to plan for, changed by the flags of its parts."""
     site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
-    if args.cpu:
-        site = this_machine()
-    if site.is_cpu and args.gpus > 1:
-        raise InputError(f"--gpus {args.gpus} needs GPUs, not {site.name}; leave it out")
     machine = site.machine
     if args.link_gb_s:
         machine = dataclasses.replace(machine, link_bytes_per_second=1e9 * args.link_gb_s)
@@ -123,21 +114,9 @@ def site_of(args: argparse.Namespace) -> Site:
 
 
 def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
-    """Most layers whose KV fits where the model computes; on a CPU all. Raises `InputError` if
-    nothing fits."""
-    L = needs.config.num_layers
+    """Most layers whose KV fits on the GPU. Raises `InputError` if nothing fits."""
     room = site.gib * GIB - CONTEXT
-    if not site.is_cpu:
-        return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
-    if not needs.fits(room, 0, L):
-        raise InputError(
-            f"{needs.config.name} needs {needs.on_device(L) / GIB:.2f} GiB with its KV cache, "
-            f"{site.name} has {room / GIB:.2f}",
-            "lower context=",
-            "lower prefill_chunk=",
-            "take a smaller model",
-        )
-    return L
+    return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -149,8 +128,8 @@ def run_command(args: argparse.Namespace) -> None:
     site = site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
     best = most_on_chip(needs, site, host_bytes)
-    choices = {needs.config.num_layers, best, best if site.is_cpu else 0}
-    placements = {n: placement(needs, site, host_bytes, n) for n in sorted(choices)[::-1]}
+    choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
+    placements = {n: placement(needs, site, host_bytes, n) for n in choices}
     if args.json:
         facts = {
             "model": needs.config.name,
@@ -163,12 +142,10 @@ def run_command(args: argparse.Namespace) -> None:
         print(json.dumps(facts, default=vars))
         return
     machine = site.machine
-    speed = f"{machine.weight_bytes_per_second / 1e9:.0f} GB/s ({site.source})"
-    if not site.is_cpu:
-        speed += f"; host: {args.host_memory} GiB at {machine.link_bytes_per_second / 1e9:.3g} GB/s"
-    count = f"{args.gpus} x " * (args.gpus > 1)
+    speed, link = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
     print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
-    print(f"{count}{site.name}: {site.gib:.1f} GiB at {speed}\n\n{HEAD}")
+    print(f"{args.gpus} x {site.name}: {site.gib:.1f} GiB at {speed:.0f} GB/s ({site.source})")
+    print(f"host: {args.host_memory} GiB at {link:.3g} GB/s\n\n{HEAD}")
     for on_chip, row in placements.items():
         sizes = [row["device_bytes"] / GIB, row["host_bytes"] / GIB]
         plan, *ms = row["predicted_ms"].values()

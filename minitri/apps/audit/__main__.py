@@ -13,7 +13,7 @@ from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import as_table
 
-COLUMNS = "check verdict statistic p_value num_tokens notices"
+COLUMNS = "check verdict statistic p_value num_tokens"
 
 
 def build_parser() -> arguments.OneLineParser:

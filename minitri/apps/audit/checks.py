@@ -1,11 +1,11 @@
-"""Checks of a server's sampling, a row of the report each: verdict, statistic, detection limit."""
+"""Checks of a server's sampling, a row of the report each, with a verdict and what it is about."""
 
 import math
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minitri.apps.audit.client import Bursts, Client, Place, Text
+from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place, Text
 from minitri.apps.audit.scores import Departures
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
@@ -16,9 +16,6 @@ PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
 PAIRS = (("yes", "no"), ("red", "blue"))
 PROMPTS += [" ".join(random.Random(0).choices(pair, k=64)) for pair in PAIRS]
 """Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
-NUM_NEW = 32
-BURST = 8
-"""Equal requests sent at the same time."""
 TEMPERATURES = (1.0, 0.5, 1.5)
 FALSE_ALARM = 1e-6
 """Odds that an audit finds a fault in a correct server."""
@@ -30,8 +27,6 @@ TOLERANCE = 0.5
 """Nats by which rounding (in bfloat16, say) may change a log-probability."""
 MOST_COPIED = 0.1
 """Share of tokens, beyond chance, that concurrent answers may have in common."""
-GREEDY = 50.0
-"""Power of the probabilities that leaves only the likeliest tokens."""
 Row = dict[str, Any]
 
 
@@ -43,46 +38,44 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     def sample(temperature: float, **fields: Any) -> Bursts:
         log.info("sampling at temperature %g", temperature)
         fields["temperature"] = temperature
-        return [client.burst(BURST, text, NUM_NEW, **fields) for text in PROMPTS * num_rounds]
+        return [(text, client.burst(text, **fields)) for text in PROMPTS * num_rounds]
 
     texts = {temperature: sample(temperature) for temperature in TEMPERATURES}
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
     if not places:
         raise InputError(f"{client.url} answers with no tokens; audit another model")
-    is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
-    yield (logprobs := check_logprobs(places, is_before))
+    yield (logprobs := check_logprobs(places))
     if logprobs["says"]:
         return
-    cold = {"temperature": 0.0}
-    greedy = [client.ask(text, NUM_NEW, **cold) for text in PROMPTS]
+    greedy = [client.ask(text, temperature=0.0) for text in PROMPTS]
     yield check_greedy(greedy)
     yield check_seed(client)
     if has_switch:
-        plain = [client.ask(text, NUM_NEW, **cold, speculation=False) for text in PROMPTS]
+        plain = [client.ask(text, temperature=0.0, speculation=False) for text in PROMPTS]
         yield check_speculation(greedy, plain)
     else:
         yield {"check": "speculation", "verdict": "skipped", "says": "no request switches it off"}
     yield (independence := check_independence(texts[1.0]))
+    is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
     for temperature in TEMPERATURES if independence["verdict"] == "ok" else ():
+        # Log-probabilities are reported before the temperature, or after it.
         power = 1 / temperature if is_before else 1.0
         result = check_texts(texts[temperature], temperature, power)
-        if "speculation" in result["says"] and has_switch:
+        if result["verdict"] == "FAULT" and has_switch:
             alone = Departures(sample(temperature, speculation=False), power)
             result["says"] += f"; without speculation p is {alone.worst.p_value:.2g}"
         yield result
 
 
-def row(check: str, fault: str, statistic: float, num_tokens: int, notices: str) -> Row:
+def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
     """Row of the table; `fault` describes the fault, and is empty if there is none."""
     verdict = {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault}
-    return verdict | {"statistic": statistic, "num_tokens": num_tokens, "notices": notices}
+    return verdict | {"statistic": statistic, "num_tokens": num_tokens}
 
 
 def tested(check: str, fault: str, test: Martingale) -> Row:
     """Row of a statistical test."""
-    notices = f"{test.detectable(LEAST_P):.2g} a token"
-    result = row(check, fault, test.mean, test.num_tokens, notices)
-    return result | {"p_value": test.p_value}
+    return row(check, fault, test.mean, test.num_tokens) | {"p_value": test.p_value}
 
 
 def spread(bursts: Bursts) -> float:
@@ -92,14 +85,13 @@ def spread(bursts: Bursts) -> float:
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
 
-def check_logprobs(places: Sequence[Place], is_before: bool) -> Row:
+def check_logprobs(places: Sequence[Place]) -> Row:
     """Are the reported log-probabilities those of a distribution?"""
     most = max(sum(map(math.exp, place.top.values())) for place in places)
     fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
     if not any(place.logprob for place in places):
         fault = "all log-probabilities are 0"
-    notices = f"a sum > 1.01; reported {'before' if is_before else 'after'} temperature"
-    return row("logprobs", fault, most, len(places), notices)
+    return row("logprobs", fault, most, len(places))
 
 
 def check_greedy(texts: Sequence[Text]) -> Row:
@@ -107,18 +99,16 @@ def check_greedy(texts: Sequence[Text]) -> Row:
     places = [place for text in texts for place in text]
     worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
-    notices = f"{TOLERANCE} nats below the argmax"
-    return row("greedy", fault, worst, len(places), notices)
+    return row("greedy", fault, worst, len(places))
 
 
 def check_seed(client: Client) -> Row:
     """Does one seed give one text, alone and in a batch?"""
     fields = {"temperature": 1.0, "seed": 1}
-    _, texts = client.burst(BURST, PROMPTS[0], NUM_NEW, **fields)
-    texts = [client.ask(PROMPTS[0], NUM_NEW, **fields), *texts]
+    texts = [client.ask(PROMPTS[0], **fields), *client.burst(PROMPTS[0], **fields)]
     num_texts = len({tuple(place.token for place in text) for text in texts})
     fault = f"one seed gives {num_texts} texts, alone and next to others" if num_texts > 1 else ""
-    return row("seed", fault, num_texts, sum(map(len, texts)), "a second text")
+    return row("seed", fault, num_texts, sum(map(len, texts)))
 
 
 def check_speculation(texts: Sequence[Text], plain: Sequence[Text]) -> Row:
@@ -126,11 +116,12 @@ def check_speculation(texts: Sequence[Text], plain: Sequence[Text]) -> Row:
     worst = 0.0
     for pair in zip(texts, plain, strict=True):
         for one, other in zip(*pair, strict=False):
-            worst = max(worst, *(abs(log - other.top.get(it, log)) for it, log in one.top.items()))
+            changes = [abs(log - other.top.get(name, log)) for name, log in one.top.items()]
+            worst = max(worst, *changes)
             if one.token != other.token:
                 break
     fault = f"speculation changes log-probabilities by {worst:.2f}" if worst > TOLERANCE else ""
-    return row("speculation", fault, worst, sum(map(len, plain)), f"{TOLERANCE} nats of difference")
+    return row("speculation", fault, worst, sum(map(len, plain)))
 
 
 def check_independence(bursts: Bursts) -> Row:
@@ -138,9 +129,7 @@ def check_independence(bursts: Bursts) -> Row:
     copied = Departures(bursts, 1.0).copied
     fault = ""
     if copied.p_value < LEAST_P and copied.mean > MOST_COPIED:
-        fault = "concurrent answers copy each other: one random number serves several rows"
-        if Departures(bursts, GREEDY).worst.p_value > LEAST_P:
-            fault = "at temperature 1 all tokens are the argmax"
+        fault = "concurrent answers copy each other: they share random numbers, or use none"
     return tested("independence", fault, copied)
 
 
@@ -148,29 +137,9 @@ def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
     """Do texts follow the reported log-probabilities, raised to a power?"""
     is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
     scores = Departures(bursts, power, beyond=is_whole and power == 1)
-    fault = cause_of(bursts, scores, temperature, power) if scores.worst.p_value < LEAST_P else ""
+    is_fault = scores.worst.p_value < LEAST_P
+    fault = "texts do not follow the reported log-probabilities" if is_fault else ""
     result = tested(f"texts, T={temperature:g}", fault, scores.worst)
     if scores.likelihood.num_tokens < LEAST_TOKENS:  # which every token counts for
         result |= {"verdict": "skipped", "says": f"{result['num_tokens']} tokens are too few"}
     return result
-
-
-def cause_of(bursts: Bursts, scores: Departures, temperature: float, power: float) -> str:
-    """Names the fault of texts that do not follow their log-probabilities."""
-    causes = {
-        "a filter (top-k, top-p, min-p) leaves out unlikely tokens": power,
-        "temperature is ignored": power * temperature,
-        "temperature is applied twice": power / temperature,
-        "all tokens are the argmax": GREEDY,
-    }
-    for cause, other in causes.items():
-        is_new = other != power or (power == 1 and "filter" in cause)
-        if is_new and Departures(bursts, other).worst.p_value > math.sqrt(LEAST_P):
-            return cause
-    often = f"{scores.factor:.2f} times as often as reported" if scores.factor else "too often"
-    if scores.factor >= 2:  # more than recovered tokens from p can cause
-        return f"some tokens come {often}"
-    return (
-        f"what drafts favor comes {often}, as if recovered tokens were sampled from p "
-        "instead of the residual: speculation is not lossless"
-    )

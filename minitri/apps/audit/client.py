@@ -14,6 +14,10 @@ KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top 
 """Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 """Fields that switch filters off, in the spelling of several servers."""
+NUM_NEW = 32
+"""Tokens of an answer."""
+BURST = 8
+"""Equal requests sent at the same time."""
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
@@ -48,40 +52,41 @@ class Client:
     kind: tuple[str, int] = KINDS[0]
     fields: dict[str, Any] = field(default_factory=dict)
 
-    def ask(self, prompt: str, num_new: int, **fields: Any) -> Text:
+    def ask(self, prompt: str, **fields: Any) -> Text:
         """Returns the tokens of an answer. Raises `InputError`."""
         endpoint, num_top = self.kind
-        body = {"max_tokens": num_new, "top_p": 1.0, "prompt": prompt, "logprobs": num_top}
+        body: dict[str, Any] = {"max_tokens": NUM_NEW, "top_p": 1.0}
         if "chat" in endpoint:
-            body |= {"messages": [{"role": "user", "content": body.pop("prompt")}]}
+            body |= {"messages": [{"role": "user", "content": prompt}]}
             body |= {"logprobs": True, "top_logprobs": num_top}
+        else:
+            body |= {"prompt": prompt, "logprobs": num_top}
         answer = self.call(endpoint, body | self.fields | fields)
         with explain(f"{self.url} answers what is not OpenAI's JSON", "audit another server"):
             logprobs = answer["choices"][0]["logprobs"] or {}
             if "content" in logprobs:  # as for chats
                 entries = logprobs["content"]
-                tokens = [named(entry) for entry in entries]
-                tops = [[named(one) for one in entry["top_logprobs"]] for entry in entries]
+                pairs = [scored(entry) for entry in entries]
+                tops = [map(scored, entry["top_logprobs"]) for entry in entries]
             else:
-                tokens = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
-                tops = [[*top.items()] for top in logprobs["top_logprobs"]]
+                pairs = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
+                tops = [top.items() for top in logprobs["top_logprobs"]]
             best = [sorted(top, key=lambda pair: -pair[1])[:num_top] for top in tops]
-            if not all(log <= 0.01 for pairs in (tokens, *best) for _, log in pairs):
+            if not all(log <= 0.01 for entries in (pairs, *best) for _, log in entries):
                 raise ValueError("logarithms of probabilities are not above 0")
             if not all(best):
                 raise ValueError("at some token it names no likely ones")
-            return [Place(*pair, dict(top)) for pair, top in zip(tokens, best, strict=True)]
+            return [Place(*pair, dict(top)) for pair, top in zip(pairs, best, strict=True)]
 
-    def burst(self, size: int, prompt: str, num_new: int, **fields: Any) -> tuple[str, list[Text]]:
-        """Sends a prompt `size` times at once; returns it with the answers."""
-        with ThreadPoolExecutor(size) as threads:
-            answers = [threads.submit(self.ask, prompt, num_new, **fields) for _ in range(size)]
-            return prompt, [answer.result() for answer in answers]
+    def burst(self, prompt: str, **fields: Any) -> list[Text]:
+        """Sends a prompt `BURST` times at once; returns the answers."""
+        with ThreadPoolExecutor(BURST) as threads:
+            return [*threads.map(lambda _: self.ask(prompt, **fields), range(BURST))]
 
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""
         try:
-            return any(place.top for place in self.ask("Once", 1, **fields))
+            return any(place.top for place in self.ask("Once", max_tokens=1, **fields))
         except InputError:
             return False
 
@@ -102,7 +107,7 @@ class Client:
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None
 
 
-def named(entry: dict[str, Any]) -> tuple[str, float]:
+def scored(entry: dict[str, Any]) -> tuple[str, float]:
     """Token and log-probability of an entry of a chat's `logprobs`."""
     return entry["token"], entry["logprob"]
 
@@ -118,5 +123,5 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
                 if client.takes(**{name: value}):
                     client.fields[name] = value
             return client
-    client.ask("Once", 1)  # says why
+    client.ask("Once")  # says why
     raise InputError(f"{client.url} reports no log-probabilities; start it so that it does")

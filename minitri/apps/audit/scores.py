@@ -10,7 +10,7 @@ is the share of concurrent answers, equal so far, that continued with the token.
 
 import math
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from minitri.apps.audit.client import Bursts, Place
@@ -32,8 +32,9 @@ class Departures:
         self.learned = Martingale()
         self.repeated = Martingale()
         self.copied = Martingale()
-        self._seen: Counter[tuple[str, str]] = Counter()  # by the token before and the token itself
-        self._expected: dict[tuple[str, str], float] = {}
+        # How often a token came after another one, and how often it was expected there.
+        self._seen: Counter[tuple[str, str]] = Counter()
+        self._expected: defaultdict[tuple[str, str], float] = defaultdict(float)
         for prompt, burst in bursts:
             others: Counter[tuple[str, ...]] = Counter()
             for text in burst:
@@ -61,24 +62,17 @@ class Departures:
         self.learned.add(token, probs, learned)
         self._seen[before, token] += 1
         for name, prob in probs.items():
-            self._expected[before, name] = self._expected.get((before, name), 0.0) + prob
+            self._expected[before, name] += prob
 
     def _excess(self, pair: tuple[str, str]) -> float:
         """How much too often a pair came so far, in standard deviations."""
-        expected = self._expected.get(pair, 0.0)
+        expected = self._expected[pair]
         return (self._seen[pair] - expected) / math.sqrt(1 + expected)
 
     @property
     def worst(self) -> Martingale:
         """Test with the smallest p-value, concurrent answers left out."""
         return min(self.likelihood, self.learned, self.repeated, key=lambda test: test.p_value)
-
-    @property
-    def factor(self) -> float:
-        """Observed / expected frequency of the most over-represented tokens; 0 without any."""
-        pairs = [pair for pair in self._expected if self._excess(pair) > 3]
-        expected = sum(self._expected[pair] for pair in pairs)
-        return sum(self._seen[pair] for pair in pairs) / (expected or 1.0)
 
 
 def looked_up(said: str, tokens: Iterable[str]) -> str:

@@ -1,8 +1,8 @@
 """Many prompts on many engines: `generate --prompts FILE --ray ADDRESS --output FILE`.
 
 Each replica is a Ray actor with an engine. Prompts with a common prefix are a group, whose prefix
-one replica reads once; an idle replica takes the longest group left. If a replica dies, another one
-starts, and the unanswered prompts of the group are put back.
+one replica reads once; an idle replica takes the longest group left. Ray restarts a replica that
+dies, and gives it its group again.
 
 The file of answers is the only state: an id in it is done. Texts are coupled, so that a seed gives
 the same text on every replica.
@@ -13,9 +13,7 @@ import fcntl
 import functools
 import json
 import os
-from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,17 +23,16 @@ from minitri import InputError
 from minitri.apps.cli.boot import boot
 from minitri.apps.cli.jsonl import Line, answers, check_wrong, read_lines
 from minitri.core.errors import explain, shorten
-from minitri.core.log import log
 from minitri.text.prompt_ids import draw_seed
 
 Task = tuple[str, Line]
 """A prompt, and its line of the file."""
 key_of = functools.partial(json.dumps, sort_keys=True)
 """Turns an id into a key of a dictionary."""
-MOST_DEATHS = 5
-"""Replicas that may die in a row without an answer."""
-OBJECT_STORE_BYTES = 256 << 20
-"""Shared memory of a local cluster, through which only texts go."""
+MAX_RESTARTS = 4
+"""Deaths of one replica that Ray makes up for."""
+MAX_GROUP = 64
+"""Prompts of a group, whose answers are written together."""
 
 
 def run_on_replicas(args: argparse.Namespace) -> None:
@@ -44,12 +41,12 @@ def run_on_replicas(args: argparse.Namespace) -> None:
         raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
     tasks: dict[str, Task] = {}
     for line in read_lines(args):
-        key, prompt = understood(line)
-        if tasks.setdefault(key, (prompt, line)) != (prompt, line):
+        key, prompt = key_and_prompt(line)
+        if key in tasks:
             raise InputError(f"two lines of --prompts have the id {key}; give each its own")
+        tasks[key] = prompt, line
     args.seed = draw_seed() if args.seed is None else args.seed
     args.coupled = True
-    counts = Counter[str]()
     with Path(args.output).open("ab+") as file:
         with explain(f"--output {shorten(args.output)} cannot be continued", "name another file"):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -61,13 +58,10 @@ def run_on_replicas(args: argparse.Namespace) -> None:
             file.write(written + b"\n")
             file.flush()
             done[key_of(answer["id"])] = "error" in answer
-            counts.update({name: num for name, num in answer.items() if name.startswith("num_")})
-    num, num_cached = (counts[f"num_{name}_tokens"] for name in ("prompt", "cached"))
-    log.info("%d answers; of %d tokens of new prompts %d were cached", len(done), num, num_cached)
     check_wrong(args, sum(done.values()), total)
 
 
-def understood(line: Line) -> tuple[str, str]:
+def key_and_prompt(line: Line) -> tuple[str, str]:
     """Key and prompt of a line, if it is JSON; if it is not, a replica says what is wrong."""
     try:
         fields = {**json.loads(line.text)}
@@ -83,18 +77,14 @@ def answered(file: IO[bytes]) -> dict[str, bool]:
     *lines, last = file.read().split(b"\n")
     rows = map(json.loads, lines)
     done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in rows}
-    with suppress(ValueError):
-        json.loads(last)
-        last = b"whole"
-    if last[:7] != b'{"id": '[: len(last)]:
+    if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
         raise ValueError("its last line is no answer that was cut off")
     file.truncate(file.tell() - len(last))
     return done
 
 
 def grouped(tasks: Iterable[Task], most: int) -> list[list[Task]]:
-    """Groups of prompts that share half of the prompt before, the longest group first. A group has
-    at most `most` prompts, so that every replica has work."""
+    """Groups of at most `most` prompts that share half of the prompt before, the longest first."""
     groups: list[list[Task]] = []
     for prompt, line in sorted(tasks):
         before = groups[-1][-1][0] if groups else ""
@@ -111,13 +101,12 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
         import ray
     except ModuleNotFoundError:
         raise InputError("--ray needs Ray; install it: pip install 'minitri[ray]'") from None
-    cores = os.cpu_count() or 1
     local: dict[str, Any] = {}
-    if args.ray == "local":  # with room for a replica more, which replaces another one
-        most = (args.replicas + 1) * (args.threads or max(1, cores // args.replicas))
-        local = {"num_cpus": max(cores, most), "include_dashboard": False}
-        local |= {"object_store_memory": OBJECT_STORE_BYTES}
-    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # `gathered` reports dead replicas
+    if args.ray == "local":
+        most = max(os.cpu_count() or 1, args.replicas * (args.threads or 1))
+        # Only texts go through its shared memory.
+        local = {"num_cpus": most, "include_dashboard": False, "object_store_memory": 256 << 20}
+    os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # one error is enough
     with explain(
         f"no Ray cluster at {shorten(args.ray, 60)}",
         "start one, set RAY_AUTH_MODE=token if it asks for one, or give --ray local",
@@ -125,46 +114,29 @@ def connect(args: argparse.Namespace) -> tuple[Any, dict[str, int]]:
         ray.init(args.ray, logging_level="ERROR", log_to_driver=args.verbose, **local)
     resources = ray.cluster_resources()
     num_gpus = int(args.device != "cpu" and "GPU" in resources)
-    cores = cores if local else int(resources["CPU"])
-    args.threads = args.threads or (1 if num_gpus else max(1, cores // args.replicas))
+    most = 1 if num_gpus else max(1, int(resources["CPU"]) // args.replicas)
+    args.threads = args.threads or most
     return ray, {"num_cpus": args.threads, "num_gpus": num_gpus}
 
 
-def gathered(tasks: list[Task], args: argparse.Namespace) -> Iterator[Any]:
-    """Answers of the replicas, each once, as they come. Raises `InputError`."""
+def gathered(tasks: list[Task], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Answers of the replicas, as they come. Raises `InputError`."""
     ray, share = connect(args)
-    start = functools.partial(ray.remote(**share)(Replica).remote, args)
-    groups = grouped(tasks, -(-len(tasks) // args.replicas))
-    waiting = deque([line for _, line in group] for group in groups)
-    log.info("%d prompts in %d groups, %d replicas", len(tasks), len(waiting), args.replicas)
-    running: dict[Any, tuple[Any, dict[int, Line]]] = {}
+    restarts = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
+    actor = ray.remote(**share, **restarts)(Replica)
+    replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
+    groups = grouped(tasks, min(MAX_GROUP, -(-len(tasks) // args.replicas)))
 
-    def give(replica: Any, group: list[Line]) -> None:
-        stream = replica.answers.options(num_returns="streaming").remote(group)
-        running[stream] = (replica, {line.number: line for line in group})
+    def answer(replica: Any, group: list[Task]) -> Any:
+        return replica.answers.remote([line for _, line in group])
 
-    num_deaths = 0
-    for _ in range(args.replicas):
-        give(start(), [])
-    while waiting or any(group for _, group in running.values()):
-        [stream], _ = ray.wait([*running], num_returns=1)
-        replica, group = running[stream]
-        try:
-            answer = ray.get(next(stream))
-            num_deaths = 0
-            if group.pop(answer["line"], None):
-                yield answer
-            continue
-        except StopIteration:
-            if waiting:
-                give(replica, waiting.popleft())
-        except ray.exceptions.RayActorError as error:
-            log.warning("a replica died, another one starts: %s", shorten(error))
-            if (num_deaths := num_deaths + 1) == MOST_DEATHS:
-                raise InputError(f"{num_deaths} replicas died in a row; see Ray's log") from None
-            waiting.appendleft([*group.values()])
-            give(start(), [])
-        del running[stream]
+    try:
+        for done in replicas.map_unordered(answer, groups):
+            yield from done
+    except ray.exceptions.RayActorError as error:
+        raise InputError(
+            f"a replica died again and again ({shorten(error)}); see its log"
+        ) from None
 
 
 class Replica:
@@ -174,7 +146,7 @@ class Replica:
         self._args = args
         self._engine: Any = None
 
-    def answers(self, lines: list[Line]) -> Iterator[dict[str, Any]]:
+    def answers(self, lines: list[Line]) -> list[dict[str, Any]]:
         """Answers lines; the first call reads the weights."""
         self._engine = self._engine or boot(self._args)
-        yield from answers(self._engine, lines, self._args)
+        return [*answers(self._engine, lines, self._args)]

@@ -63,9 +63,3 @@ class Martingale:
         """Upper bound on the odds that correct sampling gives a sum this far from 0."""
         best = max(rate * abs(self.total) - penalty(rate) * self.variance for rate in RATES)
         return math.exp(min(0.0, math.log(2 * len(RATES)) - best))
-
-    def detectable(self, p_value: float) -> float:
-        """Mean deviation of a token that falls below `p_value` with odds of 99.9 %."""
-        bound = math.log(2 * len(RATES) / p_value)
-        least = min((bound + penalty(rate) * self.variance) / rate for rate in RATES)
-        return (least + 3 * math.sqrt(self.variance)) / max(1, self.num_tokens)

@@ -42,19 +42,17 @@ def test_a_sound_server_passes(call, kind):
     is_ok = {name: row["verdict"] == "ok" for name, row in rows.items()}
     assert is_ok == dict.fromkeys(CHECKS, True) | {"speculation": kind != "no switch"}
     assert code == 0
-    when = "after" if "after" in kind else "before"
-    assert f"{when} temperature" in rows["logprobs"]["notices"]
     assert min(rows[name]["p_value"] for name in TEXTS) > 1e-4
 
 
 FAULTS = {
-    "argmax": ("independence", "at temperature 1 all tokens are the argmax"),
-    "temperature": ("texts, T=0.5", "temperature is ignored"),
-    "recovered": ("texts, T=1", "recovered tokens were sampled from p instead of the residual"),
+    "argmax": ("independence", "concurrent answers copy each other"),
+    "temperature": ("texts, T=0.5", "texts do not follow"),
+    "recovered": ("texts, T=1", "texts do not follow"),
     "zeros": ("logprobs", "all log-probabilities are 0"),
-    "one random number": ("independence", "one random number serves several rows"),
-    "temperature twice": ("texts, T=0.5", "temperature is applied twice"),
-    "top-k": ("texts, T=1", "a filter"),
+    "one random number": ("independence", "concurrent answers copy each other"),
+    "temperature twice": ("texts, T=0.5", "texts do not follow"),
+    "top-k": ("texts, T=1", "texts do not follow"),
     "seed": ("seed", "one seed gives 9 texts"),
     "greedy": ("greedy", "below the argmax"),
     "told by the drafter": ("speculation", "speculation changes log-probabilities"),
@@ -78,8 +76,6 @@ def test_of_the_wrong_recovery_it_is_told_that_it_is_the_speculation(call):
         rows = audited(call, url)[1]
     says = rows["texts, T=1"]["says"]
     assert float(says.rpartition(" ")[2]) > 1e-3  # the p-value without it
-    factor = float(says.partition(" comes ")[2].split()[0])
-    assert 1 < factor < 2
 
 
 @pytest.mark.parametrize("coupled", [True, False])
@@ -112,19 +108,18 @@ def test_the_published_wrong_rule_is_found_in_our_own_server(call, engine, monke
         code, rows = audited(call, server.url, "--num-tokens", "3072")
     assert code == 1
     says = rows["texts, T=0.5"]["says"]
-    assert "recovered tokens were sampled from p" in says
     assert float(says.rpartition(" ")[2]) > 1e-3  # without speculation
 
 
-def test_the_table_says_what_was_found_and_what_would_be(call):
+def test_the_table_says_what_was_found(call):
     with toy_server("temperature") as url:
         done = call(audit.main, url + "/v1/", "-q")
     head, *lines = done.out.splitlines()
-    assert head.split() == ["check", "verdict", "statistic", "p", "value", "tokens", "notices"]
+    assert head.split() == ["check", "verdict", "statistic", "p", "value", "tokens"]
     assert [
         line[: line.index("ok" if " ok " in line else "FAULT")].strip() for line in lines[:8]
     ] == CHECKS
-    assert "FAULT texts, T=0.5: temperature is ignored" in lines
+    assert any(line.startswith("FAULT texts, T=0.5: texts do not follow") for line in lines)
     assert (done.code, done.err) == (1, "")
 
 
@@ -175,12 +170,10 @@ def test_what_a_lookup_guesses_comes_too_often_if_recovered_tokens_are_from_p(is
     assert min(found.likelihood.p_value, found.learned.p_value) > 1e-3
 
 
-def test_what_is_noticed_is_an_alarm():
+def test_a_score_of_fair_tokens_is_no_alarm():
     test = Martingale()
     probs = {"a": 0.5, "b": 0.25, "c": 0.25}
     for token in "abacabac" * 200:
         test.add(token, probs, {"a": 1.0, "b": 0.0, "c": 0.5})
     assert test.p_value > 0.1
     assert abs(test.mean) < 0.1
-    least = test.detectable(1e-7) * test.num_tokens - 3 * test.variance**0.5
-    assert Martingale(least, test.variance).p_value == pytest.approx(1e-7, rel=0.01)

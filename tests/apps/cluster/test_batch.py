@@ -1,4 +1,4 @@
-"""Groups of prompts, the file of answers, and replicas that die: all without Ray."""
+"""Groups of prompts, and the file of answers: all without Ray."""
 
 import argparse
 import json
@@ -16,52 +16,41 @@ class DiedError(Exception):
     pass
 
 
-class FakeStream:
-    """What a call to a replica gives; some of them end early."""
+class FakePool:
+    """Replicas of this process that answer a line with its id; some always die."""
 
-    def __init__(self, lines, num_good):
-        self.answers = [
-            {"id": json.loads(line.text).get("id", line.number), "line": line.number}
-            for line in lines
-        ]
-        self.num_left = num_good
+    def __init__(self, replicas):
+        [self.replica, *_] = replicas
 
-    def __next__(self):
-        if not self.answers:
-            raise StopIteration
-        if not self.num_left:
-            raise DiedError
-        self.num_left -= 1
-        return self.answers.pop()
+    def map_unordered(self, answer, groups):
+        return [answer(self.replica, group) for group in groups]
 
 
 class FakeRay:
-    """Replicas of which the first ones live for these numbers of answers."""
+    """Ray with replicas that live, or die whenever they start."""
 
     exceptions = SimpleNamespace(RayActorError=DiedError)
+    util = SimpleNamespace(ActorPool=FakePool)
 
-    def __init__(self, *lives: int):
-        self.lives = [*lives]
+    def __init__(self, *, dies=False):
+        self.dies = dies
         self.given: list[list] = []
 
     def remote(self, **share):
         return lambda _: SimpleNamespace(remote=self.start)
 
     def start(self, *settings):
-        life = self.lives.pop(0) if self.lives else 1000
-
-        def call(lines):
+        def answers(lines):
+            if self.dies:
+                raise DiedError
             self.given.append(lines)
-            return FakeStream(lines, life)
+            fields = [json.loads(line.text) for line in lines]
+            return [
+                {"id": field.get("id", line.number), "line": line.number}
+                for field, line in zip(fields, lines, strict=True)
+            ]
 
-        options = SimpleNamespace(remote=call)
-        return SimpleNamespace(answers=SimpleNamespace(options=lambda **_: options))
-
-    def get(self, answer):
-        return answer
-
-    def wait(self, streams, num_returns):
-        return [streams[-1]], streams[:-1]
+        return SimpleNamespace(answers=SimpleNamespace(remote=answers))
 
 
 def lines_of(prompts):
@@ -84,24 +73,15 @@ def test_prompts_that_begin_alike_are_a_group_and_the_longest_is_first():
     assert [len(group) for group in batch.grouped(lines_of(["the same"] * 7), 3)] == [3, 3, 1]
 
 
-@pytest.mark.parametrize("lives", [(), (0,), (3, 0, 1), (1, 1, 1, 1, 1)])
-def test_each_line_is_answered_once_whatever_dies(lives, monkeypatch):
-    ray = FakeRay(*lives)
+def test_each_line_is_answered_once(monkeypatch):
+    ray = FakeRay()
     told = gathered(ray, lines_of([f"{text} {i}" for i in range(4) for text in "xyz"]), monkeypatch)
-    assert sorted(it["line"] for it in told) == [*range(1, 13)]
-    given = [line for lines in ray.given for line in lines]
-    assert len(given) >= 12
-
-
-def test_what_was_answered_is_not_given_again(monkeypatch):
-    ray = FakeRay(1, 1)
-    gathered(ray, lines_of(["the same"] * 4), monkeypatch)
-    assert sorted(len(lines) for lines in ray.given if lines) == [1, 2, 2]
+    assert sorted(answer["line"] for answer in told) == [*range(1, 13)]
 
 
 def test_replicas_that_only_die_end_the_run(monkeypatch):
-    with pytest.raises(batch.InputError, match="5 replicas died in a row"):
-        gathered(FakeRay(*[0] * 9), lines_of(["x"]), monkeypatch)
+    with pytest.raises(batch.InputError, match="died again and again"):
+        gathered(FakeRay(dies=True), lines_of(["x"]), monkeypatch)
 
 
 @pytest.fixture

@@ -78,7 +78,6 @@ selftest --max-prompt-tokens 600 --max-new-tokens 40 | minus --max-new-tokens 40
 audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
 bench --prompt-tokens 600 --model tiny | new-tokens 64; .* 448 tokens with --prompt-tokens 448
 plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
-plan --model llama3.1-8b --gpu m1 --context 9999 | 19.62 GiB .*, m1 has 15.20; lower --con.* model$
 minitri remove no/model | 'no/model'
 peers --compare --peer vllm | --peer: 'vllm' is no peer
 tour --max-prompt-tokens 300 | 300 tokens, too few

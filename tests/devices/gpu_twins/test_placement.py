@@ -2,7 +2,6 @@
 
 import functools
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -152,7 +151,6 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
         (("--gpu", "h200"), 140.4, 0.8 * 4.8e12, 0.8 * 64e9),
         (("--gpu", "h200", "--gpu-memory", "70", "--link-gb-s", "40"), 70, 0.8 * 4.8e12, 40e9),
         (("--gpu", "gh200"), 95.6, 0.8 * 4e12, 0.8 * 450e9),
-        (("--gpu", "m4-pro"), 64, 0.5 * 273e9, None),
         (("--gpu-memory", "80"), 80, 2e12, 25e9),
     ],
 )
@@ -163,18 +161,11 @@ def test_a_machine_is_its_data_sheet_as_far_as_it_is_reached(capsys, flags, gib,
     assert found["hardware"]["gib"] == gib
     machine = found["hardware"]["machine"]
     assert machine["weight_bytes_per_second"] == pytest.approx(memory)
-    if link is not None:
-        assert machine["link_bytes_per_second"] == pytest.approx(link)
-    assert ("not measured" in found["hardware"]["source"]) == (link is None)
-    assert len(found["placements"]) == 2 - (link is None)
+    assert machine["link_bytes_per_second"] == pytest.approx(link)
+    assert len(found["placements"]) == 2
 
 
-def test_this_processor_is_measured(capsys, monkeypatch):
-    monkeypatch.setenv("MINITRI_HOST_GIB", "3")
-    code, lines, _ = run(capsys, "--model", "llama-68m", "--cpu")
-    assert code == 0
-    found = re.fullmatch("this CPU: 3.0 GiB at ([0-9.]+) GB/s [(]measured .* threads.*", lines[1])
-    assert float(found[1]) > 0
+def test_the_cards_are_listed(capsys):
     _, lines, _ = run(capsys, "--gpu", "list")
     assert "h200        140.4  4800 " in "\n".join(lines)
 
