@@ -1,8 +1,9 @@
 """Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
 
 Each class has the name, and its fields the names and the order, of a struct in the C++ files, whose
-comments give shapes. Fields that are left out are 0 or null. When a library is loaded its sizes are
-compared with these, once.
+comments give shapes. Fields that are left out are 0 or null; a name that is no field raises
+`AttributeError`. Callers keep the tensors, since a struct has their addresses only. When a library
+is loaded its sizes are compared with these, once.
 """
 
 import ctypes
@@ -22,27 +23,24 @@ def fields(kind: type, names: str) -> Sequence[tuple[str, Any]]:
 
 
 class Struct(ctypes.Structure):
-    """Base of all argument structs; a tensor stands for its address, and lives as long."""
+    """Base of all argument structs; a tensor stands for its address."""
+
+    __slots__ = ()  # so that only fields can be set
 
     def __init__(self, **values: Any) -> None:
-        super().__init__()
-        self.kept_alive: list[Tensor] = []
-        self.fill(**values)
-
-    def fill(self, **values: Any) -> None:
-        """Sets fields. Raises `TypeError` for a name that is no field."""
         for name, value in values.items():
-            if not hasattr(self, name):
-                raise TypeError(f"{type(self).__name__} has no field {name!r}")
             if isinstance(value, Tensor):
-                self.kept_alive.append(value)
-                value = value.data_ptr()
-            setattr(self, name, value)
+                values[name] = value.data_ptr()
+        super().__init__(**values)
+
+    fill = __init__
+    """Sets some fields, and leaves the others."""
 
 
 class AttentionArguments(Struct):
     """Attention of a block over a prefix and itself."""
 
+    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "q keys values out lengths rule"),
         *fields(INTEGER, "B T H K D q_batch q_token q_head kv_batch kv_head kv_slot"),
@@ -53,6 +51,7 @@ class AttentionArguments(Struct):
 class LinearArguments(Struct):
     """A linear layer over a few rows."""
 
+    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "x norm weights bias residual out"),
         *fields(INTEGER, "R E N stride is_gated is_wide num_threads"),
@@ -63,30 +62,35 @@ class LinearArguments(Struct):
 class ProductArguments(Struct):
     """A linear layer over many rows."""
 
+    __slots__ = ()
     _fields_ = [*fields(POINTER, "x weights bias out"), *fields(INTEGER, "R E N num_threads")]
 
 
 class DequantizeArguments(Struct):
     """Rows of a quantized matrix as plain numbers."""
 
+    __slots__ = ()
     _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E num_threads")]
 
 
 class RotateArguments(Struct):
     """RoPE of the first heads of each token."""
 
+    __slots__ = ()
     _fields_ = [*fields(POINTER, "x cos sin out"), *fields(INTEGER, "R total H D")]
 
 
 class NormArguments(Struct):
     """RMSNorm."""
 
+    __slots__ = ()
     _fields_ = [*fields(POINTER, "x weight out"), *fields(INTEGER, "R E"), ("eps", DOUBLE)]
 
 
 class FilterArguments(Struct):
     """Temperature, top-k, top-p and min-p."""
 
+    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "logits probs"),
         *fields(INTEGER, "N V top_k num_threads"),
@@ -97,12 +101,14 @@ class FilterArguments(Struct):
 class Matrix(Struct):
     """Weights and bias of a linear layer."""
 
+    __slots__ = ()
     _fields_ = [*fields(POINTER, "weights bias"), *fields(INTEGER, "N E form")]
 
 
 class LayerWeights(Struct):
     """Weights of a transformer block."""
 
+    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "input_norm post_norm q_norm k_norm"),
         ("qkv", Matrix * 3),
@@ -113,6 +119,7 @@ class LayerWeights(Struct):
 class PassArguments(Struct):
     """All layers of a model over a short block."""
 
+    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "layers x cos sin keys values raw_keys queries lengths rule"),
         *fields(INTEGER, "L B T W E H K D"),
@@ -125,6 +132,7 @@ class PassArguments(Struct):
 class RoundArguments(Struct):
     """A round of a draft model: a pass over a block, then N guesses."""
 
+    __slots__ = ()
     _fields_ = [
         ("first", PassArguments),
         *fields(POINTER, "block num_read cos sin embeddings"),
@@ -136,14 +144,9 @@ class RoundArguments(Struct):
     ]
 
 
-STRUCTS = Struct.__subclasses__()
-
-
 def check_sizes(library: ctypes.CDLL) -> None:
     """Raises `OSError` if a library has structs of other sizes."""
     library.minitri_sizeof.restype = INTEGER
-    for struct in STRUCTS:
-        size = library.minitri_sizeof(struct.__name__.encode())
-        if size != ctypes.sizeof(struct):
-            expected = f"{ctypes.sizeof(struct)} of devices/cpu/abi.py"
-            raise OSError(f"{struct.__name__} has {size} bytes in C++, not the {expected}")
+    for struct in Struct.__subclasses__():
+        if library.minitri_sizeof(struct.__name__.encode()) != ctypes.sizeof(struct):
+            raise OSError(f"{struct.__name__} has another size in C++ than in devices/cpu/abi.py")

@@ -18,7 +18,7 @@ from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu.abi import FilterArguments, RoundArguments
 from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead, matrix_of
-from minitri.devices.cpu.kernels import filter_arguments, require
+from minitri.devices.cpu.kernels import require, set_filters
 from minitri.devices.cpu.quantized import Form
 
 
@@ -79,9 +79,12 @@ class DraftRound:
         x_BTE = torch.empty(B, T, self._head.in_features, dtype=self._norm_E.dtype)
         tokens_BN = torch.empty(B, N, dtype=torch.int64)
         probs_BNV = torch.empty(B, N, vocab_size)
-        V = min(vocab_size, self._num_tokens)
-        filters_B = (FilterArguments * B)(*(filter_arguments(params, V) for params in sampling))
-        first = self._layers.arguments(x_BTE, cache)  # has tensors that must live as long
+        lengths_B = torch.tensor(cache.lengths)
+        filters_B = (FilterArguments * B)()
+        for filters, params in zip(filters_B, sampling, strict=True):
+            set_filters(filters, params)
+            filters.V = min(vocab_size, self._num_tokens)
+        first = self._layers.arguments(x_BTE, cache, lengths_B)
         arguments = RoundArguments(first=first, block=block_BT, num_read=num_read_B)
         arguments.fill(cos=self._rotary.cos, sin=self._rotary.signed_sin, norm=self._norm_E)
         arguments.fill(embeddings=self._table_VX, form=self._table_form)

@@ -133,7 +133,9 @@ class KernelLayers(Layers):
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        arguments = self.arguments(x_BTE, shared.cache, shared.rotary, rule, shared.queries_LBTHD)
+        lengths = torch.tensor(shared.cache.lengths)
+        others = (shared.rotary, rule, shared.queries_LBTHD)
+        arguments = self.arguments(x_BTE, shared.cache, lengths, *others)
         self.kernels.call("pass", arguments, x_BTE.dtype)
         return x_BTE
 
@@ -141,6 +143,7 @@ class KernelLayers(Layers):
         self,
         x_BTE: Tensor,
         cache: Cache,
+        lengths_B: Tensor,
         rotary: Rotary | None = None,
         rule: Tensor | None = None,
         queries: Tensor | None = None,
@@ -152,30 +155,30 @@ class KernelLayers(Layers):
             raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
         first = self[0]
         assert isinstance(first, Layer)
-        attention = first.self_attn
+        H, held_K, _ = first.self_attn.heads
         raw_keys = getattr(cache, "raw_keys", None)
-        slots = [it for it in (cache.keys, cache.values, raw_keys) if it is not None]
+        slots = [cache.keys, cache.values, *([] if raw_keys is None else [raw_keys])]
         turns = (rotary.cos, rotary.signed_sin) if rotary is not None else ()
         like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
         require(
-            *((it.shape, it.stride(), it.dtype) == like and it.stride()[4] == 1 for it in slots),
-            self.kernels.can_read(slots),
-            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in turns),
-            all(it.is_contiguous() for it in turns),
+            *((part.shape, part.stride(), part.dtype) == like for part in slots),
+            cache.keys.stride()[4] == 1 and self.kernels.can_read(slots),
+            *((turn.dtype, turn.numel()) == (torch.float32, B * T * D) for turn in turns),
+            all(turn.is_contiguous() for turn in turns),
             len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
-            (len(self), attention.heads[1], first.mlp.gate_up_proj.in_features) == (L, K, E),
+            (len(self), held_K, first.mlp.gate_up_proj.in_features) == (L, K, E),
             x_BTE.is_contiguous() and (rule is None or rule.shape == (T, T)),
             queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
-            queries is None or queries.shape == (L, B, queries.shape[2], attention.heads[0], D),
+            queries is None or queries.shape == (L, B, queries.shape[2], H, D),
             tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
         )
-        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
-        arguments = PassArguments(L=L, B=B, T=T, E=E, H=attention.heads[0], K=K, D=D)
-        arguments.fill(x=x_BTE, lengths=torch.tensor(cache.lengths), rule=rule, raw_keys=raw_keys)
-        arguments.fill(keys=memory_of(cache.keys), values=memory_of(cache.values))
-        arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
+        keys, values = memory_of(cache.keys), memory_of(cache.values)
+        arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B, rule=rule)
+        arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
-        arguments.fill(num_threads=self.kernels.num_threads, seconds=self.kernels.seconds)
+        arguments.fill(raw_keys=raw_keys, seconds=self.kernels.seconds)
+        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
+        arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
         arguments.is_tiled = isinstance(cache.keys, Tiles)
         if rotary is not None:
             arguments.fill(cos=rotary.cos, sin=rotary.signed_sin)
@@ -193,12 +196,11 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     """Addresses of the weights of a transformer block."""
     assert isinstance(layer, Layer)
     attention = layer.self_attn
-    mlp = layer.mlp
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
     weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
-    weights.fill(o=matrix_of(attention.o_proj))
-    weights.fill(gate_up=matrix_of(mlp.gate_up_proj), down=matrix_of(mlp.down_proj))
+    weights.fill(o=matrix_of(attention.o_proj), down=matrix_of(layer.mlp.down_proj))
+    weights.fill(gate_up=matrix_of(layer.mlp.gate_up_proj))
     weights.fill(input_norm=layer.input_layernorm.weight)
     weights.fill(post_norm=layer.post_attention_layernorm.weight)
     if attention.q_norm is not None and attention.k_norm is not None:

@@ -92,7 +92,7 @@ class Kernels:
         """Attention, see `Attend`; row-invariant among short blocks and among all others."""
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
-        slots = (keys_BKSD, values_BKSD)
+        keys, values = map(memory_of, (keys_BKSD, values_BKSD))
         require(
             keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
             q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
@@ -100,22 +100,21 @@ class Kernels:
             keys_BKSD.stride() == values_BKSD.stride() and len(prefix_lengths) == B,
             min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
             rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
-            self.can_read(slots),
-            tensors=(q_BTHD, *map(memory_of, slots), rule_TT),
+            self.can_read((keys_BKSD, values_BKSD)),
+            tensors=(q_BTHD, keys, values, rule_TT),
         )
-        out_BTHD = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
+        out = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         lengths = torch.tensor(prefix_lengths)
-        rule_TT = rule_TT.contiguous() if rule_TT is not None else None
-        q_batch, q_token, q_head, _ = q_BTHD.stride()
-        kv_batch, kv_head, kv_slot, _ = keys_BKSD.stride()
-        arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, lengths=lengths, rule=rule_TT)
-        arguments.fill(keys=memory_of(keys_BKSD), values=memory_of(values_BKSD))
+        rule = rule_TT.contiguous() if rule_TT is not None else None
+        arguments = abi.AttentionArguments(
+            q=q_BTHD, keys=keys, values=values, out=out, lengths=lengths, rule=rule
+        )
         arguments.fill(B=B, T=T, H=H, K=K, D=D, num_threads=self.num_threads)
-        arguments.fill(q_batch=q_batch, q_token=q_token, q_head=q_head)
-        arguments.fill(kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
+        arguments.q_batch, arguments.q_token, arguments.q_head, _ = q_BTHD.stride()
+        arguments.kv_batch, arguments.kv_head, arguments.kv_slot, _ = keys_BKSD.stride()
         arguments.is_tiled = isinstance(keys_BKSD, Tiles)
         self.call("attention", arguments, q_BTHD.dtype, is_short)
-        return out_BTHD
+        return out
 
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
@@ -223,8 +222,9 @@ class Kernels:
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
         N, V = logits_NV.shape
-        arguments = filter_arguments(params, V)
-        arguments.fill(logits=logits_NV, probs=probs_NV, N=N, num_threads=self.num_threads)
+        arguments = abi.FilterArguments(logits=logits_NV, probs=probs_NV)
+        set_filters(arguments, params)
+        arguments.fill(N=N, V=V, num_threads=self.num_threads)
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
@@ -251,8 +251,8 @@ class KernelNorm(RMSNorm):
         out = torch.empty_like(x)
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        R = x.numel() // E
-        arguments = abi.NormArguments(x=x, weight=self.weight, out=out, R=R, E=E, eps=self.eps)
+        arguments = abi.NormArguments(x=x, weight=self.weight, out=out)
+        arguments.fill(R=x.numel() // E, E=E, eps=self.eps)
         self.kernels.call("norm", arguments, x.dtype)
         return out
 
@@ -273,12 +273,10 @@ def memory_of(slots: Slots) -> Tensor:
     return slots
 
 
-def filter_arguments(params: SamplingParams, vocab_size: int) -> abi.FilterArguments:
-    """Filters of distributions over V tokens, in one thread, without logits."""
-    temperature, top_p, log_min_p = params.numbers
-    arguments = abi.FilterArguments(temperature=temperature, top_p=top_p, log_min_p=log_min_p)
-    arguments.fill(N=1, V=vocab_size, top_k=params.top_k, num_threads=1)
-    return arguments
+def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:
+    """Sets temperature, top-k, top-p and min-p."""
+    arguments.temperature, arguments.top_p, arguments.log_min_p = params.numbers
+    arguments.top_k = params.top_k
 
 
 def load_kernels() -> Kernels | None:

@@ -5,9 +5,10 @@ from itertools import pairwise
 
 import pytest
 
-from minitri.devices.cpu.abi import DOUBLE, INTEGER, POINTER, STRUCTS, LinearArguments, check_sizes
+from minitri.devices.cpu.abi import DOUBLE, INTEGER, POINTER, LinearArguments, Struct, check_sizes
 from minitri.devices.cpu.build import SOURCE
 
+STRUCTS = Struct.__subclasses__()
 TYPES = {"int64_t": INTEGER, "double": DOUBLE} | {struct.__name__: struct for struct in STRUCTS}
 
 
@@ -33,7 +34,7 @@ def test_fields_are_those_of_the_cpp_struct(struct):
 
 
 def test_a_name_that_is_no_field_is_refused():
-    with pytest.raises(TypeError, match="LinearArguments has no field 'weight'"):
+    with pytest.raises(AttributeError, match="LinearArguments.* has no attribute 'weight'"):
         LinearArguments(weight=None)
 
 
@@ -45,5 +46,5 @@ def test_a_library_with_structs_of_another_size_is_not_used(monkeypatch):
         def minitri_sizeof(_name: bytes) -> int:
             return 0
 
-    with pytest.raises(OSError, match="AttentionArguments has 0 bytes in C"):
+    with pytest.raises(OSError, match="AttentionArguments has another size in C"):
         check_sizes(Library)
