@@ -81,7 +81,7 @@ core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_pa
     => probs_of_rows(logits_BNV.bfloat16().float(), self.sampling, self.model.execution.probs)
 core/caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
   unrotated queries choose chunks
-    Attention.mix: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
+    Attention.forward: q_BTHD[:, -shared.queries_LBTHD.shape[2]:]
     => heads[:, -shared.queries_LBTHD.shape[2]:, :self.heads[0]]
 core/decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
   a guess of probability 0 accepted by the number 0

@@ -1,10 +1,8 @@
 """Online autotuner: chooses for every step the plan with the highest predicted tokens per second.
 
 A prediction needs two numbers of each stage: the seconds of a round (bytes over bandwidth, times
-one measured factor per stage) and the acceptance rate of its guesses. Plans with unused stages get
-an exploration bonus that grows with every step. With `use_clock` the first steps are
-autoregressive, to time the target. Choices depend on counts and times of the past, never on which
-tokens were sampled, so the text follows the target's distribution whatever is chosen.
+one measured factor) and the acceptance rate of its guesses. Choices depend on counts and times of
+the past, never on which tokens were sampled, so the text follows the target's distribution.
 """
 
 from collections.abc import Callable
@@ -39,7 +37,7 @@ class Autotuner:
         use_clock: bool,
     ) -> None:
         """`prior_seconds(stage, num_guesses)` predicts a round of the current rows; without
-        `use_clock` nothing else counts. The first of `plans` must be the cheapest to try."""
+        `use_clock` no measured time counts. The first of `plans` is used to time the target."""
         self.plan = plans[0]
         self._plans = plans
         self.prior_seconds = prior_seconds
@@ -80,8 +78,8 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Records a verdict about one row, by any level: rates by the retrieval level and by the
-        target differ by less than 0.03, see tools/RESULTS.md."""
+        """Records a verdict about one row, by the retrieval level or by the target: their rates
+        differ by less than 0.03, see tools/RESULTS.md."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 

@@ -14,17 +14,13 @@ One step of TriForce with gamma1 = 2 and gamma2 = 3. The committed text ends wit
     commit     a c d g join the text; the caches keep t a c d, and g is read in the next step
 
 Every level verifies the stage below it, and the tokens it emits follow its own distribution p
-exactly (`verification.py`). So these tokens, with the rows of p they were sampled from, are a valid
-proposal for the level above, and by induction the text follows the target's distribution. Every
-method is this code with more or fewer levels:
+exactly (`verification.py`). So they are a valid proposal for the level above, and by induction the
+text follows the target's distribution. Every method is this code with more or fewer levels:
 
     autoregressive                                                    Level(target, full cache)
     naive           Level(draft, streaming cache)                  -> Level(target, full cache)
     retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
     triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
-
-The draft model is a level without a stage below: it samples token by token, and its tokens stay on
-the device until the level above has verified them, so that the host waits once per round.
 
     stage   proposes tokens: a level, or a drafter without a model (`level.py`)
     level   a stage with a model and a cache, which also verifies the stage below it
@@ -32,11 +28,9 @@ the device until the level above has verified them, so that the host waits once 
     step    a round of the target; it commits at least one token
     plan    the method and the gammas of a step, chosen by the autotuner
 
-All levels share one list of tokens per row: the committed text, followed by the tokens that the
-retrieval level has emitted in this step. Between rounds a cache lacks at least the last token of
-the list, which is its next input. Whether another round runs is decided before its first token is
-sampled, and no emitted token is discarded: to drop one because of its value would bias the
-distribution.
+Between rounds a cache lacks at least the last token of its row, which is its next input. Whether
+another round runs is decided before its first token is sampled, and no emitted token is discarded:
+to drop one because of its value would bias the distribution.
 """
 
 import copy
@@ -81,12 +75,10 @@ class Cascade:
         return part
 
     def start(self, rows: Collection[int]) -> list[Emitted]:
-        """Samples the first token of each of these rows by the target alone."""
+        """Samples the first token of each of these active rows by the target alone."""
         starting = [b in rows for b in range(len(self.sequences))]
-        nothing = Proposal.nothing(len(self.sequences))
-        emitted = self._target.verify(self.sequences, starting, nothing)
-        self.active = [on or new for on, new in zip(self.active, starting, strict=True)]
-        return emitted
+        nothing = Proposal.nothing(len(starting))
+        return self._target.verify(self.sequences, starting, nothing)
 
     def catch_up(self) -> None:
         """Prepares the stages right after `start`, so that the time it takes counts as prefill."""

@@ -1,12 +1,10 @@
-"""Stages of the cascade (`cascade.py`): a level verifies the stage below it, and proposes to the
-level above.
+"""Stages of the cascade: a level verifies the stage below it, and proposes to the level above.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
 
 import copy
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol, Self
 
@@ -24,7 +22,7 @@ from minitri.core.stats import LevelStats
 
 @dataclass(frozen=True)
 class Output:
-    """The result of a model's pass: next-token distributions, and the logits they are made of."""
+    """A model's next-token distributions, and the logits they are made of."""
 
     probs_BNV: Tensor
     logits_BNV: Tensor
@@ -87,9 +85,7 @@ class Runner(Protocol):
     """A model with a cache, as a level needs it; `ModelRunner` is one."""
 
     sampling: list[SamplingParams]
-    """Settings of each row."""
     text_filters: list[TextFilters | None]
-    """Filters of each row that depend on its text."""
 
     # As in `Stage`.
     def prepare(self, sequences: Rows, active: Active) -> None: ...
@@ -100,12 +96,12 @@ class Runner(Protocol):
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Distributions (B, N + 1, V), or more, after each row's last token and each guess. Reads
-        all tokens of the active rows that the cache lacks; results of other rows are undefined."""
+        """Distributions (B, N + 1, V), or more, after each row's last token and each guess, which
+        are read; those of rows that are not active are undefined."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Distributions (B, V) after the last of the tokens (B,) drafted so far, which is read.
-        These follow the sequences, and the host need not know them."""
+        """Distributions (B, V) after the last of the tokens (B,) that were drafted after the
+        sequences, which is read; they may be on the device."""
 
 
 class Level(Stage):
@@ -127,18 +123,18 @@ class Level(Stage):
         origins: list[list[str]] = [[] for _ in sequences]
         failed = set[int]()
         unfinished = active
-        with rewound(sequences):
-            while any(unfinished):
-                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
-                    if unfinished[b] and not row.tokens:
-                        failed.add(b)
-                    blocks[b] += row.tokens
-                    probs[b].append(row.probs_NV)
-                    origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
-                unfinished = [
-                    on and len(block) < self.gamma and b not in failed
-                    for b, (on, block) in enumerate(zip(active, blocks, strict=True))
-                ]
+        sequences = [[*sequence] for sequence in sequences]  # rounds append to them
+        while any(unfinished):
+            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                if unfinished[b] and not row.tokens:
+                    failed.add(b)
+                blocks[b] += row.tokens
+                probs[b].append(row.probs_NV)
+                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+            unfinished = [
+                on and len(block) < self.gamma and b not in failed
+                for b, (on, block) in enumerate(zip(active, blocks, strict=True))
+            ]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
@@ -164,8 +160,8 @@ class Level(Stage):
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """Lets the stage below guess for the rows that are `guessing`, and verifies that. Appends
-        the outcome to all active rows, as `verify` does."""
+        """Lets the stage below guess for the rows that are `guessing`, and verifies all active
+        rows."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
@@ -187,14 +183,14 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that replace the guesses of the stage below, where a grammar leaves one text."""
+        """Tokens that replace guesses of the stage below, where a grammar leaves one text."""
         assert self.below is not None
         rows = forced_of(self.runner.text_filters, sequences, guessing)
         return [row[: self.below.gamma] for row in rows]
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass, and appends the outcome to the active rows: at least one
-        token each, or none if a number is not finite."""
+        token each, or none if p or q is not finite."""
         output = self.runner.next_probs(sequences, active, proposal)
         starts = [len(sequence) for sequence in sequences]
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
@@ -208,12 +204,11 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Appends the outcome of a round to the texts; drops rejected guesses from all caches. The
-        last token has not been an input yet."""
+        """Appends the outcome of a round; drops rejected guesses from all caches."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
-            lengths.append(len(sequence) - bool(new.tokens))
+            lengths.append(len(sequence) - bool(new.tokens))  # the last was no input yet
         self.crop(lengths)
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
@@ -227,7 +222,6 @@ class Level(Stage):
             self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops rejected tokens, here and in the stages below."""
         self.runner.crop(lengths)
         if self.below is not None:
             self.below.crop(lengths)
@@ -241,14 +235,3 @@ class Level(Stage):
         part.source = self.source.of_rows(rows)
         part.below = None
         return part
-
-
-@contextmanager
-def rewound(sequences: Rows) -> Iterator[None]:
-    """Texts that grow inside are cut to their old lengths at the end."""
-    lengths = [len(sequence) for sequence in sequences]
-    try:
-        yield
-    finally:
-        for sequence, length in zip(sequences, lengths, strict=True):
-            del sequence[length:]

@@ -21,8 +21,7 @@ class Meter:
     def round(
         self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
     ) -> AbstractContextManager[None]:
-        """Times a round that reads at most `num_guesses` per row, to verify them or to sample
-        `num_tokens` new ones."""
+        """Times a round that verifies up to `num_guesses` per row, or samples `num_tokens`."""
 
         def take(seconds: float) -> None:
             level.seconds += seconds
@@ -41,8 +40,7 @@ class Meter:
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
-        """Reports how many of one row's guesses `level` accepted; `proposer` is the name of the
-        stage that made them, None if there was none."""
+        """Reports how many of one row's guesses, made by the stage `proposer`, were accepted."""
         num_tested = level.record(num_draft, num_accepted)
         if proposer is not None:
             # A proposal without guesses counts as one rejected guess: nothing was gained.

@@ -32,8 +32,7 @@ class RandomSource:
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self.run: Run = run_now
-        """Calls the rule on the device; a run that captures graphs sets another function."""
+        self.run: Run = run_now  # a run that captures graphs sets another function
         self._by_row: dict[int, Any] = {}  # seeds, or their generators
 
     def restart(self, b: int, seed: int) -> None:
@@ -47,9 +46,8 @@ class RandomSource:
         return part
 
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:
-        """Random numbers (B, N + 1), on the host, for verifying `counts[b]` guesses that begin at
-        position `starts[b]` of row b, the last one for the token after them. Only active rows take
-        numbers from their generators."""
+        """Random numbers (B, N + 1), on the host, to verify `counts[b]` guesses from position
+        `starts[b]` on, and the last for the token after them; inactive rows draw none."""
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
@@ -60,8 +58,7 @@ class RandomSource:
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """The tokens that each row emits (see `decide`), from position `starts[b]` on; undefined
-        for inactive rows."""
+        """The tokens that each active row emits from position `starts[b]` on, see `decide`."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 

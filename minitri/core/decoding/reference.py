@@ -1,9 +1,8 @@
 """Algorithm 1 of TriForce as one function: for one text, in plain Python, every decision visible.
 
-Models are functions from the tokens of a text to the distribution of the next one: the drafter with
-its streaming cache, the target with its retrieval cache, and the target with its full cache. The
-cascade (`cascade.py`) is the fast form, for any number of stages and rows. Given the same random
-numbers and `verification="token"`, it emits the same tokens; its default accepts more guesses.
+Models are functions from the tokens of a text to the distribution of the next one. The cascade
+(`cascade.py`) is the fast form, for any number of stages and rows. Given the same random numbers
+and `verification="token"`, it emits the same tokens; its default accepts more guesses.
 """
 
 from bisect import bisect_right

@@ -1,8 +1,7 @@
 """From logits to next-token distributions, and samples from them.
 
-Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. A kernel
-may replace `probs_from_logits` (`Execution.probs`). Each filter compares with a cut-off value:
-tokens of equal probability are kept or dropped together, in whatever order a sort leaves them. Pure
+Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Each
+filter compares with a cut-off value: tokens of equal probability are kept or dropped together. Pure
 functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
@@ -42,7 +41,7 @@ def probs_of_rows(
     params: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """The distributions (B, N, V) of B rows, each with its own filters; `probs` replaces
+    """The distributions (B, N, V) of B rows, each with its own filters, by `probs`: by default
     `probs_from_logits`."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
@@ -95,9 +94,8 @@ def _top_p_cutoff(
     num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
     cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
     if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
-        cutoff_N1[more_N] = _top_p_cutoff(
-            scores_NV[more_N], log_totals_N1[more_N], top_p, sizes[1:]
-        )
+        more = (scores_NV[more_N], log_totals_N1[more_N])
+        cutoff_N1[more_N] = _top_p_cutoff(*more, top_p, sizes[1:])
     return cutoff_N1
 
 

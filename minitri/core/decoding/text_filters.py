@@ -1,13 +1,11 @@
 """Text filters: bias, penalties, forbidden tokens and a grammar, which depend on the text so far.
 
-They change the logits of a position before `probs_from_logits` makes a distribution of them. So p
-at a position is a function of its own history (prompt, committed tokens, and the guesses before
-it), the same at every level, and what is proved of proposals holds under them.
+They change the logits before `probs_from_logits` makes a distribution of them. So p at a position
+is a function of its history alone, the same at every level, and speculation stays exact.
 
 All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
-after those are given as a *path* for each place of a block; in a tree, a node's ancestors. Only
-tokens with a bias, or of the text, can be changed by bias and penalties: these few are gathered,
-changed and put back.
+after those are given as a *path* for each place of a block; in a tree, a node's ancestors. The few
+tokens that bias and penalties can change are gathered, changed and put back.
 
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
@@ -56,8 +54,7 @@ class TextFilters:
     ) -> None:
         """`bad_words` are token sequences that must not come; `end_tokens` must not come before
         `params.min_tokens` others."""
-        self.text = [*prompt]
-        """The committed tokens."""
+        self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
         self._first = len(prompt)
@@ -89,11 +86,8 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes the logits after each path in place; forbidden tokens get minus infinity.
-
-        A filter that would forbid all tokens is skipped. So the grammar, which comes first, wins
-        over bad words and `min_tokens`, and a drafter without any of its tokens ignores it.
-        """
+        """Changes the logits after each path in place. A filter that would forbid all tokens is
+        skipped: so the grammar, which comes first, wins over bad words and `min_tokens`."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
             if self.matcher is not None:
@@ -128,27 +122,20 @@ class TextFilters:
         U = len(self._places)
         if not U:
             return
-        counts_NU = self._counts_V[:U]
-        if guessed:
-            counts_NU = counts_NU.repeat(len(paths), 1)
-            places = torch.tensor(guessed).unbind(1)
-            counts_NU.index_put_(places, torch.ones(()), accumulate=True)
-        ids_U = self._ids_V[:U].to(logits_NV.device)
-        numbers = [self._bias_V[:U], self._in_prompt_V[:U], counts_NU]
-        numbers = [tensor.to(logits_NV) for tensor in numbers]
-        if logits_NV.shape[1] < len(self._ids_V):  # a drafter's smaller vocabulary
-            is_known_U = ids_U < logits_NV.shape[1]
-            ids_U = ids_U[is_known_U]
-            numbers = [tensor[..., is_known_U] for tensor in numbers]
+        counts_NU = self._counts_V[:U].repeat(len(paths), 1)
+        for n, place in guessed:
+            counts_NU[n, place] += 1
+        is_known_U = self._ids_V[:U] < logits_NV.shape[1]  # a drafter's vocabulary may be smaller
+        ids_U = self._ids_V[:U][is_known_U].to(logits_NV.device)
+        tensors = (self._bias_V[:U], self._in_prompt_V[:U], counts_NU)
+        numbers = [tensor[..., is_known_U].to(logits_NV) for tensor in tensors]
         x_NU = penalised(logits_NV.index_select(1, ids_U), self._params, *numbers)
         logits_NV.index_copy_(1, ids_U, x_NU)
 
     def _place(self, token: int) -> int:
         """The place of a token, a new one if needed; a rejected guess keeps one, with zeros."""
-        place = self._places.get(token)
-        if place is None:
-            place = self._places[token] = len(self._places)
-            self._ids_V[place] = token
+        place = self._places.setdefault(token, len(self._places))
+        self._ids_V[place] = token
         return place
 
 
@@ -187,8 +174,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """The paths of each active row with text filters, none for others. A block is guesses after a
-    sequence: place n follows the first n, or in a tree those at the places `above[n]`."""
+    """The paths of each active row with text filters, none for others. Place n follows the first n
+    guesses of a row's block, or in a tree those at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

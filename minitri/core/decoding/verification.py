@@ -5,8 +5,8 @@ accepts or replaces them such that every emitted token follows the verifier's di
 exactly: `verify` tests token by token, `verify_block`, the default, all tokens of a row together,
 and `verify_coupled` compares them with the verifier's own tokens under common random numbers.
 
-Rules are pure functions of tensors, random numbers included. Guesses stay on the device until they
-are verified: the verdict is the only thing in a round that the host waits for.
+Rules are pure functions of tensors, random numbers included; the verdict is the only thing in a
+round that the host waits for.
 
 Legend: B rows, N proposed tokens, V vocab.
 """
@@ -43,7 +43,7 @@ class Proposal:
     origins: list[list[str]]
     """The stage that guessed each token, for display."""
     failed: Collection[int] = field(default=frozenset(), kw_only=True)
-    """Rows for which a stage below met numbers that are not finite: they cannot go on."""
+    """Rows for which a stage below met numbers that are not finite."""
 
     @classmethod
     def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **fields: Any) -> Self:
@@ -60,8 +60,7 @@ class Proposal:
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
     def with_forced(self, forced: Rows, origin: str) -> Self:
-        """A copy in which the forced tokens of a row, if any, replace its guesses; their q is
-        one-hot."""
+        """A copy in which a row's forced tokens, if any, replace its guesses, with one-hot q."""
         tokens = [new or old for new, old in zip(forced, self.tokens, strict=True)]
         pairs = zip(forced, self.origins, strict=True)
         origins = [[origin] * len(new) or old for new, old in pairs]
@@ -151,8 +150,8 @@ def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> 
 def decide(
     rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """The tokens that each row emits: accepted guesses and one more; none if a number is not
-    finite, here or in a stage below."""
+    """The tokens that each row emits: accepted guesses and one more; none if p or q is not finite,
+    here or in a stage below."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]

@@ -22,8 +22,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides the windows; a row that lacks more than a block, as after a prompt, is read
-        afresh."""
+        """Slides the windows; reads rows afresh that lack more than a block, as after a prompt."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
@@ -87,8 +86,8 @@ LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """A level that guesses chains; a draft model guesses by whole rounds where it can. Raises
-    `InputError` for trees, which are no part of the core."""
+    """A level that guesses chains, a draft model by whole rounds where it can. Raises `InputError`
+    for trees, which are no part of the core."""
     if speculation.tree:
         raise InputError(
             f"tree is {speculation.tree!r} but these models have no levels for trees; give "

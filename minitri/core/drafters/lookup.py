@@ -1,7 +1,7 @@
 """The lookup drafter, without a model: guesses what followed the last tokens earlier in the text.
 
-The longest match in the row's own text wins. The number of guesses depends on its length and on how
-many of the row's earlier guesses were accepted. The distribution of a guess is one-hot.
+The longest match in the row's text wins. Its length, and how many of the row's earlier guesses were
+accepted, decide the number of guesses. The distribution of a guess is one-hot.
 """
 
 import copy
@@ -63,8 +63,8 @@ class GrowingText:
         return guess
 
     def lookup(self, sequence: list[int], limit: int) -> tuple[int, list[int]]:
-        """The longest earlier match of the last tokens of `sequence` (this text and guesses after
-        it): its length, at least 2, and the `limit` tokens after it, cyclic if fewer follow."""
+        """The longest earlier match of the last tokens of `sequence`: its length, at least 2, and
+        the `limit` tokens after it, cyclic if fewer follow."""
         tokens = self.tokens
         best = 1
         end = 0

@@ -34,15 +34,14 @@ class Drafter(Protocol):
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
         """The next token: an id, or a distribution over the vocabulary (V,); None ends the round.
 
-        `tokens` are the prompt, the output and the guesses of this round so far. `row` is the
-        number of the text in its batch. A later call for the row may continue the guesses, drop
-        rejected ones, or begin another text.
+        `tokens` are the prompt, the output and the guesses so far of text number `row`. A later
+        call for the row may continue them, drop rejected guesses, or begin another text.
         """
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows. Its distributions are filtered by the settings of each request, and
-    tokens are sampled from them here: so q is what a guess was really sampled from."""
+    """A `Drafter` for B rows. Tokens are sampled here, from its distributions as filtered by each
+    request's settings: so q is what a guess was really sampled from."""
 
     def __init__(
         self,
@@ -73,10 +72,9 @@ class PluggedDrafter(Stage):
                 if not any(active):
                     break
                 logits_BV = torch.stack([self._no_guess_V if row is None else row for row in rows])
-                logits_B1V = logits_BV.unsqueeze(1)
-                if any(filters := self._target.text_filters):
-                    paths = paths_of(filters, texts, active, [[]] * len(texts))
-                    logits_B1V = filtered_logits(logits_B1V, filters, paths)
+                filters = self._target.text_filters
+                paths = paths_of(filters, texts, active, [[]] * len(texts))
+                logits_B1V = filtered_logits(logits_BV.unsqueeze(1), filters, paths)
                 probs_B1V = probs_of_rows(logits_B1V, self._target.sampling)
                 probs.append(probs_B1V.squeeze(1))
                 tokens_B = self._source.sample(probs[-1], [len(text) for text in texts], active)

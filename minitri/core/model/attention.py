@@ -1,13 +1,9 @@
-"""Attention by prefix + block: every query sees the whole cached prefix; a T x T rule holds inside
-the block.
+"""Attention by prefix + block: every query sees the cached prefix, and by a rule parts of the block.
 
 A forward pass has T new tokens per row, whose keys and values are in the cache already, right after
 the row's prefix. So prefill, decoding, verification and trees are one call with different T and
 rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key
-of the block (column).
-
-`Attend` is the contract, `attend_math` the oracle of all tests. Faster implementations promise no
-gradients after a prefix.
+of the block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """

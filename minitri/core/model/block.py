@@ -19,8 +19,8 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row after the cached tokens; T is the length
-    of the longest block. Call `cache.advance` with the tokens to keep."""
+    """Final hidden states (B, T, E) of one block per row after the cached tokens, padded to the
+    longest; see `Llama.forward`."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 

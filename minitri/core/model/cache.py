@@ -1,9 +1,8 @@
 """KV caches: slots for K and V, and how many of them are valid per row.
 
-A cache holds K and V of the tokens that were *inputs* of the model, one row per text. In a forward
-pass each layer writes those of its block right after every row's prefix, and attends to both.
-Lengths change only by `advance`, `crop`, `hold` and `reset`, never in a layer. Slots past a row's
-length are undefined. In the layout (L, B, K, S, D) a head's keys are contiguous.
+A cache holds K and V of the tokens that were *inputs* of the model. In a forward pass each layer
+writes those of its block right after every row's prefix, and attends to both. Lengths change only
+by `advance`, `crop`, `hold` and `reset`. Slots past a row's length are undefined.
 
 Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
@@ -60,10 +59,8 @@ class BlockKV(NamedTuple):
 class Filled:
     """The fill of one row of a cache."""
 
-    num_slots: int = 0
-    """Number of valid slots, which come first."""
-    num_left_out: int = 0
-    """Tokens of the row's text, read or skipped, that are in no slot."""
+    num_slots: int = 0  # valid ones, which come first
+    num_left_out: int = 0  # tokens of the row's text, read or skipped, that are in no slot
 
 
 class Cache:
@@ -81,7 +78,7 @@ class Cache:
 
     @property
     def num_tokens(self) -> list[int]:
-        """Tokens of each row's text that were read, including those that are in no slot."""
+        """Tokens of each row's text that were read, in a slot or not."""
         return [row.num_slots + row.num_left_out for row in self._filled]
 
     @property

@@ -42,8 +42,7 @@ class TiedHead(Linear):
 class TrimmedHead(nn.Module):
     """An LM head over part of the vocabulary; all other tokens have logit -inf, so q = 0."""
 
-    token_ids: Tensor
-    """The token id of each row of `linear`."""
+    token_ids: Tensor  # of each row of `linear`
 
     def __init__(
         self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype

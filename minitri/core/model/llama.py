@@ -1,8 +1,7 @@
 """Llama, top down: the network and nothing else.
 
 It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
-those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each. The LM head
-is a separate method, so that it runs only on rows whose logits are needed.
+those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.
 
 Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
 """
@@ -32,10 +31,8 @@ class Block:
     """The input of a forward pass: new tokens of every row, (B, T) int64 on the device."""
 
     tokens_BT: Tensor
-    positions_BT: Tensor
-    """Positions in the text, for the rotary embedding."""
-    slots_BT: Tensor | None = None
-    """Slots of the cache; None: those after the cache's lengths, which are on the host."""
+    positions_BT: Tensor  # in the text, for the rotary embedding
+    slots_BT: Tensor | None = None  # of the cache; None: those after its lengths, on the host
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
@@ -52,8 +49,7 @@ class Block:
 class Llama(nn.Module):
     """A Llama, or a related model that differs in `ModelConfig` alone; weights are not set."""
 
-    embedding_sample: Tensor
-    """Some embeddings of the target, in a drafter without its own; see `sample_of_vocabulary`."""
+    embedding_sample: Tensor  # of the target, in a drafter without its own
 
     def __init__(
         self,
@@ -199,11 +195,7 @@ class Attention(nn.Module):
             self.k_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        return self.o_proj(self.mix(self.qkv_proj(x_BTE), layer, shared))
-
-    def mix(self, qkv_BTX: Tensor, layer: int, shared: Pass) -> Tensor:
-        """All between the two projections: (B, T, (H + 2 K) D) to (B, T, H D)."""
-        heads = qkv_BTX.unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
+        heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
             raw_BTKD = self.k_norm(raw_BTKD)
@@ -217,7 +209,7 @@ class Attention(nn.Module):
         block = BlockKV(raw_BTKD, k_BTKD, v_BTKD, shared.block.slots_BT)
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
         lengths = (shared.cache.lengths, shared.rule_TT, shared.block.lengths_B)
-        return shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2)
+        return self.o_proj(shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2))
 
 
 class MLP(nn.Module):
