@@ -123,8 +123,8 @@ class TextFilters:
         if not U:
             return
         counts_NU = self._counts_V[:U].repeat(len(paths), 1)
-        for n, place in guessed:
-            counts_NU[n, place] += 1
+        places = torch.tensor(guessed, dtype=torch.int64).view(-1, 2).unbind(1)
+        counts_NU.index_put_(places, torch.ones(()), accumulate=True)
         is_known_U = self._ids_V[:U] < logits_NV.shape[1]  # a drafter's vocabulary may be smaller
         ids_U = self._ids_V[:U][is_known_U].to(logits_NV.device)
         tensors = (self._bias_V[:U], self._in_prompt_V[:U], counts_NU)

@@ -1,4 +1,4 @@
-"""Attention by prefix + block: every query sees the cached prefix, and by a rule parts of the block.
+"""Attention by prefix + block: a query sees the prefix and, by a rule, a part of the block.
 
 A forward pass has T new tokens per row, whose keys and values are in the cache already, right after
 the row's prefix. So prefill, decoding, verification and trees are one call with different T and
