@@ -56,10 +56,8 @@ class Cascade:
     ) -> None:
         """`sequences` are extended in place; the autotuner of `meter` chooses the plans."""
         self.sequences = sequences
-        self.active = [False] * len(sequences)
-        """Rows that have started and not ended."""
-        self.guessing = [True] * len(sequences)
-        """Rows whose requests allow speculation."""
+        self.active = [False] * len(sequences)  # rows that have started and not ended
+        self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
         self.stages = [stage for stage in (drafter, retrieval, target) if stage is not None]

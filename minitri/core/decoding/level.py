@@ -43,11 +43,9 @@ class Emitted:
     tokens: list[int]
     origins: list[str]
     """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
-    probs_NV: Tensor
-    """The verifier's distributions, from which the tokens are samples."""
+    probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
     logits_NV: Tensor
-    error: Exception | None = None
-    """Why the row cannot go on; it has no tokens then."""
+    error: Exception | None = None  # why the row cannot go on; it has no tokens then
 
 
 class Stage:
@@ -55,8 +53,7 @@ class Stage:
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
-        self.gamma = 1
-        """Least number of tokens in a proposal, which the last round may exceed."""
+        self.gamma = 1  # least number of tokens in a proposal, which the last round may exceed
         self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
         self._meter = meter
 

@@ -61,11 +61,7 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
 
 
 def filtered_probs(
-    logits_NV: Tensor,
-    filters: SamplingParams,
-    numbers: Iterable[float | Tensor],
-    *,
-    sort_all: bool,
+    logits_NV: Tensor, filters: SamplingParams, numbers: Iterable[float | Tensor], *, sort_all: bool
 ) -> Tensor:
     """`probs_from_logits` for a temperature above 0; no host sync with `sort_all`."""
     top_k, has_top_p, has_min_p = filters.form

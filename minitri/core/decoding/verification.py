@@ -24,24 +24,20 @@ from torch import Tensor
 from minitri.core.decoding.noise import gumbel_argmax
 from minitri.core.decoding.sampling import sample
 
-Rows = list[list[int]]
-"""Tokens on the host, one list for each row of the batch."""
-Active = list[bool]
-"""Which rows take part."""
+Rows = list[list[int]]  # tokens on the host, one list for each row of the batch
+Active = list[bool]  # which rows take part
 
 
 @dataclass(frozen=True)
 class Proposal:
     """Guesses for every row, with the distributions that they were sampled from."""
 
-    counts: list[int]
-    """Number n of guesses of each row."""
+    counts: list[int]  # number n of guesses of each row
     tokens_BN: Tensor
     """Row b's tokens x_1 .. x_n; padded after n, N being the largest."""
     probs_BNV: Tensor
     """q_1 .. q_n of each row: q_i is the distribution of x_i given everything before it."""
-    origins: list[list[str]]
-    """The stage that guessed each token, for display."""
+    origins: list[list[str]]  # the stage that guessed each token, for display
     failed: Collection[int] = field(default=frozenset(), kw_only=True)
     """Rows for which a stage below met numbers that are not finite."""
 
@@ -118,12 +114,9 @@ class Verdict(NamedTuple):
     """The decision about the guesses of each row, on the device."""
 
     num_accepted_B: Tensor
-    next_B: Tensor
-    """The token after the accepted guesses: recovered, or bonus if all were accepted."""
-    finite_B: Tensor
-    """Whether all p and q that count are finite."""
-    tokens_BN: Tensor
-    """The guesses."""
+    next_B: Tensor  # the token after the accepted guesses: recovered, or bonus if all were accepted
+    finite_B: Tensor  # whether all p and q that count are finite
+    tokens_BN: Tensor  # the guesses
 
     def to_host(self) -> Rows:
         """Accepted guesses and next token of each row, or none if not finite; in one copy."""

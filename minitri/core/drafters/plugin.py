@@ -24,8 +24,7 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import explain
 from minitri.core.stats import LevelStats
 
-TOLERANCE = 1e-3
-"""Allowed difference of a sum of probabilities from 1, as from bfloat16."""
+TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, as from bfloat16
 
 
 class Drafter(Protocol):

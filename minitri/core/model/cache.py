@@ -48,8 +48,7 @@ class BlockKV(NamedTuple):
     """K and V of a block in one layer."""
 
     raw_keys_BTKD: Tensor
-    keys_BTKD: Tensor
-    """Rotated to positions from the cache's `next_positions` on."""
+    keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
     values_BTKD: Tensor
     slots_BT: Tensor | None = None
     """The block's slots, on the device; None: they follow `Cache.lengths`."""

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 
 Answer = TypeVar("Answer")
 Round = Callable[
-    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int],
-    tuple["Tensor", "Tensor"],
+    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
 ]
 """One round of a draft model: from its cache, a block of each row, uniform numbers (B, N), the
 settings of each row and V, N guesses (B, N) and their distributions (B, N, V). The lengths of the
@@ -58,8 +57,7 @@ class Execution:
     """Entered around every step, and around every chunk of a prompt."""
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
     """A faster `probs_from_logits`."""
-    round: "Round | None" = None
-    """All passes of a draft model's round in one call."""
+    round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False
     """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
     make_slots: MakeSlots | None = None
