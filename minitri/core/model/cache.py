@@ -87,7 +87,7 @@ class Cache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(L, B, K, S, D) of keys and of values, on whatever device."""
+        """(L, B, K, S, D) of keys and of values."""
         return self.keys.shape
 
     @property
@@ -127,7 +127,6 @@ class Cache:
         return part
 
     def row(self, b: int) -> Self:
-        """A view of row b alone."""
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:

@@ -69,13 +69,18 @@ class Llama(nn.Module):
         with torch.device(device):
             self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
-            self.lm_head = make_head(config, dtype)
-            if target is None and not config.tie_word_embeddings:
-                table_VE = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-                self.embed_tokens = nn.Parameter(table_VE)
-            if config.head_size is not None:
-                sample = torch.empty(EMBEDDING_SAMPLE, config.hidden_size, dtype=dtype)
+            self.lm_head: Linear | TrimmedHead
+            V = config.vocab_size
+            E = config.hidden_size
+            if config.head_size is None:
+                head = TiedHead if config.tie_word_embeddings else Linear
+                self.lm_head = head.empty(E, V, dtype=dtype)
+            else:
+                self.lm_head = TrimmedHead(E, config.head_size, V, dtype=dtype)
+                sample = torch.empty(EMBEDDING_SAMPLE, E, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
+            if target is None and not config.tie_word_embeddings:
+                self.embed_tokens = nn.Parameter(torch.empty(V, E, dtype=dtype))
         self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
@@ -101,10 +106,9 @@ class Llama(nn.Module):
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache; call
         `cache.advance` with the tokens to keep.
 
-        `rule_TT` says which tokens of the block see which (None: causal), see `attention.py`.
-        `queries_LBTHD`, if given, is filled with every layer's rotated queries of the block, or of
-        its last tokens if there is room for fewer. With `is_prompt` blocks of any length are
-        computed like long ones: to the bit, K and V do not depend on where chunks begin.
+        `rule_TT` says which tokens of the block see which, see `attention.py`. `queries_LBTHD` is
+        filled with every layer's rotated queries of the block's last tokens. With `is_prompt` short
+        blocks are computed like long ones: to the bit, K and V do not depend on the chunks.
         """
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
@@ -126,14 +130,6 @@ class Llama(nn.Module):
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
     """Token ids, spread over the vocabulary, whose embeddings identify a drafter's target."""
     return torch.linspace(0, config.vocab_size - 1, EMBEDDING_SAMPLE).long()
-
-
-def make_head(config: ModelConfig, dtype: torch.dtype) -> Linear | TrimmedHead:
-    """An LM head over the vocabulary, tied to the embeddings or not, or over a part of it."""
-    if config.head_size is not None:
-        return TrimmedHead(config.hidden_size, config.head_size, config.vocab_size, dtype=dtype)
-    head = TiedHead if config.tie_word_embeddings else Linear
-    return head.empty(config.hidden_size, config.vocab_size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -217,10 +213,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
-        E = config.hidden_size
         inner = config.intermediate_size
-        self.gate_up_proj = Linear.empty(E, 2 * inner, dtype=dtype)
-        self.down_proj = Linear.empty(inner, E, dtype=dtype)
+        self.gate_up_proj = Linear.empty(config.hidden_size, 2 * inner, dtype=dtype)
+        self.down_proj = Linear.empty(inner, config.hidden_size, dtype=dtype)
         self.gate = gate
 
     def forward(self, x_BTE: Tensor) -> Tensor:

@@ -69,8 +69,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
-    """The kept share of each frequency (D/2,), by its turns in the context: 0 for long waves, 1
-    for short ones."""
+    """The kept share of each frequency (D/2,): 0 for long waves, 1 for short ones."""
     assert config.original_context is not None
     turns = config.original_context * plain / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
