@@ -88,8 +88,7 @@ class TreeLevel(Level):
     ) -> list[int]:
         """Tokens of the children of the node at this place of row b's block."""
         if self.is_greedy(b):
-            logits_BNV = output.logits_BNV if output.filtered_BNV is None else output.filtered_BNV
-            return likeliest(logits_BNV[b, place], num_children)
+            return likeliest(output.filtered_BNV[b, place], num_children)
         return self.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:

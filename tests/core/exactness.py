@@ -79,7 +79,7 @@ class TableRunner:
         if any(self.text_filters):
             logits_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
             probs_BNV = logits_BNV.softmax(-1).nan_to_num()
-        return Output(probs_BNV, logits_BNV)
+        return Output(probs_BNV, logits_BNV, logits_BNV)
 
     def next_probs_after(self, sequences, drafted, active):
         pairs = zip(self.memory, drafted[-1].tolist(), strict=True)

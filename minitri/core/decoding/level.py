@@ -26,8 +26,7 @@ class Output:
 
     probs_BNV: Tensor
     logits_BNV: Tensor
-    filtered_BNV: Tensor | None = None
-    """Logits after penalties, bias and grammar; None: `logits_BNV`."""
+    filtered_BNV: Tensor  # logits after penalties, bias and grammar
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]

@@ -17,8 +17,7 @@ from torch import Tensor
 from minitri.core.settings import SamplingParams
 from minitri.core.stats import LogProbs
 
-TOP_P_PREFIXES = (512, 4096)
-"""Numbers of likeliest tokens that top-p tries first; a row that needs more is sorted whole."""
+TOP_P_PREFIXES = (512, 4096)  # likeliest tokens that top-p tries before it sorts a whole row
 
 
 def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
@@ -30,8 +29,8 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` for a captured pass: the form of `filters` is fixed, their values are
-    read from `numbers_3` on the device (`SamplingParams.numbers`). No host sync."""
+    """`probs_from_logits` for a captured pass: `filters` has their form, `numbers_3` on the device
+    their values (`SamplingParams.numbers`). No host sync."""
     probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -83,7 +82,7 @@ def _top_p_cutoff(
     scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
 ) -> Tensor:
     """The lowest score (N, 1) in the smallest set of tokens of mass `top_p`, sought among the
-    `sizes[0]` likeliest tokens; rows that need more try the next size, and last all tokens."""
+    `sizes[0]` likeliest tokens; rows that need more try the next size, at last all."""
     best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
     probs = (best - log_totals_N1).exp()
     before = running_sums(probs) - probs  # mass of the likelier tokens

@@ -42,8 +42,8 @@ class DraftRunner(ModelRunner):
         else:
             guess = self.model.execution.round
             assert guess is not None
-            filters = (self.sampling, self.passes.vocab_size)
-            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, *filters)
+            V = self.passes.vocab_size
+            tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, self.sampling, V)
         pairs = zip(fresh, active, strict=True)
         self.cache.advance([len(row) + N - 1 if on else 0 for row, on in pairs])
         return tokens_BN, probs_BNV
@@ -81,8 +81,7 @@ class CapturedDraft(Level):
         return self.drafted(*guesses, active)
 
 
-LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]
-"""Chooses the class of the level over a runner."""
+LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # of the level over a runner
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:

@@ -20,10 +20,8 @@ from minitri.core.stats import LevelStats, num_common
 LEAST_CHANCE = 0.05
 """A token is guessed only if it is accepted with a larger probability: about the share of a pass of
 the target that one more token costs. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
-LONGEST = 64
-"""Longest match that is compared, in tokens; bounds the cost in a text that is one long loop."""
-MOST_PLACES = 1000
-"""Most places, the latest ones, that a lookup compares; a frequent pair costs 0.1 ms at most."""
+LONGEST = 64  # tokens of a match; bounds the cost in a text that is one long loop
+MOST_PLACES = 1000  # the latest, which a lookup compares; a frequent pair costs 0.1 ms at most
 
 
 class GrowingText:
@@ -32,11 +30,10 @@ class GrowingText:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
-        # Guesses by the bit length of the length of their match.
-        self._tested = Counter[int]()
-        self._accepted = Counter[int]()
         self._guess: list[int] = []  # after the last committed token
-        self._size = 0
+        self._size = 0  # bit length of the length of the match that gave this guess
+        self._tested = Counter[int]()  # guesses, by such a size
+        self._accepted = Counter[int]()
 
     def extend(self, tokens: list[int]) -> None:
         """Appends committed tokens, by which the last guess is checked."""

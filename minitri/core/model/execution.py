@@ -16,9 +16,8 @@ Answer = TypeVar("Answer")
 Round = Callable[
     ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
 ]
-"""One round of a draft model: from its cache, a block of each row, uniform numbers (B, N), the
-settings of each row and V, N guesses (B, N) and their distributions (B, N, V). The lengths of the
-cache stay unchanged."""
+"""One round of a draft model: from its cache, a block and the settings of each row, uniform numbers
+(B, N) and V, N guesses (B, N) and their distributions (B, N, V). It advances no cache."""
 
 MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
 """Allocates keys and values of a shape (..., S, D)."""
