@@ -10,11 +10,9 @@ from collections.abc import Callable
 from minitri.core.settings import StepPlan, num_nodes
 
 # Measured in section "Ablation of the autotuner" of tools/RESULTS.md.
-FIRST_RATES = {"draft": 0.55, "retrieval": 0.9}
-"""Acceptance rate assumed of each stage before a guess was tested."""
+FIRST_RATES = {"draft": 0.55, "retrieval": 0.9}  # assumed before a guess was tested
 FIRST_TESTED = 5.0  # weight of this assumption, in tested guesses
-MEMORY = 0.97
-"""Factor by which the weight of tested guesses decays with each later verdict about a row."""
+MEMORY = 0.97  # factor of the weight of tested guesses with each later verdict about a row
 SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's cost
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used

@@ -40,8 +40,7 @@ class Emitted:
     """The tokens that a round added to one row."""
 
     tokens: list[int]
-    origins: list[str]
-    """The stage that guessed the token (`draft`, `retrieval`), or `recovered` or `bonus`."""
+    origins: list[str]  # the stage that guessed it (draft, retrieval), or recovered or bonus
     probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
     logits_NV: Tensor
     error: Exception | None = None  # why the row cannot go on; it has no tokens then

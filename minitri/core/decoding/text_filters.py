@@ -188,8 +188,7 @@ def paths_of(
 
 
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Tokens that the grammar of each active row forces after its sequence. They are only guesses:
-    the same text can be cut into tokens in other ways."""
+    """Tokens that the grammar of each active row forces, as guesses: there are other cuts."""
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
     matchers = [row.matcher if row is not None else None for row in filters]
     pairs = zip(matchers, paths, strict=True)

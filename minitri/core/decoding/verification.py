@@ -33,8 +33,7 @@ class Proposal:
     """Guesses for every row, with the distributions that they were sampled from."""
 
     counts: list[int]  # number n of guesses of each row
-    tokens_BN: Tensor
-    """Row b's tokens x_1 .. x_n; padded after n, N being the largest."""
+    tokens_BN: Tensor  # row b's tokens x_1 .. x_n; padded after n, N being the largest
     probs_BNV: Tensor
     """q_1 .. q_n of each row: q_i is the distribution of x_i given everything before it."""
     origins: list[list[str]]  # the stage that guessed each token, for display

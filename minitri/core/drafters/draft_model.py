@@ -81,7 +81,7 @@ class CapturedDraft(Level):
         return self.drafted(*guesses, active)
 
 
-LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # of the level over a runner
+LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a level's class
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:

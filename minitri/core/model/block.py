@@ -44,8 +44,7 @@ def pack_block(
     """Tokens, positions, slots, and places from each row's last token on, (4, B, T), on the host.
     Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
-    # A drafter may lack the last tokens of the target's vocabulary; reading another one in their
-    # place changes only how well it guesses.
+    # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     tokens_BT.clamp_(max=model.config.vocab_size - 1)
     offsets_T = torch.arange(size)
     depths_T = offsets_T if depths_T is None else depths_T

@@ -50,8 +50,7 @@ class BlockKV(NamedTuple):
     raw_keys_BTKD: Tensor
     keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
     values_BTKD: Tensor
-    slots_BT: Tensor | None = None
-    """The block's slots, on the device; None: they follow `Cache.lengths`."""
+    slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
 
 
 @dataclass

@@ -49,19 +49,14 @@ class Ranks:
 class Execution:
     """How a model is computed; decided when it is loaded."""
 
-    is_row_invariant: bool = False
-    """In any short pass the bits of a row do not depend on the other rows."""
+    is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
     """Entered around every step, and around every chunk of a prompt."""
-    probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None
-    """A faster `probs_from_logits`."""
+    probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     round: "Round | None" = None  # all passes of a draft model's round in one call
-    is_narrow: bool = False
-    """More tokens in a block cost more than on other CPUs, see `roofline.NARROW_CPU`."""
-    make_slots: MakeSlots | None = None
-    """Allocates K and V of caches in the layout that the kernels read; None: plain tensors."""
+    is_narrow: bool = False  # see `roofline.NARROW_CPU`
+    make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
-    fingerprint: str = ""
-    """A digest of the files that the weights were read from; empty if there are none."""
+    fingerprint: str = ""  # a digest of the files of the weights, if there are any

@@ -22,8 +22,7 @@ from minitri.core.model.execution import Execution
 from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.core.model.rope import Rope, Rotary
 
-EMBEDDING_SAMPLE = 64
-"""Embeddings of its target that a drafter without an own table keeps, to recognise the target."""
+EMBEDDING_SAMPLE = 64  # embeddings by which a drafter without a table recognises its target
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Block:
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
-        """The cached length of every row, on the device; None without `slots_BT`."""
+        """The cached lengths, on the device; None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
