@@ -5,10 +5,9 @@ Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; an
 
 import argparse
 import contextlib
-import dataclasses
 import functools
 import socket
-from pathlib import Path
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
@@ -24,21 +23,19 @@ from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation
+    from minitri import Engine
     from minitri.worker import Worker
 
 DEFAULT_CONTEXT = 8192
-"""Default tokens of KV cache per row, allocated at the start: fits next to most models."""
-WARM_UP_TOKENS = 32
-"""Tokens of a prompt, and of its answer, generated before clients are answered."""
+"""Default tokens of KV cache per row: fits next to most models."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class ServeFlags:
     """Flags of this program alone."""
 
     context: int | None = between(None, 1)
-    """Tokens of a prompt and its answer. Default: 8192, or as many as there is memory for."""
+    """Tokens of a prompt and its answer. Default: 8192, or as many as the model holds."""
     batch_size: int | None = between(None, 1, 1024)
     """Requests that run at a time. Default: 8, or as many as there is memory for."""
     memory: float | None = between(None, 0.01)
@@ -72,7 +69,7 @@ def build_parser() -> arguments.OneLineParser:
     title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    names = (name for name in arguments.SPECULATION if name != "coupled")
+    names = {*arguments.SPECULATION} - {"coupled"}
     arguments.add_flags(parser, *names, title="speculation")
     return parser
 
@@ -82,7 +79,7 @@ def run_command(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
-    is_open = not (access.keys or access.is_for_one)
+    is_open = not (access.digests or access.is_for_one)
     import_pytorch(huge_pages=False)  # after all flags are checked
     from minitri.apps.serve.app import Server, Service  # an extra, which --help does without
     from minitri.apps.serve.protocol import Protocol
@@ -94,16 +91,15 @@ def run_command(args: argparse.Namespace) -> None:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
         engine = boot(args)
-        names = list(dict.fromkeys([engine.config.name, Path(args.model).name]))
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
             ignored: set[str] | None = set() if args.ignore_unknown_fields else None
-            protocol = Protocol(engine, names, sampling, context, ignored)
+            protocol = Protocol(engine, [engine.config.name], sampling, context, ignored)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
-            address = listener.getsockname()
-            log.info(f"{text}; Ctrl-C ends", engine.config.name, *address, num_rows, context, gib)
+            host, port = listener.getsockname()
+            log.info(f"{text}; Ctrl-C ends", engine.config.name, host, port, num_rows, context, gib)
             server.run(sockets=[listener])
     log.info("stopped")
 
@@ -115,7 +111,8 @@ def open_worker(
     speculation: SpeculationConfig,
 ) -> tuple["Worker", int, int, float]:
     """Worker of a warmed-up run; its rows, their tokens, and GiB. Raises `InputError`."""
-    from minitri.apps.serve.room import choose_size
+    from minitri import End, Request  # with PyTorch
+    from minitri.apps.serve.room import choose_rows
     from minitri.worker import Worker
 
     most = engine.config.context_length
@@ -125,30 +122,23 @@ def open_worker(
     if args.memory is not None and args.offload and args.on_chip is None:
         raise InputError("--memory with --offload needs --on-chip N, layers that stay on the GPU")
     generation = arguments.taken(GenerationConfig, args, reserve=context)
-    shape = MemoryShape((1,) * (args.batch_size or MAX_ROWS), sampling, generation, speculation)
-    least = {"fewest": args.batch_size or 1, "shortest": args.context or 2 * WARM_UP_TOKENS}
-    num_rows, context, gib = choose_size(engine.models, shape, args.memory, **least)
+    rows = (1,) * (args.batch_size or MAX_ROWS)
+    shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
+    fewest = args.batch_size or 1
+    num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=fewest)
     open_run = functools.partial(
         engine.open,
         batch_size=num_rows,
         sampling=sampling,
-        generation=dataclasses.replace(generation, reserve=context),
+        generation=generation,
         speculation=speculation,
     )
     run = open_run()
-    warm_up(run)
-    return Worker(lambda _: open_run(), run), num_rows, context, gib
-
-
-def warm_up(run: "Generation") -> None:
-    """Generates a short text, so that the first request does not wait for one-time work."""
-    from minitri import End, Request  # with PyTorch
-
-    num = min(WARM_UP_TOKENS, run.shape.generation.reserve // 2)
-    generation = GenerationConfig(num, ignore_eos=True)
-    run.submit(Request([1] * num, seed=0, generation=generation))
+    num = min(32, context // 2)
+    run.submit(Request([1] * num, seed=0, generation=GenerationConfig(num, ignore_eos=True)))
     while not isinstance(next(run), End):
-        pass
+        pass  # so that the first request does not wait for one-time work
+    return Worker(lambda _: open_run(), run), num_rows, context, gib
 
 
 main = program(build_parser, run_command)

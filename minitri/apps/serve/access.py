@@ -6,20 +6,19 @@ another site; the headers Host and Origin show it.
 
 import functools
 import hashlib
-import hmac
 import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from minitri import InputError
-from minitri.apps.cli.inputs import read_text
 from minitri.apps.serve.api_error import ApiError
 from minitri.core.errors import shorten
 from minitri.core.fields import between
 
-KEY_VARIABLE = "MINITRI_API_KEY"
+if TYPE_CHECKING:
+    from starlette.requests import Request  # an extra, which --help does without
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,9 @@ class Access:
     """Address to listen at; 0.0.0.0: all."""
     allowed_host: Sequence[str] = ()
     """Another name under which clients reach the server; may be repeated."""
-    allow_origin: Sequence[str] = ()
-    """A site whose pages may ask, such as https://a.example; may be repeated."""
     api_key: str | None = None
-    """Key that clients have to send. Default: MINITRI_API_KEY, or none."""
-    api_key_file: str | None = None
-    """More keys, one a line; a line with # in front is a comment."""
+    """Key that clients have to send, or several with commas between. Default: MINITRI_API_KEY, or
+    none."""
     share_prefixes: bool = False
     """Share cached prefixes between API keys (leaks timing)."""
     max_requests_per_client: int | None = between(None, 1)
@@ -43,43 +39,44 @@ class Access:
     429. Default: half of all that may; all with one key, or without keys on this machine only."""
 
     @functools.cached_property
-    def keys(self) -> list[str]:
-        """All valid keys; without any, clients need none. Raises `InputError`."""
-        key = os.environ.get(KEY_VARIABLE) if self.api_key is None else self.api_key
-        keys = [] if key is None else [key]
-        if self.api_key_file is not None:
-            lines = map(str.strip, read_text(self.api_key_file, "--api-key-file").splitlines())
-            keys += [line for line in lines if line and line[0] != "#"] or [""]
+    def digests(self) -> set[str]:
+        """SHA-256 of all valid keys; without any, clients need none. Raises `InputError`."""
+        text = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
+        keys = [] if text is None else [key.strip() for key in text.split(",")]
         if "" in keys:
             raise InputError("an API key is empty, so that all could send it; give a text")
-        return keys
+        return {digest_of(key.encode()) for key in keys}
 
     @property
     def is_for_one(self) -> bool:
         """Whether all requests count as one client's: there is one key, or only this machine."""
         is_local = self.host == "localhost" or self.host.startswith("127.")
-        return len(self.keys) == 1 if self.keys else is_local
+        return len(self.digests) == 1 if self.digests else is_local
 
-    def check_site(self, headers: Mapping[str, str]) -> None:
+    def admit(self, request: "Request") -> str:
+        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
+        self._check_site(request.headers)
+        if not self.digests:
+            return request.client.host if request.client else ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = digest_of(key.encode("latin-1"))
+        if scheme.lower() != "bearer" or digest not in self.digests:
+            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
+            raise ApiError(401, "invalid_api_key", message)
+        return f"key {digest}"
+
+    def _check_site(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` where a page of another site makes a browser ask."""
         host = headers.get("host", "localhost")
         origin = headers.get("origin", f"http://{host}")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
         names = ("localhost", self.host, *self.allowed_host)
         is_known = is_address or host.partition(":")[0].lower() in names
-        if not is_known or (origin.partition("://")[2] != host and origin not in self.allow_origin):
+        if not is_known or origin.partition("://")[2] != host:
             got = f"it is for host {shorten(host, 60)}, by a page of {shorten(origin, 60)}"
-            raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
+            raise ApiError(403, "forbidden", f"{got}; see --allowed-host")
 
-    def admit(self, headers: Mapping[str, str], address: Sequence[Any] | None) -> str:
-        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
-        if not self.keys:
-            return address[0] if address else ""
-        scheme, _, given = headers.get("authorization", "").partition(" ")
-        same = [hmac.compare_digest(given.encode("latin-1"), key.encode()) for key in self.keys]
-        if not (scheme.lower() == "bearer" and any(same)):
-            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            error = ApiError(401, "invalid_api_key", message)
-            error.headers["www-authenticate"] = "Bearer"
-            raise error
-        return f"key {hashlib.sha256(self.keys[same.index(True)].encode()).hexdigest()}"
+
+def digest_of(key: bytes) -> str:
+    """SHA-256 of a key: how long a comparison of digests takes says nothing about the key."""
+    return hashlib.sha256(key).hexdigest()

@@ -1,16 +1,28 @@
 """Errors as clients of OpenAI's API expect them: an HTTP status and one object of JSON."""
 
-from typing import Any
+from minitri import InputError
+from minitri.core.errors import FaultError, shorten
 
 
 class ApiError(Exception):
-    """Refused request: an HTTP status, OpenAI's code for it, one line, and the wrong field."""
+    """Refused request: an HTTP status, OpenAI's code for it, and one line."""
 
-    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+    def __init__(self, status: int, code: str, message: str) -> None:
         super().__init__(message)
         self.status = status
-        self.headers = {} if status in (408, 429, 503) else {"x-should-retry": "false"}
-        kind = {429: "requests"}.get(status, "invalid_request_error")
-        kind = "server_error" if status >= 500 else kind
-        error = {"message": message, "type": kind, "param": param, "code": code}
-        self.content: dict[str, Any] = {"error": error}
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        self.content = {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Error for the client; the traceback of a bug is in the log."""
+    match error:
+        case ApiError():
+            return error
+        case InputError():
+            ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
+            message = str(InputError(error.message, *ways))
+            if isinstance(error, FaultError):
+                return ApiError(503, "unavailable", message)
+            return ApiError(400, "invalid_request", message)
+    return ApiError(500, "internal_error", f"a bug: {shorten(repr(error))}; see the server's log")

@@ -1,9 +1,8 @@
 """HTTP connections with time limits: one whose client makes no progress is closed."""
 
 import asyncio
-import functools
 import resource
-from contextlib import suppress
+from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -19,9 +18,9 @@ class Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > most_connections():
-            others = (each for each in self.connections if isinstance(each, Connection))
+            others: Any = self.connections - {self}
             idle = (each for each in others if not (each.cycle or each.transport.is_closing()))
-            next((each for each in idle if each is not self), self).transport.abort()
+            next(idle, self).transport.abort()
         self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
 
     def data_received(self, data: bytes) -> None:
@@ -38,11 +37,7 @@ class Connection(H11Protocol):
         self._unread.cancel()
 
 
-@functools.cache
 def most_connections() -> int:
     """Most open connections: the limit of open files, less `SPARE_FILES`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
-    return max(16, soft - SPARE_FILES)
+    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(16, most_files - SPARE_FILES)

@@ -66,7 +66,7 @@ class Protocol:
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
         prompts = self.prompts_of(asked) if chat is None else [chat.token_ids]
-        texts = itertools.product(prompts, range(asked.num_texts))
+        texts = itertools.product(prompts, range(asked.n))
         requests = [
             Request(
                 ids,
@@ -100,15 +100,12 @@ class Protocol:
         """When each text ends. Raises `ApiError` if the context has no room for it."""
         room = self.context - num_prompt_tokens
         default = room if asked.is_chat else min(room, TEXT_TOKENS)
-        num_new = max(1, default if asked.most is None else asked.most)
+        num_new = max(1, default) if asked.most is None else asked.most
         if num_new > room:
             got = f"prompt and answer have at least {num_prompt_tokens} + {num_new} tokens"
             text = f"{got} of {self.context}; shorten the prompt, or lower max_tokens"
-            name = "messages" if asked.is_chat else "prompt"
-            raise ApiError(400, "context_length_exceeded", text, name)
-        is_ranked = asked.num_texts > asked.n
-        logprobs = (asked.num_logprobs or 0) if is_ranked else asked.num_logprobs
-        return GenerationConfig(num_new, asked.stop, asked.ignore_eos, logprobs)
+            raise ApiError(400, "context_length_exceeded", text)
+        return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
 
     def prompts_of(self, asked: Fields) -> Iterable[list[int]]:
         """Token ids of each prompt of /v1/completions."""
@@ -147,7 +144,7 @@ class Protocol:
         """Raises `ApiError` for another model's name."""
         if name not in self.names:
             message = f"model {shorten(repr(name), 60)} is not served; use {self.names[0]}"
-            raise ApiError(404, "model_not_found", message, "model")
+            raise ApiError(404, "model_not_found", message)
 
     def tokenize(self, asked: TokenizeBody) -> Json:
         """Answer of /tokenize. Raises `InputError`."""

@@ -105,6 +105,6 @@ def test_a_signal_while_a_text_is_streamed(folder, grace, signals, end):
         assert process.wait(30) == 0
         said += "".join(lines)
     assert end is None or end in last
-    assert "finishing 1 request; again to stop now" in said
+    assert "finishing requests; again to stop now" in said
     assert "Traceback" not in said
     assert said.endswith("stopped\n")

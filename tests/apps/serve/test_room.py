@@ -8,53 +8,49 @@ import httpx
 import pytest
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.apps.serve.__main__ import warm_up
-from minitri.apps.serve.room import SHARE, choose_size
+from minitri.apps.serve.__main__ import build_parser, open_worker
+from minitri.apps.serve.room import SHARE, choose_rows
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
 from tests.conftest import resident_bytes, write_hf_folder
 
-SHAPE = MemoryShape((1,) * 8, SamplingParams(), GenerationConfig(reserve=512), SpeculationConfig())
+GENERATION = GenerationConfig(reserve=512).for_run(512)
+SHAPE = MemoryShape((1,) * 8, SamplingParams(), GENERATION, SpeculationConfig())
 KIB = 1 / (1 << 20)
 
 
-def choose(engine, gib, *, fewest=1, shortest=64):
-    return choose_size(engine.models, SHAPE, gib, fewest=fewest, shortest=shortest)
+def choose(engine, gib, *, fewest=1):
+    return choose_rows(engine.models, SHAPE, gib, fewest=fewest)
 
 
-def test_less_memory_is_first_fewer_rows_and_then_shorter_ones(engine):
-    """And never more than is asked for."""
+def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine):
     sizes = [choose(engine, 9.0)]
-    for _ in range(14):
-        sizes.append(choose(engine, sizes[-1][2] - KIB))
-        assert sizes[-1][2] <= sizes[-2][2] - KIB
-    contexts = [512] * 8 + [*range(448, 0, -64)]
-    assert [it[:2] for it in sizes] == [*zip([*range(8, 0, -1)] + [1] * 7, contexts, strict=True)]
-    with pytest.raises(InputError, match=r"^1 x 64 tokens of tiny take .*; give more memory=$"):
-        choose(engine, sizes[-1][2] - KIB)
+    for _ in range(7):
+        sizes.append(choose(engine, sizes[-1][1] - KIB))
+        assert sizes[-1][1] <= sizes[-2][1] - KIB
+    assert [num_rows for num_rows, _ in sizes] == [*range(8, 0, -1)]
+    with pytest.raises(InputError, match=r"^1 x 512 tokens of tiny take .*; lower .* memory=$"):
+        choose(engine, sizes[-1][1] - KIB)
 
 
 def test_by_default_it_is_a_share_of_what_was_free_before_the_weights(engine, monkeypatch):
     weights = sum(it.num_bytes for it in {engine.models.target, engine.models.retrieval}) / GIB
     for change, num_rows in ((KIB, 8), (-KIB, 7)):
         monkeypatch.setenv(
-            "MINITRI_HOST_GIB", str(choose(engine, 9.0)[2] / SHARE - weights + change)
+            "MINITRI_HOST_GIB", str(choose(engine, 9.0)[1] / SHARE - weights + change)
         )
         assert choose(engine, None)[0] == num_rows
 
 
-def test_what_is_given_stays_or_the_error_says_what_fits(engine):
-    gib = choose(engine, 9.0)[2] - KIB
-    assert choose(engine, gib, fewest=8)[:2] == (8, 448)
-    assert choose(engine, gib, shortest=512)[:2] == (7, 512)
+def test_rows_that_do_not_fit_are_an_error_with_the_memory_that_they_take(engine):
+    gib = choose(engine, 9.0)[1] - KIB
     problem = (
         r"^8 x 512 tokens of tiny take 0.5\d+ GiB with the weights, and there are 0.5\d+ to take; "
     )
-    advice = "batch_size=7 with context=512 fits or give more memory=$"
-    with pytest.raises(InputError, match=problem + advice):
-        choose(engine, gib, fewest=8, shortest=512)
+    with pytest.raises(InputError, match=problem + "lower batch_size=, lower context= or give"):
+        choose(engine, gib, fewest=8)
     for nonsense in (0.0, -1.0, float("nan")):
-        with pytest.raises(InputError, match="; give more memory=$"):
+        with pytest.raises(InputError, match="or give more memory=$"):
             choose(engine, nonsense)
 
 
@@ -75,6 +71,7 @@ def test_slots_that_no_text_has_reached_take_no_memory(tmp_path):
 
 
 def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
-    shortest = GenerationConfig(reserve=2)
-    with engine.open(batch_size=1, generation=shortest) as run:
-        warm_up(run)
+    args = build_parser().parse_args(["--context", "2", "--batch-size", "1"])
+    worker, *size = open_worker(args, engine, SamplingParams(), SpeculationConfig())
+    worker.close()
+    assert size[:2] == [1, 2]

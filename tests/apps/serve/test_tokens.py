@@ -52,7 +52,7 @@ def test_messages_have_the_tokens_of_the_chat(post, server, template):
 )
 def test_a_wrong_field_is_named(post, path, name, fields):
     error = post(path, **fields)["error"]
-    assert error["param"] == name
+    assert name in error["message"]
     assert error["code"] == "invalid_request"
 
 
@@ -65,4 +65,4 @@ def test_a_model_is_found_by_its_name(server):
     finally:
         server.service.protocol.names.pop()
     other = server.http.get("/v1/models/org/other")
-    assert (other.status_code, other.json()["error"]["param"]) == (404, "model")
+    assert (other.status_code, other.json()["error"]["code"]) == (404, "model_not_found")

@@ -112,11 +112,6 @@ class Fields(ForModel):
         return self.max_tokens
 
     @property
-    def num_texts(self) -> int:
-        """Texts generated for each prompt; the n best are its answers."""
-        return self.n
-
-    @property
     def num_logprobs(self) -> int | None:
         """Likeliest tokens with log-probabilities at each place; None: no log-probabilities."""
         return None
@@ -175,30 +170,16 @@ class TextBody(Fields):
         Says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
-    max_tokens: int | None = Field(None, ge=0, le=MAX_COUNT)
-    """Most tokens of an answer, or with echo none. Default: 16."""
     echo: bool = False
     """Begin with the prompt, and if logprobs are asked for with those of its tokens."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
-    best_of: int | None = Field(None, ge=1, le=MAX_ROWS)
-    """How many answers the n with the highest mean log-probability are chosen from."""
 
     @model_validator(mode="after")
     def _check_text(self) -> Self:
-        if self.num_texts < self.n:
-            refuse(self, "best_of", f"it must be at least n, which is {self.n}")
-        if self.stream and self.num_texts > self.n:
-            refuse(self, "best_of", "a stream does not wait for the best; leave one of them out")
-        if self.stream and self.echo and self.logprobs is not None:
-            refuse(self, "echo", "a stream has no log-probabilities of a prompt; leave one out")
-        if self.max_tokens == 0 and (self.stream or not self.echo):
-            refuse(self, "max_tokens", "nothing would be answered; add echo, without stream")
+        if self.stream and self.echo:
+            refuse(self, "echo", "a stream has none; leave one out")
         return self
-
-    @property
-    def num_texts(self) -> int:
-        return self.best_of or self.n
 
     @property
     def num_logprobs(self) -> int | None:
