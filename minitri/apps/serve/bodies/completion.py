@@ -2,7 +2,7 @@
 
 Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
 `continue_final_message` are additions, /tokenize and /detokenize are vLLM's. The models check a
-body, and their JSON schemas are the tables at /docs.
+body, and their JSON schemas are at /docs.
 """
 
 import dataclasses
@@ -171,7 +171,8 @@ class TextBody(Fields):
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
     echo: bool = False
-    """Begin with the prompt, and if logprobs are asked for with those of its tokens."""
+    """Begin with the prompt, and if logprobs are asked for with those of its tokens; not in a
+    stream."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
 
