@@ -76,7 +76,7 @@ core/test_runner.py::test_a_bfloat16_models_distributions_are_float32[sampling0]
     Llama.logits: self.lm_head(hidden).float() => self.lm_head(hidden)
 core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_padded_after_it[sampling0]
   logits rounded to bfloat16 before the filters
-    ModelRunner._distribution: probs_of_rows(filtered_BNV, self.sampling,
+    ModelRunner._output: probs_of_rows(filtered_BNV, self.sampling,
         self.model.execution.probs)
     => probs_of_rows(logits_BNV.bfloat16().float(), self.sampling, self.model.execution.probs)
 core/caches/test_retrieval_cache.py::test_the_queries_that_choose_are_those_that_attend
@@ -239,7 +239,7 @@ devices/gpu_twins/test_capture_lint.py
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level
     allocate: ModelRunner(target, full, **common,
-        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
+        queries_LBTHD=cache.queries_LBTHD if cache else None,
         graphs=None if isinstance(full, OffloadedFullCache) else graphs,
         block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS})
     => ModelRunner(models.retrieval, full, **common)
@@ -383,7 +383,7 @@ text/test_text_filters.py
 text/test_text_filters.py
 ::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
   bias after top-p
-    ModelRunner._distribution: probs_of_rows(filtered_BNV, self.sampling,
+    ModelRunner._output: probs_of_rows(filtered_BNV, self.sampling,
         self.model.execution.probs)
     => filtered_logits(probs_of_rows(logits_BNV, self.sampling).log(), self.text_filters,
         paths).softmax(-1)

@@ -7,8 +7,9 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.config import ModelConfig
 from minitri.core.drafters.draft_model import DraftRunner
+from minitri.core.model.block import empty_queries
 from minitri.core.model.llama import Llama
-from minitri.core.prefill import empty_queries, prefill
+from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams, SpeculationConfig
 
@@ -31,7 +32,7 @@ def main() -> None:
     target, draft = tiny(2048), tiny(128)
     full = FullCache.allocate(target.config, 1, 1024, dtype=DTYPE, device=CPU)
     retrieval = RetrievalCache(full, SETTINGS, budgets=[64], num_heads=4)
-    window = StreamingCache(draft.config, draft.rope, 1, SETTINGS, dtype=DTYPE, device=CPU)
+    window = StreamingCache(draft, 1, SETTINGS)
     queries = empty_queries(target, 1, SETTINGS.max_block)
     verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=queries)
     drafter = DraftRunner(draft, window, PLAIN, vocab_size=64)

@@ -5,6 +5,7 @@ A `Memory` is frozen and holds no text: `stack.py` builds the stages of the casc
 """
 
 import contextlib
+import operator
 import os
 import threading
 import weakref
@@ -34,6 +35,8 @@ from minitri.core.shape import MemoryShape
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, cut to the longest of a run."""
+PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
+"""Settings of a run on which the place of its full cache depends."""
 WORTH_COPYING = 64
 """Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
 
@@ -102,8 +105,8 @@ def as_fault(error: E, models: Models) -> E | FaultError:
             "weights are damaged, or overflow: get them again",
             "try dtype=float32",
         )
-    signs = ("out of memory", "can't allocate memory")  # of CUDA, of a CPU
-    if isinstance(error, MemoryError) or any(sign in str(error) for sign in signs):
+    is_full = "out of memory" in str(error) or "can't allocate memory" in str(error)  # CUDA, CPU
+    if is_full or isinstance(error, MemoryError):
         return FaultError(
             f"{model.device} has run out of memory ({shorten(error, 90)})",
             "shorten the prompt",
@@ -156,7 +159,7 @@ def allocate(
     """
     target = models.target
     speculation = shape.speculation
-    draft = models.draft if any(plan.uses_drafter for plan in speculation.plans) else None
+    draft = models.draft if shape.uses_drafter else None
     if full is None:
         full = allocate_full_cache(target, draft.config if draft else None, shape, host)
     reads_alike = not target.execution.is_row_invariant
@@ -168,15 +171,13 @@ def allocate(
     drafting: DraftRunner | None = None
     retrieval: ModelRunner | None = None
     cache: RetrievalCache | None = None
-    if draft is not None:
-        with small_caches_fit(target.device):
-            where: dict[str, Any] = {"dtype": draft.dtype, "device": draft.device}
-            window = StreamingCache(draft.config, draft.rope, shape.num_rows, speculation, **where)
-        # Rounds of chains are captured as a whole, by the level.
-        sizes = {speculation.max_block} if speculation.tree else set[int]()
-        drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
-    if any(plan.uses_retrieval for plan in speculation.plans):
-        with small_caches_fit(target.device):
+    try:
+        if draft is not None:
+            window = StreamingCache(draft, shape.num_rows, speculation)
+            # Rounds of chains are captured as a whole, by the level.
+            sizes = {speculation.max_block} if speculation.tree else set[int]()
+            drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
+        if shape.uses_retrieval:
             cache = RetrievalCache(
                 full,
                 speculation,
@@ -184,32 +185,26 @@ def allocate(
                 num_heads=target.config.num_heads,
                 make_slots=target.execution.make_slots,
             )
-        longest = 1 + max(plan.gamma1 for plan in speculation.plans)
-        sizes = {1, speculation.max_block if speculation.tree else longest}
-        retrieval = ModelRunner(models.retrieval, cache, **common, graphs=graphs, block_sizes=sizes)
+            longest = 1 + max(plan.gamma1 for plan in speculation.plans)
+            sizes = {1, speculation.max_block if speculation.tree else longest}
+            proposing = models.retrieval
+            retrieval = ModelRunner(proposing, cache, **common, graphs=graphs, block_sizes=sizes)
+    except RuntimeError as error:  # out of memory, on CUDA too
+        raise InputError(
+            f"the small KV caches do not fit on {target.device} next to the full one "
+            f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
+        ) from error
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
     verifying = ModelRunner(
         target,
         full,
         **common,
-        queries_LBTHD=cache.queries_LBTHD if cache is not None else None,
+        queries_LBTHD=cache.queries_LBTHD if cache else None,
         graphs=None if isinstance(full, OffloadedFullCache) else graphs,
         block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS},
     )
     return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
-
-
-@contextlib.contextmanager
-def small_caches_fit(device: torch.device) -> Iterator[None]:
-    """Raises `InputError` where the caches of the lower stages find no memory."""
-    try:
-        yield
-    except RuntimeError as error:  # out of memory, on CUDA too
-        raise InputError(
-            f"the small KV caches do not fit on {device} next to the full one "
-            f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
-        ) from error
 
 
 class MemoryPool:
@@ -252,9 +247,8 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which has ended. Not kept are K and V in host memory
-        after an interruption, which may leave buffers half written, or where a shorter text may
-        have room for more layers on the device."""
+        """Keeps the memory of the latest run, which has ended; but no K and V in host memory after
+        an interruption, in which buffers may be half written, or placed to fit one text."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
@@ -291,13 +285,8 @@ class MemoryPool:
 
 def fits(kept: Memory, new: MemoryShape) -> bool:
     """Whether the full cache serves a run of another shape."""
-    old = kept.shape
-    placed = ("offload", "on_chip", "cuda_graphs")
-    return (
-        new.num_rows == old.num_rows
-        and new.capacity <= kept.full.capacity
-        and all(getattr(new.generation, n) == getattr(old.generation, n) for n in placed)
-    )
+    placement = operator.attrgetter("num_rows", *PLACEMENT)
+    return new.capacity <= kept.full.capacity and placement(new) == placement(kept.shape)
 
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.sampling import log_probs
-from minitri.core.model.block import read_block
+from minitri.core.model.block import empty_queries, read_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.layer_major import read_by_layers
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
@@ -20,13 +20,6 @@ SCORED_AT_ONCE = 256
 """Rows of logits in memory at once while a text is scored."""
 Score = Callable[[Tensor, list[int]], None]
 """Called with logits (N, V), and the N tokens of the text that follow them."""
-
-
-def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
-    """Buffer (L, B, T, H, D) for the rotated queries of all layers, see `Llama.forward`."""
-    config = model.config
-    shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
-    return torch.empty(shape, dtype=model.dtype, device=model.device)
 
 
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:

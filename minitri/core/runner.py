@@ -139,9 +139,7 @@ class ModelRunner:
         if self.graphs is not None:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        paths = None
-        if any(self.text_filters):
-            paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
+        paths = self._paths(sequences, active, guesses.tokens)
         output = self._output(self.passes.forward, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
@@ -170,10 +168,10 @@ class ModelRunner:
         """Distributions (B, T, V), or more, after each token of a block in which `rule_TT` says who
         sees whom, `depths_T` positions after the next one. With `has_root` its first token is the
         last of the sequences, else it follows them. Lengths of the cache stay as they are."""
-        paths = None
+        above = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
-            paths = paths_of(self.text_filters, sequences, active, blocks, above)
+        paths = self._paths(sequences, active, blocks, above)
         size = max(self.block_sizes, default=len(rule_TT))
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
@@ -191,28 +189,29 @@ class ModelRunner:
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
         """Distributions after one forward pass; `paths` lead to them, for filters of the text."""
-        run = self._run if self.graphs is None else self.graphs.run
-        hidden_BNE = run(forward, *inputs)
+        if self.graphs is not None:
+            hidden_BNE = self.graphs.run(forward, *inputs)
+        else:
+            device = self.model.device
+            hidden_BNE = forward(*(tensor.to(device, non_blocking=True) for tensor in inputs))
         logits_BNV = self.passes.head(hidden_BNE)
-        return self._distribution(logits_BNV, paths)
-
-    def _run(self, function: Function, *inputs: Tensor) -> Tensor:
-        """Computes a function of tensors on the model's device, without a graph."""
-        device = self.model.device
-        output: Tensor = function(*(tensor.to(device, non_blocking=True) for tensor in inputs))
-        return output
-
-    def _distribution(self, logits_BNV: Tensor, paths: list[Rows] | None) -> Output:
-        """Distributions by the filters of each row."""
         filtered_BNV = logits_BNV
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
-        if self.graphs is None:
+        if self.graphs is not None:
+            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()  # is overwritten
+        else:
             probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
             probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
-        else:
-            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()  # is overwritten
         return Output(probs_BNV, logits_BNV, filtered_BNV)
+
+    def _paths(
+        self, sequences: Rows, active: Active, blocks: Rows, above: Rows | None = None
+    ) -> list[Rows] | None:
+        """See `paths_of`; None if no row has filters that depend on its text."""
+        if not any(self.text_filters):
+            return None
+        return paths_of(self.text_filters, sequences, active, blocks, above)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Before a step: filters of the text read what was committed since the last one."""

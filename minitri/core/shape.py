@@ -26,6 +26,16 @@ class MemoryShape:
         return len(self.prompt_lengths)
 
     @property
+    def uses_drafter(self) -> bool:
+        """Whether any plan of a step guesses with the lowest stage."""
+        return any(plan.uses_drafter for plan in self.speculation.plans)
+
+    @property
+    def uses_retrieval(self) -> bool:
+        """Whether any plan of a step guesses with the retrieval cache."""
+        return any(plan.uses_retrieval for plan in self.speculation.plans)
+
+    @property
     def reserved_lengths(self) -> list[int]:
         """Tokens that each row must have room for without output: its prompt, or the reserve."""
         return [max(length, self.generation.reserve) for length in self.prompt_lengths]

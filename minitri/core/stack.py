@@ -29,7 +29,6 @@ from minitri.core.prefill import Score, prefill, read_chunk
 from minitri.core.requests import Request
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stats import LevelStats, Stats
 
@@ -55,7 +54,10 @@ class Stack:
         prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
         self.tuner = Autotuner(shape.speculation.plans, prior, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
-        self.source = random_source(shape.speculation)
+        is_coupled = shape.speculation.coupled
+        self.source: RandomSource = (
+            CoupledSource() if is_coupled else IndependentSource(shape.speculation.verification)
+        )
         drafter = self._drafter()
         retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
         target = self._level("target", memory.target)
@@ -67,7 +69,7 @@ class Stack:
         """The lowest stage: the draft model, the engine's drafter from outside, or lookup."""
         if self.memory.draft is not None:
             return self._level("draft", self.memory.draft)
-        if not any(plan.uses_drafter for plan in self.shape.speculation.plans):
+        if not self.shape.uses_drafter:
             return None
         drafter = self.memory.models.drafter
         common = (self._stats_of("draft"), self.meter)
@@ -139,13 +141,14 @@ class Stack:
             most = 0
         yield memory.prefix.take(b, self.sequences, most)
         where = (self.target, prompt, memory.full, b)
-        if self._is_open or type(memory.full) is FullCache or score is not None:
-            chunks = iter(lambda: read_chunk(*where, self._chunk, watch, max_queries, score), None)
-        else:
-            chunk = self.shape.generation.prefill_chunk
-            chunks = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
+        chunk = self.shape.generation.prefill_chunk
+        is_by_layers = type(memory.full) is not FullCache and not self._is_open and score is None
+        by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
-            num_read = next(chunks)
+            if is_by_layers:
+                num_read = next(by_layers)
+            else:
+                num_read = read_chunk(*where, self._chunk, watch, max_queries, score)
             memory.prefix.note_committed()
             if num_read < last:
                 yield num_read
@@ -227,13 +230,6 @@ class Stack:
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
-
-
-def random_source(speculation: SpeculationConfig) -> RandomSource:
-    """The random numbers of all stages of a run."""
-    if speculation.coupled:
-        return CoupledSource()
-    return IndependentSource(speculation.verification)
 
 
 def pass_bytes(models: Models) -> dict[str, int]:

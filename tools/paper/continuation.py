@@ -27,9 +27,9 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.sampling import pad_vocabulary, probs_of_rows, sample
 from minitri.core.decoding.verification import Proposal
 from minitri.core.drafters.draft_model import DraftRunner
-from minitri.core.model.block import read_block
+from minitri.core.model.block import empty_queries, read_block
 from minitri.core.model.llama import Llama
-from minitri.core.prefill import empty_queries, prefill
+from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.text.prompt_ids import check_prompt
@@ -139,7 +139,7 @@ class Continuation:
     def by_drafter(self, drafter: Llama, gamma: int, num_recent_tokens: int = 252) -> Tensor:
         """The distributions (N, V) of a drafter with a streaming cache."""
         settings = SpeculationConfig("naive", gamma1=gamma, num_recent_tokens=num_recent_tokens)
-        cache = StreamingCache(drafter.config, drafter.rope, 1, settings, **self._options)
+        cache = StreamingCache(drafter, 1, settings)
         runner = self._runner(DraftRunner, drafter, cache)
         return self._probs([runner], lambda n: runner.prepare([self.tokens[:n]], [True]), gamma)[0]
 

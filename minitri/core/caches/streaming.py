@@ -11,27 +11,18 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
-from minitri.core.model.cache import BlockKV, Cache, write_after
-from minitri.core.model.rope import Rope
+from minitri.core.model.cache import BlockKV, Cache, plain_slots, write_after
+from minitri.core.model.llama import Llama
 from minitri.core.settings import SLIDE, SpeculationConfig
 
 
 class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        rope: Rope,
-        batch_size: int,
-        speculation: SpeculationConfig,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
         """Raises `InputError` if the drafter cannot serve a window of this size."""
+        config = model.config
         kept = speculation.num_sink_tokens + speculation.num_recent_tokens
         slots = kept + SLIDE + speculation.room
         if slots > config.context_length:
@@ -42,12 +33,10 @@ class StreamingCache(Cache):
             )
         slots += speculation.max_block  # that a captured pass may pad its block to
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
-        self.raw_keys, keys, values = (
-            torch.empty(shape, dtype=dtype, device=device) for _ in range(3)
-        )
-        super().__init__(keys, values)
+        super().__init__(*plain_slots(shape, model.dtype, model.device))
+        self.raw_keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.settings = speculation
-        self._rope = rope
+        self._rope = model.rope
 
     @property
     def next_positions(self) -> list[int]:

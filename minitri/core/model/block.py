@@ -54,6 +54,13 @@ def pack_block(
     return torch.stack((tokens_BT, positions_BT, slots_BT, lasts_B1 + offsets_T))
 
 
+def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
+    """Buffer (L, B, T, H, D) for the rotated queries of all layers, see `Llama.forward`."""
+    config = model.config
+    shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
+    return torch.empty(shape, dtype=model.dtype, device=model.device)
+
+
 def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
     """The vectors (B, N, X) at these places of each row, copied."""
     return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))

@@ -10,11 +10,9 @@ Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
-from minitri.core.caches.full import FullCache
-from minitri.core.model.block import make_block
+from minitri.core.model.block import empty_queries, make_block
 from minitri.core.model.llama import Llama, Pass
 from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
 
@@ -41,16 +39,11 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """Does what `minitri.core.prefill.prefill` does, for a cache in host memory.
-
-    Yields as often: whenever the work of one more chunk is done. `watch` is called at the end, for
-    the chunks with the last `max_queries` tokens.
-    """
-    config = model.config
-    L = config.num_layers
-    before = list(full.lengths)
+    """Does what `prefill.prefill` does, for a cache in host memory: yields whenever the work of one
+    more chunk is done; calls `watch` at the end, with the last `max_queries` tokens."""
+    L = model.config.num_layers
     end = len(prompt) - 1
-    starts = range(before[b], end, chunk)
+    starts = range(full.lengths[b], end, chunk)
     if not starts:
         return
     queries = list[Tensor]()
@@ -59,16 +52,14 @@ def read_by_layers(
         piece = prompt[start : min(start + chunk, end)]
         queries_LBTHD = None
         if watch is not None and start + chunk > end - max_queries:
-            size = (L, 1, min(max_queries, len(piece)), config.num_heads, config.head_dim)
-            queries_LBTHD = torch.empty(size, dtype=full.keys.dtype, device=full.device)
+            queries_LBTHD = empty_queries(model, 1, min(max_queries, len(piece)))
             queries.append(queries_LBTHD)
         chunks.append(layer_by_layer(model, HostedRow(full, b, start), piece, queries_LBTHD))
     for done in range(L * len(chunks)):
         next(chunks[done % len(chunks)])
         if done % L == L - 1 and done // L < len(chunks) - 1:
             yield starts[done // L + 1]
-    counts = [end - n if b == row else 0 for row, n in enumerate(before)]
-    FullCache.advance(full, counts)  # fetches nothing: a pass or another prompt follows
+    full.hold(b, end, end)  # fetches nothing: a pass or another prompt follows
     if watch is not None:
         for queries_LBTHD in queries:
             watch(queries_LBTHD[:, 0])

@@ -51,43 +51,41 @@ class Demand:
         return max(self.shape.reserved_lengths)
 
     @property
-    def slots(self) -> int:
-        """Slots of each row of the full cache."""
-        return round_up_to_stride(self.shape.capacity)
-
-    @property
     def kv_slot(self) -> int:
         """Bytes of a token of every row in one layer of the full cache."""
         config = self.config
         return self.shape.num_rows * 2 * config.num_kv_heads * config.head_dim * self.itemsize
 
     @property
+    def kv_layer(self) -> int:
+        """Bytes of one layer of the full cache."""
+        return round_up_to_stride(self.shape.capacity) * self.kv_slot
+
+    @property
     def drafter(self) -> ModelConfig | None:
         """The draft model, if any plan uses one."""
-        is_used = any(plan.uses_drafter for plan in self.speculation.plans)
-        return self.draft if is_used else None
+        return self.draft if self.shape.uses_drafter else None
 
     @property
     def num_weight_bytes(self) -> int:
         """Bytes of the weights of all models."""
-        parts = self.parts(0)
-        return parts["weights"] + parts["weights that only propose"]
+        return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
         """Bytes on the device by their use."""
         config = self.config
         hosted = config.num_layers - on_chip
-        kv_layer = self.slots * self.kv_slot
         proposing = copy_bytes(config, self.copy_bits)
-        if (drafter := self.drafter) is not None:
-            proposing += num_weights(drafter) * self.itemsize
+        if self.drafter is not None:
+            proposing += num_weights(self.drafter) * self.itemsize
         # Layer-major prefill keeps those of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": proposing,
-            "full KV cache": on_chip * kv_layer,
-            "staging buffers": min(hosted, 2) * kv_layer + hosted * LONGEST_BLOCK * self.kv_slot,
+            "full KV cache": on_chip * self.kv_layer,
+            "staging buffers": min(hosted, 2) * self.kv_layer
+            + hosted * LONGEST_BLOCK * self.kv_slot,
             "small KV caches": self._small_caches(),
             "activations": self._activations() + (hidden_states if hosted else 0),
             "reserve, graphs": RESERVE,
@@ -99,7 +97,7 @@ class Demand:
         speculation = self.speculation
         B = self.shape.num_rows
         num_bytes = 0
-        if any(plan.uses_retrieval for plan in speculation.plans):
+        if self.shape.uses_retrieval:
             slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
@@ -128,13 +126,12 @@ class Demand:
 
     def on_host(self, on_chip: int) -> int:
         """Bytes of page-locked host memory."""
-        return (self.config.num_layers - on_chip) * self.slots * self.kv_slot
+        return (self.config.num_layers - on_chip) * self.kv_layer
 
     def fits(self, device_bytes: float, host_bytes: float, on_chip: int) -> bool:
         """Whether there is room with KV of `on_chip` layers on the device."""
-        if on_chip > self.config.num_layers:
-            return False
-        return self.on_device(on_chip) <= device_bytes and self.on_host(on_chip) <= host_bytes
+        is_possible = on_chip <= self.config.num_layers and self.on_host(on_chip) <= host_bytes
+        return is_possible and self.on_device(on_chip) <= device_bytes
 
     def has_room(self, device_bytes: float, host_bytes: float) -> bool:
         """Whether the KV of any number of layers that may be on the device fits."""

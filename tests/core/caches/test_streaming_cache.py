@@ -22,8 +22,7 @@ def new_runner(config=CONFIG, batch_size=1) -> DraftRunner:
     speculation = SpeculationConfig("naive", gamma1=2, **SIZES)
     # At temperature 1 distributions are the softmax of the logits.
     model, sampling = tiny_model(config), SamplingParams(1.0)
-    where = {"dtype": model.dtype, "device": model.device}
-    cache = StreamingCache(config, model.rope, batch_size, speculation, **where)
+    cache = StreamingCache(model, batch_size, speculation)
     return DraftRunner(model, cache, sampling, vocab_size=config.vocab_size)
 
 

@@ -20,7 +20,7 @@ from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form
 from tests.conftest import tiny_model
-from tests.core.rigs import CPU, new_cache, tiny_config
+from tests.core.rigs import new_cache, tiny_config
 from tests.devices.cpu import test_kernels as claims
 from tests.devices.cpu import test_tiles as tiles
 from tests.devices.cpu.conftest import compiled
@@ -44,8 +44,7 @@ def filled_cache(kind: str, dtype: torch.dtype):
         heads = CONFIG.num_heads
         cache = RetrievalCache(full, SPECULATION, budgets=[64, 64], num_heads=heads)
     elif kind == "streaming":
-        rope = tiny_model(CONFIG).rope
-        cache = StreamingCache(CONFIG, rope, B, SPECULATION, dtype=dtype, device=CPU)
+        cache = StreamingCache(tiny_model(CONFIG, dtype=dtype), B, SPECULATION)
     generator = torch.Generator().manual_seed(1)
     for slots in tensors(cache):
         slots.fill_(torch.nan)

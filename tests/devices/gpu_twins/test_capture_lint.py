@@ -156,7 +156,7 @@ def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device)
     old = f"{new}.clone()"
     how = {"method": "triforce", "sampling": WARM, "coupled": True, **SMALL}
     plain = tokens(None, **how)
-    with mutated(Mutant("rows not copied", "ModelRunner._distribution", old, new, "")):
+    with mutated(Mutant("rows not copied", "ModelRunner._output", old, new, "")):
         try:
             found = tokens(LintedPool(), TWINS["math"], **how)
         except ArithmeticError:

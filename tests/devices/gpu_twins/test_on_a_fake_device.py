@@ -104,7 +104,7 @@ PLACES = "places_BN[:, 1:]"
 
 @pytest.mark.parametrize(
     ("function", "tensor", "device"),
-    [("ModelRunner._run", "tensor", "device"), ("run_now", "tensor", "p_BNV.device")],
+    [("ModelRunner._output", "tensor", "device"), ("run_now", "tensor", "p_BNV.device")],
 )
 def test_numbers_that_stay_on_the_host_are_noticed(function, tensor, device, cuda):
     engine = engine_of("math")
