@@ -90,7 +90,8 @@ class Stack:
 
     def _capture(self, graphs: GraphPool) -> None:
         """Captures verdicts and guesses of all shapes before the steps, which are timed."""
-        B, V = self.shape.num_rows, self.target.config.vocab_size
+        B = self.shape.num_rows
+        V = self.target.config.vocab_size
         graphs.is_open = True
         self.source.run = graphs.run
         for size in {size for runner in self.memory.runners for size in runner.block_sizes}:
@@ -136,7 +137,7 @@ class Stack:
             watch = functools.partial(cache.observe, b)
             max_queries = cache.max_prompt_queries
             # Tokens whose queries choose what the retrieval cache holds are always read.
-            most = 0 if max_queries is None else last - max_queries
+            most -= last if max_queries is None else max_queries
         if score is not None:
             most = 0
         yield memory.prefix.take(b, self.sequences, most)
@@ -214,7 +215,8 @@ class Stack:
     def _commit(self, emitted: dict[int, Emitted]) -> None:
         """Updates or rebuilds the retrieval cache with exact K and V of accepted tokens; a row for
         which memory is short loses its tokens and gets the error."""
-        if (cache := self.memory.retrieval_cache) is None:
+        cache = self.memory.retrieval_cache
+        if cache is None:
             return
         for b, row in emitted.items():
             if row.tokens:

@@ -40,7 +40,7 @@ class TreeLevel(Level):
             self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
 
     def shape(self) -> TreeShape | None:
-        """The tree that the plan of this step asks for; None for chains."""
+        """The tree of this step's plan; None for chains."""
         plan = self._meter.tuner.plan
         return shape_of(plan) if plan.tree else None
 
@@ -92,8 +92,7 @@ class TreeLevel(Level):
         return self.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        """Tokens for this position of row b: drawn by fresh uniform numbers, or the likeliest under
-        the noise that coupled stages share there."""
+        """Tokens for this position of row b: drawn, or the likeliest under shared noise."""
         if isinstance(self.source, CoupledSource):
             key = self.source.keys(b, torch.tensor(position)).to(probs_V.device)
             return likeliest(gumbel_scores(probs_V, key), num_children)
@@ -140,16 +139,14 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Distributions (B, T, V) after T nodes of a tree, from number `first` on: 0 is the root, 1
-        if that has been read. `blocks[b]` are their tokens in row b. The lengths of the cache
-        stay as they are, see `keep_paths`."""
+        """Distributions (B, T, V) after T nodes of a tree with these tokens, from number `first`
+        on: 0 is the root, 1 if that has been read. Call `keep_paths` next."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
         tokens = [[max(token, 0) for token in row] for row in blocks]
-        return self.runner.read_tree(
-            sequences, active, tokens, depths_T, rule_TT, has_root=first == 0
-        )
+        nodes = (tokens, depths_T, rule_TT)
+        return self.runner.read_tree(sequences, active, *nodes, has_root=first == 0)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
         """Keeps in every active row the root of the tree just read, and a path through it."""

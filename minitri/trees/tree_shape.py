@@ -71,9 +71,8 @@ def shape_of(plan: StepPlan) -> TreeShape:
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
-    first = FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]
-    rates = [first]
-    rejected = 1 - first  # the elder siblings
+    rates = [FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]]
+    rejected = 1 - rates[0]  # the elder siblings
     for _ in range(MAX_CHILDREN - 1):
         rates.append(rejected * YOUNGER_RATE)
         rejected *= 1 - YOUNGER_RATE

@@ -51,13 +51,12 @@ class FullCache(Cache):
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
-        pair = (self.keys[:, b], self.values[:, b])
+        keys, values = self.keys[:, b], self.values[:, b]
         if self.device.type == "cpu":
-            keys, values = (slots_LKSD[:, :, start:end] for slots_LKSD in pair)
-        else:  # copied by one kernel, where a view of over 2 GB would take many
-            places_T = torch.arange(start, end, device=self.device)
-            keys, values = (slots_LKSD.index_select(2, places_T) for slots_LKSD in pair)
-        return keys, values
+            return keys[:, :, start:end], values[:, :, start:end]
+        # Copied by one kernel, where a view of over 2 GB would take many.
+        places_T = torch.arange(start, end, device=self.device)
+        return keys.index_select(2, places_T), values.index_select(2, places_T)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         """Writes K and V of the first T tokens of row b, which is empty; call `restore` then."""

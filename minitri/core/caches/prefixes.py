@@ -77,8 +77,8 @@ class PrefixCache:
 
     def adopt(self, other: "PrefixCache") -> None:
         """Copies the texts of another cache, the longest first, as far as there is room."""
-        held = sorted(other._ended, key=lambda row: len(row.tokens), reverse=True)
-        for place, row in enumerate(held[: len(self._ended)]):
+        longest_first = sorted(other._ended, key=lambda row: -len(row.tokens))
+        for place, row in enumerate(longest_first[: len(self._ended)]):
             b = row.b if self._full is other._full else place
             tokens = row.tokens[: self._full.capacity]
             self._fill(b, row, len(tokens))
@@ -99,7 +99,9 @@ class PrefixCache:
             for i, text in enumerate(texts)
         ]
         # The row itself comes first: of equally long prefixes, its own needs no copy.
-        sources = [self._ended[b], *self._ended, *begun, *filter(None, [self.snapshot])]
+        sources = [self._ended[b], *self._ended, *begun]
+        if self.snapshot is not None:
+            sources.append(self.snapshot)
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda row: row.num_shared(texts[b], owner))
         if self.store is not None:

@@ -14,7 +14,6 @@ chunk, N chunks, C of them kept, W observation window, R = H / K times the token
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,13 +59,13 @@ class RetrievalCache(Cache):
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
-        make = make_slots or plain_slots
-        super().__init__(*make((L, B, K, slots, D), full.keys.dtype, full.device))
-        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
-        options: dict[str, Any] = {"dtype": full.keys.dtype, "device": full.device}
-        self._queries = [torch.empty(L, 0, num_heads, D, **options) for _ in budgets]
-        self.queries_LBTHD = torch.empty(L, B, speculation.max_block, num_heads, D, **options)
+        small = (L, B, K, slots, D)
+        super().__init__(*(make_slots or plain_slots)(small, full.keys.dtype, full.device))
+        shape = (L, B, speculation.max_block, num_heads, D)
+        self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         """Rotated queries of the latest block of the target, whose passes write them."""
+        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
+        self._queries = [*self.queries_LBTHD[:, :, :0].unbind(1)]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property

@@ -67,7 +67,6 @@ class OffloadedFullCache(FullCache):
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
         self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
-
         self._subscriber: weakref.ref[RetrievalCache] | None = None
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
