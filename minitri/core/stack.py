@@ -103,11 +103,7 @@ class Stack:
         self.stats.num_graphs = graphs.num_graphs
 
     def admit(
-        self,
-        b: int,
-        prompt: list[int],
-        request: Request,
-        text_filters: TextFilters | None = None,
+        self, b: int, prompt: list[int], request: Request, text_filters: TextFilters | None = None
     ) -> None:
         """Gives row b, which is empty, to a request; call `prefill` and `start` next."""
         memory = self.memory
