@@ -91,14 +91,12 @@ class GraphPool:
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
-        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 output = run()
         finally:
-            if was_enabled:
-                gc.enable()
+            gc.enable()
         clear_workspaces()
         return graph.replay, output
 

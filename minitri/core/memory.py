@@ -53,7 +53,7 @@ class Models:
     drafter: Drafter | None = None
     """Proposes instead of a draft model; without either, the text is searched for repetitions."""
     level_type: LevelType = chain_level
-    """Chooses the class of each level of the cascade; `minitri.trees` has one with trees."""
+    """Chooses the class of each level; `minitri.trees` has one with trees."""
     lock: Any = field(default_factory=threading.RLock)
     """Held by the thread that computes."""
     process: int = field(default_factory=os.getpid)
@@ -153,9 +153,8 @@ def allocate(
 ) -> Memory:
     """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
 
-    `full` is a full cache to take over, by default a new one is allocated; `held` are texts that
-    an earlier run left; `host` lends memory for K and V. On a GPU all passes are captured except
-    those that stream K and V from host memory.
+    `full` is a cache to take over instead of a new one; `held` are texts of an earlier run; `host`
+    lends memory. On a GPU all passes are captured but those that stream K and V from the host.
     """
     target = models.target
     speculation = shape.speculation
@@ -241,16 +240,16 @@ class MemoryPool:
         """The shape with as many of its rows as there is room for; the longest come first."""
         needs = demand_of(self.models, shape)
         on_device, on_host = room_for(self.models.target, needs)
-        room = (on_device, on_host + self.host.num_free_bytes)
-        while shape.num_rows > 1 and not replace(needs, shape=shape).has_room(*room):
+        on_host += self.host.num_free_bytes
+        while shape.num_rows > 1 and not replace(needs, shape=shape).has_room(on_device, on_host):
             shape = replace(shape, prompt_lengths=shape.prompt_lengths[:-1])
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Keeps the memory of the latest run, which has ended; but no K and V in host memory after
         an interruption, in which buffers may be half written, or placed to fit one text."""
-        generation = memory.shape.generation
-        is_fitted = generation.on_chip is None and not generation.reserve
+        run = memory.shape.generation
+        is_fitted = run.on_chip is None and not run.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
         if id(memory) == self._latest and not is_spent:
             self._kept = memory
@@ -269,14 +268,13 @@ class MemoryPool:
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
         """Whether the memory and its captured graphs serve a run of another shape."""
-        settings = kept.shape.speculation
-        # These two may differ from run to run.
-        wanted = replace(new.speculation, coupled=settings.coupled, timed=settings.timed)
+        old = kept.shape.speculation
         cache = kept.retrieval_cache
         return (
             fits(kept, new)
-            and wanted == settings
-            and isinstance(settings.policy, str)  # another keeps its own state
+            # These two may differ from run to run.
+            and replace(new.speculation, coupled=old.coupled, timed=old.timed) == old
+            and isinstance(old.policy, str)  # another keeps its own state
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
             and (cache is None or max(new.budgets) <= cache.max_budget)

@@ -108,11 +108,10 @@ class ModelRunner:
         """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs`, passes over blocks of
         `block_sizes` are captured now; other blocks are padded to the next of these sizes, and
         trees to the last. Raises `InputError` if a capture fails."""
+        B = len(cache.lengths)
         self.model = model
         self.cache = cache
-        B = len(cache.lengths)
         self.sampling = [sampling] * B
-        """The filters of each row."""
         self.text_filters: list[TextFilters | None] = [None] * B
         """The filters of each row that depend on its text, if it has any."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
@@ -252,5 +251,6 @@ class ModelRunner:
 
     def can_sample_by(self, sampling: SamplingParams) -> bool:
         """Whether captured passes, if there are any, can apply these filters."""
-        is_same_form = sampling.form == self.passes.filters.form
-        return self.graphs is None or sampling.temperature == 0 or is_same_form
+        if self.graphs is None or sampling.temperature == 0:
+            return True
+        return sampling.form == self.passes.filters.form

@@ -40,6 +40,7 @@ class Stack:
         """The memory must fit the `shape` of the run; no row of it has a text. An open run takes
         requests while it goes on. Raises `InputError` if a capture fails."""
         models = memory.models
+        speculation = shape.speculation
         self.memory = memory
         self.shape = shape
         self.target = models.target
@@ -52,12 +53,11 @@ class Stack:
         self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
         use_clock = may_use_clock(models, shape, is_open=is_open)
         prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
-        self.tuner = Autotuner(shape.speculation.plans, prior, use_clock=use_clock)
+        self.tuner = Autotuner(speculation.plans, prior, use_clock=use_clock)
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
-        is_coupled = shape.speculation.coupled
-        self.source: RandomSource = (
-            CoupledSource() if is_coupled else IndependentSource(shape.speculation.verification)
-        )
+        self.source: RandomSource = IndependentSource(speculation.verification)
+        if speculation.coupled:
+            self.source = CoupledSource()
         drafter = self._drafter()
         retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
         target = self._level("target", memory.target)
@@ -120,9 +120,9 @@ class Stack:
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are cached: first those from the
-        prefix cache (none with `score`, see `read_chunk`), then the count after every chunk; at the
-        end all, though `start` reads the last token. Between two chunks other rows may decode,
-        unless K and V are in host memory and the run takes no requests."""
+        prefix cache (none with `score`), then the count after every chunk; at the end all, though
+        `start` reads the last token. Other rows may decode between two chunks, unless K and V are
+        in host memory and the run takes no requests."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -232,13 +232,11 @@ class Stack:
 
 def pass_bytes(models: Models) -> dict[str, int]:
     """Bytes of weights that a pass of each stage reads, on the rank that reads least."""
-    stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+    stages = {"target": models.target, "retrieval": models.retrieval}
+    if models.draft is not None:
+        stages["draft"] = models.draft
     least = models.target.execution.ranks.least  # shares may be uneven
-    return {
-        stage: int(least(bytes_per_pass(model)))
-        for stage, model in stages.items()
-        if model is not None
-    }
+    return {stage: int(least(bytes_per_pass(model))) for stage, model in stages.items()}
 
 
 def prior_seconds(

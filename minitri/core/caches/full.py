@@ -81,8 +81,7 @@ class HeldRow:
     """Saved K and V of the first tokens, where they may be overwritten."""
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, T, D) of the first T tokens, layer by layer, valid until the next
-        pair; restores slots that were overwritten."""
+        """As `FullCache.layers`, of the first T tokens; restores slots that were overwritten."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):

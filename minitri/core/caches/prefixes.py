@@ -32,8 +32,8 @@ class PrefixCache:
 
     def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
         """Passes of other rows write to at most `num_guarded` slots of a row without a text. With
-        `reads_alike`, K and V of generated tokens are reused as well; not so on compiled kernels,
-        whose decoding rounds differently: texts are bit-identical with and without this cache."""
+        `reads_alike`, K and V of generated tokens are reused as well; compiled kernels decode with
+        other rounding, and texts must be bit-identical with and without this cache."""
         self._full = full
         self._num_guarded = num_guarded
         self._reads_alike = reads_alike

@@ -55,7 +55,6 @@ class OffloadedFullCache(FullCache):
         stream: CopyStream | None = None,
     ) -> None:
         """Allocates an empty cache: `on_chip` layers on the device, the others in `host`."""
-        assert 0 <= on_chip < config.num_layers
         B, K, D = batch_size, config.num_kv_heads, config.head_dim
         L = config.num_layers - on_chip
         S = round_up_to_stride(capacity)
@@ -81,11 +80,10 @@ class OffloadedFullCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V on the device and the host, without staging buffers."""
+        """Bytes of K and V on the device and the host."""
         return super().num_bytes + self.host_LBSPKD.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        """See `model.cache.Cache`."""
         if layer < self.on_chip:
             on_device = super().update(layer, block)
         else:

@@ -35,8 +35,7 @@ class CopyStream:
 
 
 class CudaClock(Clock):
-    """Times the device's work by events, which are read after every verdict: the host has waited
-    for that anyway."""
+    """Times the device's work by events, read after every verdict, for which the host waits."""
 
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
