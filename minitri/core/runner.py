@@ -116,14 +116,13 @@ class ModelRunner:
         """The filters of each row that depend on its text, if it has any."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
-        self.block_sizes: list[int] = []
-        if graphs is not None:
-            # Longer blocks go by lengths on the host, which a graph would freeze.
-            self.block_sizes = sorted(size for size in block_sizes if size <= LONGEST_BLOCK)
-            for size in self.block_sizes:  # it writes to slots after the prefixes only
-                packed_4BT = pack_block(model, [[0]] * B, cache, size)
-                guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
-                self._output(self.passes.forward, None, packed_4BT, guesses_BN)
+        # Longer blocks go by lengths on the host, which a graph would freeze.
+        sizes = [size for size in block_sizes if size <= LONGEST_BLOCK]
+        self.block_sizes = sorted(sizes) if graphs is not None else []
+        for size in self.block_sizes:  # a capture writes to slots after the prefixes only
+            packed_4BT = pack_block(model, [[0]] * B, cache, size)
+            guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
+            self._output(self.passes.forward, None, packed_4BT, guesses_BN)
 
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None

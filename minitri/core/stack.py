@@ -4,7 +4,6 @@
 `retire` ends its text.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -138,14 +137,17 @@ class Stack:
             most = 0
         yield memory.prefix.take(b, self.sequences, most)
         where = (self.target, prompt, memory.full, b)
-        chunk = self.shape.generation.prefill_chunk
+        run = self.shape.generation
+        chunk = run.prefill_chunk
         is_by_layers = type(memory.full) is not FullCache and not self._is_open and score is None
         by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
             if is_by_layers:
                 num_read = next(by_layers)
             else:
-                num_read = read_chunk(*where, self._chunk, watch, max_queries, score)
+                # Few tokens at once while other rows wait.
+                size = min(chunk, run.shared_chunk) if self._busy else chunk
+                num_read = read_chunk(*where, size, watch, max_queries, score)
             memory.prefix.note_committed()
             if num_read < last:
                 yield num_read
@@ -158,30 +160,26 @@ class Stack:
             self.cascade.active[b] = True
         self._expect_costs()
         part, first = self._part(rows)
-        with self._decoding():
+        with self.target.execution.decoding():
             emitted = part.start([b - first for b in rows])
             outcome = {b: emitted[b - first] for b in rows}
             self._commit(outcome)
             part, _ = self._part(self._busy)
             part.catch_up()
+        self.memory.prefix.note_committed()
         return outcome
 
     def step(self) -> dict[int, Emitted]:
         """Decodes one step for the rows that have started; one that is not finite gets no token."""
         busy = self._busy
         part, first = self._part(busy)
-        with self._decoding():
+        with self.target.execution.decoding():
             emitted = part.step()
             outcome = {b: emitted[b - first] for b in busy}
             with self.meter.commit():
                 self._commit(outcome)
+        self.memory.prefix.note_committed()
         return outcome
-
-    @property
-    def _chunk(self) -> int:
-        """Tokens of a prompt to read at once: few while other rows wait."""
-        run = self.shape.generation
-        return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
 
     @property
     def _busy(self) -> list[int]:
@@ -200,13 +198,6 @@ class Stack:
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
         return self.cascade.of_rows(span), span.start
-
-    @contextlib.contextmanager
-    def _decoding(self) -> Iterator[None]:
-        """Gives a CPU's cores to the kernels for a step, after which K and V are committed."""
-        with self.target.execution.decoding():
-            yield
-        self.memory.prefix.note_committed()
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
         """Updates or rebuilds the retrieval cache with exact K and V of accepted tokens; a row for

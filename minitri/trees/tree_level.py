@@ -70,13 +70,13 @@ class TreeLevel(Level):
                             row[children[0] : children[-1] + 1] = tokens
         probs_BNV = torch.stack(probs, 1)
         active_B11 = torch.tensor(active).view(-1, 1, 1).to(probs_BNV.device, non_blocking=True)
-        is_coupled = isinstance(self.source, CoupledSource)
+        is_listed = isinstance(self.source, CoupledSource)
         return TreeProposal.of(
             [row[1:] for row in nodes],
             probs_BNV.where(active_B11, 0.0),  # other rows read padding
             [[self.stats.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
-            is_listed=[is_coupled or self.is_greedy(b) for b in range(len(nodes))],
+            is_listed=[is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
@@ -125,8 +125,7 @@ class TreeLevel(Level):
         for b, block in enumerate(blocks):
             path, tokens, origins = list[int](), list[int](), list[str]()
             if active[b] and are_finite[b]:
-                start = len(sequences[b])
-                path, token = self.walk(proposal, b, output.probs_BNV[b], start)
+                path, token = self.walk(proposal, b, output.probs_BNV[b], len(sequences[b]))
                 last = "recovered" if proposal.shape.children[[0, *path][-1]] else "bonus"
                 origins = [*proposal.origins[b][: len(path)], last]
                 tokens = [*(block[node] for node in path), token]
@@ -156,8 +155,8 @@ class TreeLevel(Level):
                 runner.cache.keep_path(b, path)
                 if runner.passes.queries_LBTHD is not None:
                     gather_path(runner.passes.queries_LBTHD.transpose(2, 3), b, 0, path)
-        counts = [1 + len(path) if on else 0 for path, on in zip(paths, active, strict=True)]
-        runner.cache.advance(counts)
+        pairs = zip(paths, active, strict=True)
+        runner.cache.advance([1 + len(path) if on else 0 for path, on in pairs])
 
     def is_greedy(self, b: int) -> bool:
         """Whether row b's distributions are one-hot."""

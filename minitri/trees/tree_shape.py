@@ -1,9 +1,8 @@
 """Shapes of trees of guesses: which node follows which.
 
 Node 0 is the root, the last committed token. The others are guesses, ordered by depth; siblings are
-ordered as they are drawn and tested. A node's number is its place in the block. Two kinds of trees
-(TriForce, section 5.3): independent `sequences`, and `sequoia`, the tree of a given size with the
-most expected tokens (arXiv 2402.12374).
+ordered as they are drawn and tested. A node's number is its place in the block. The trees are those
+of TriForce, section 5.3: independent `sequences`, and `sequoia` (arXiv 2402.12374).
 
 Legend: N nodes with the root, T nodes of a pass.
 """
@@ -87,9 +86,8 @@ def sequences(width: int, depth: int) -> TreeShape:
 def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, which must not rise, is the probability that the r-th child of an accepted node is
-    accepted. So no node is worth more than its parent or the sibling before it, and the best nodes
-    make a tree.
+    `rates[r]`, which must not rise, is the acceptance rate of the r-th child of an accepted node.
+    So no node is worth more than its parent or elder sibling: the best nodes make a tree.
     """
 
     def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:

@@ -62,15 +62,14 @@ def walk(
 ) -> tuple[list[int], int]:
     """The accepted nodes of row b after the root, and the token that follows them.
 
-    `probs_NV` are the verifier's distributions after all nodes; `uniforms` are independent numbers
-    in [0, 1): one for the test of each node, the root's for the last token."""
+    `probs_NV` are the verifier's distributions after all nodes; `uniforms` in [0, 1) are for the
+    test of each node, the root's for the last token."""
     path = list[int]()
     node = 0
     while True:
         rest_V = probs_NV[node]
         children = proposal.shape.children[node]
-        if children:
-            left_V = proposal.probs_BNV[b, node].clone()
+        left_V = proposal.probs_BNV[b, node].clone() if children else rest_V
         for child in children:
             token = proposal.tokens[b][child - 1]
             if token == MISSING:
