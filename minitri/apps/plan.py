@@ -161,7 +161,7 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         needs.config,
         needs.draft,
         needs.num_tokens,
-        needs.speculation.budget_for(needs.num_tokens),
+        needs.shape.speculation.budget_for(needs.num_tokens),
         itemsize=needs.itemsize,
         hosted_share=1 - on_chip / needs.config.num_layers,
         pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
@@ -172,7 +172,7 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         "host_bytes": needs.on_host(on_chip),
         "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
         "parts": needs.parts(on_chip),
-        "predicted_ms": predict(work, site.machine, needs.speculation.plans),
+        "predicted_ms": predict(work, site.machine, needs.shape.speculation.plans),
     }
 
 

@@ -56,7 +56,6 @@ def allocate_full_cache(
     if there is no room for it and what else a run needs."""
     config = target.config
     device = target.device
-    generation = shape.generation
     on_chip = config.num_layers
     size = (config, shape.num_rows, shape.capacity)
     where: dict[str, Any] = {"dtype": target.dtype, "device": device}
@@ -65,13 +64,13 @@ def allocate_full_cache(
         if device.type == "cuda":
             needs = Demand(config, draft, shape, target.dtype.itemsize)
             on_device, on_host = room_for(target, needs)
-            on_chip = choose_on_chip(needs, generation, on_device, on_host + host.num_free_bytes)
-        elif generation.offload:
+            on_host += host.num_free_bytes
+            on_chip = choose_on_chip(needs, shape.generation, on_device, on_host)
+        elif shape.generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == config.num_layers:
             return FullCache.allocate(*size, **where, make_slots=target.execution.make_slots)
-        placed = "KV cache: %d of %d layers on %s, the others in host memory"
-        log.debug(placed, on_chip, config.num_layers, device)
+        log.debug("KV cache: %d of %d layers are on %s", on_chip, config.num_layers, device)
         return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
         num_slots = shape.num_rows * shape.capacity

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.roofline import copy_bytes, num_weights
-from minitri.core.settings import (
-    LONGEST_BLOCK,
-    SLIDE,
-    GenerationConfig,
-    SpeculationConfig,
-    round_up_to_stride,
-)
+from minitri.core.settings import LONGEST_BLOCK, SLIDE, GenerationConfig, round_up_to_stride
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
@@ -40,10 +34,6 @@ class Demand:
     itemsize: int = 2
     copy_bits: int = 0
     """Bits per weight of a copy that proposes with the retrieval cache; 0 without one."""
-
-    @property
-    def speculation(self) -> SpeculationConfig:
-        return self.shape.speculation
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +84,7 @@ class Demand:
     def _small_caches(self) -> int:
         """Bytes of the retrieval cache, its queries, and the draft model's window."""
         config = self.config
-        speculation = self.speculation
+        speculation = self.shape.speculation
         B = self.shape.num_rows
         num_bytes = 0
         if self.shape.uses_retrieval:
@@ -113,7 +103,7 @@ class Demand:
     def _activations(self) -> int:
         """Estimated bytes of activations."""
         config = self.config
-        num_tokens = self.shape.num_rows * self.speculation.max_block
+        num_tokens = self.shape.num_rows * self.shape.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
         row = 8 * config.hidden_size + 3 * config.intermediate_size + 4 * heads * config.head_dim
         sampling = 40 * num_tokens * config.vocab_size  # logits, sorted, with running sums
