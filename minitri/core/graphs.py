@@ -1,10 +1,9 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed as one launch.
 
-A captured function takes and returns tensors alone: a forward pass, a round of a draft model, a
-verdict. When a run starts, `GraphPool.run` captures it for inputs of these shapes; later it copies
-inputs into static buffers and replays the graph. **Its output is overwritten by the next run** of
-any function. Weights and caches must keep their addresses. On a CPU the function runs eagerly over
-static buffers, so that tests cover all but the graph itself.
+A captured function takes and returns tensors alone. `GraphPool.run` captures it for these shapes
+when a run starts; later it copies inputs into static buffers and replays the graph. **Its
+output is overwritten by the next run** of any function. Weights and caches must keep their
+addresses. On a CPU the function runs eagerly over static buffers, as the graph would.
 """
 
 import functools

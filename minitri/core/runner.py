@@ -164,8 +164,8 @@ class ModelRunner:
         has_root: bool,
     ) -> Output:
         """Distributions (B, T, V), or more, after each token of a block in which `rule_TT` says who
-        sees whom, `depths_T` positions after the next one. With `has_root` its first token is the
-        last of the sequences, else it follows them. Lengths of the cache stay as they are."""
+        sees whom, at positions `depths_T`. With `has_root` its first token is the last of the
+        sequences, else it follows them. Lengths of the cache stay as they are."""
         above = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]

@@ -203,10 +203,8 @@ class Stack:
         """Updates or rebuilds the retrieval cache with exact K and V of accepted tokens; a row for
         which memory is short loses its tokens and gets the error."""
         cache = self.memory.retrieval_cache
-        if cache is None:
-            return
         for b, row in emitted.items():
-            if row.tokens:
+            if cache is not None and row.tokens:
                 # The pass read the token before and the guesses; len(row.tokens) of them stay.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:

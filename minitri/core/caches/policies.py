@@ -57,9 +57,8 @@ def make_policy(policy: Any) -> Policy:
 
 
 class ChunkRetrieval(Policy):
-    """Attention to the mean key of each chunk (TriForce, section 4.1). A chunk scores at least
-    nearly as much as the one before it, as what a query looks for may continue there: the needle
-    test lost a number that crossed a border."""
+    """Attention to the mean key of each chunk (TriForce, section 4.1). The chunk after one with
+    a high score gets one, too: the needle test lost a number that crossed a border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))

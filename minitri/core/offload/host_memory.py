@@ -16,13 +16,11 @@ class HostMemory:
     """A block of host memory that offloaded caches borrow one after another."""
 
     def __init__(self, device: torch.device) -> None:
-        """For copies to and from this device."""
         self._device = device
         self._free: list[Tensor] = []  # the latest block that was given back, if any
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that are kept for the next borrower."""
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -46,9 +44,8 @@ class HostMemory:
 
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation. They
-    are registered, or come from PyTorch's pinned allocator, which rounds up to powers of two. Child
-    processes inherit none of these pages."""
+    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation.
+    PyTorch's pinned allocator, which rounds up to powers of two, is the second choice."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

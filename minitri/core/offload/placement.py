@@ -130,8 +130,7 @@ class Demand:
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
-    """Possible numbers of layers with KV on the device, the best first: all layers without
-    `offload`, else `on_chip` or any number."""
+    """Numbers of layers with KV on the device that the settings allow, the best first."""
     if not generation.offload:
         return [num_layers]
     return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
@@ -140,8 +139,8 @@ def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
-    """The most layers whose KV may stay on the device, and fits. `device_bytes` include those of
-    the weights. Raises `InputError`, with the bytes needed, if nothing fits."""
+    """The most layers whose KV fits on the device, weights included in `device_bytes`. Raises
+    `InputError` if nothing fits."""
     L = needs.config.num_layers
     choices = placements(generation, L)
     room = device_bytes if generation.offload else device_bytes + RESERVE
