@@ -13,10 +13,8 @@ import torch
 
 import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
-from minitri.apps.notebook import as_html
 from minitri.core.model.block import read_block
 from minitri.core.requests import Token
-from minitri.core.stats import RowStats, Stats
 from minitri.text.chat_template import ChatTemplate
 from tests.cascades import tiny_engine
 from tests.core.rigs import new_cache
@@ -228,10 +226,6 @@ def test_what_a_notebook_shows_is_short(engine):
     assert repr(Token(0, 5, " a", "draft", -math.pi)) == (
         "Token(row=0, token_id=5, text=' a', origin='draft', logprob=-3.142)"
     )
-    tokens = (Token(0, 5, "<b>", "draft"), Token(0, 5, "&", "bonus"))
-    page = as_html(End(0, "eos", "<b>&", (5, 5), 0, tokens, Stats(), RowStats(1)))
-    assert 'title="draft">&lt;b&gt;</span>' in page
-    assert 'title="bonus">&amp;</span>' in page
 
 
 def test_the_packages_help_names_everything():

@@ -2,8 +2,8 @@
 
 Every prompt is read once, cold, and every run starts after it; tokens that a method reads again are
 added to its prefill time. Runs of the methods are interleaved, each round in another order, so that
-a drifting machine is as slow for one as for the other. At temperature 0, or coupled, all should
-write the same text. Prints medians with the range over prompts and seeds, or JSON with --json.
+a drifting machine is as slow for one as for the other. Prints medians with the range over prompts
+and seeds, or JSON with --json. (`minitri selftest` says whether all write the same text.)
 """
 
 import argparse
@@ -31,7 +31,6 @@ from minitri.apps.cli.report import where
 from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import METHODS
-from minitri.core.stats import num_common
 from minitri.text.prompt_ids import as_seeds
 
 if TYPE_CHECKING:
@@ -39,17 +38,17 @@ if TYPE_CHECKING:
 
 Result = dict[str, dict[str, Any]]
 """Figures of every method and peer program, by name."""
+FACTS = "{model}, {dtype}, {device}, {attention}; temperature {temperature:g}; {seeds} seeds; "
+FACTS += "prompts of {num_prompt_tokens} tokens, read cold\nmedians (ranges) of {max_new_tokens} "
+FACTS += "new tokens; accepted: shares of tested guesses, the target's last"
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
     """One run of a method or a peer program: one prompt, one seed."""
 
-    tokens: list[int]
     prefill_seconds: float
     ms_per_token: float
-    should_repeat: bool
-    """Whether other runs with this prompt and seed should write the same text."""
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
@@ -86,12 +85,12 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    for name, dest, least, default, text in (
-        ("prompt", "max_prompt_tokens", 1, DEMO_PROMPT_TOKENS, "of each prompt"),
-        ("new", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
+    for flag, dest, least, default, text in (
+        ("--prompt-tokens", "max_prompt_tokens", 1, DEMO_PROMPT_TOKENS, "of each prompt"),
+        ("--new-tokens", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
     ):
         kind = arguments.whole(least)
-        add(f"--{name}-tokens", dest=dest, type=kind, metavar="N", default=default, help=text)
+        add(flag, dest=dest, type=kind, metavar="N", default=default, help=text)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
@@ -100,12 +99,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     """Settings of every METHOD or METHOD:TREE to measure, by name."""
-    settings = arguments.taken(SpeculationConfig, args, timed=True)
     names = args.methods or (METHODS if args.compare else ["auto"])
     methods = {}
     for name in ["autoregressive", *names] if args.compare else names:
         method, _, tree = name.partition(":")
-        methods[name] = dataclasses.replace(settings, method=method, tree=tree or settings.tree)
+        methods[name] = arguments.taken(
+            SpeculationConfig, args, timed=True, method=method, tree=tree or args.tree
+        )
     return methods
 
 
@@ -124,20 +124,14 @@ def measure(
     engine, prompts = load_engine(args, texts)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations, find_peers(engine)))
-    facts = where(engine.model)
-    lengths = [len(prompt) for prompt in prompts]
+    names = ("model", "coupled", "seeds", "max_new_tokens")
+    facts = {name: getattr(args, name) for name in names} | vars(sampling) | where(engine.model)
+    facts["draft"] = engine.models.drafter_name
+    facts["num_prompt_tokens"] = [len(prompt) for prompt in prompts]
     if args.json:
-        report = {name: getattr(args, name) for name in ("model", "coupled", "seeds")}
-        report |= {**vars(sampling), **facts, "max_new_tokens": args.max_new_tokens}
-        report |= {"draft": engine.models.drafter_name, "num_prompt_tokens": lengths}
-        print(json.dumps({**report, "contestants": result}), flush=True)
-        return
-    print(
-        f"{args.model}, {facts['dtype']}, {facts['device']}, {facts['attention']}; temperature "
-        f"{args.temperature:g}; {args.seeds} seeds; prompts of {', '.join(map(str, lengths))} "
-        f"tokens, read cold\nmedians (ranges) of {args.max_new_tokens} new tokens; accepted: "
-        f"shares of tested guesses, the target's last\n\n{table(result)}\n\n{conclusion(result)}"
-    )
+        print(json.dumps({**facts, "contestants": result}), flush=True)
+    else:
+        print(FACTS.format(**facts), table(result), sep="\n\n")
 
 
 def compare(
@@ -187,10 +181,8 @@ def run_method(
     num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
     share_cached = end.row_stats.num_cached_tokens / len(request.prompt)
     return Run(
-        list(end.token_ids),
         prefill_seconds=share_cached * read_seconds + stats.prefill_seconds,
         ms_per_token=1e3 * stats.decode_seconds / num_made,
-        should_repeat=request.sampling.temperature == 0 or speculation.coupled,
         stats=stats,
     )
 
@@ -205,7 +197,6 @@ def summarise(done: dict[str, list[Run]]) -> Result:
     result = {}
     first = next(iter(done.values()))
     for name, runs in done.items():
-        pairs = list(zip(first, runs, strict=True))
         plans: Counter[str] = Counter()
         accepted: Counter[str] = Counter()
         tested: Counter[str] = Counter()
@@ -214,6 +205,7 @@ def summarise(done: dict[str, list[Run]]) -> Result:
             for level in run.stats.levels:
                 accepted[level.name] += level.num_accepted_tokens
                 tested[level.name] += level.num_tested_tokens
+        pairs = zip(first, runs, strict=True)
         speedups = [one.ms_per_token / run.ms_per_token for one, run in pairs]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),
@@ -221,11 +213,6 @@ def summarise(done: dict[str, list[Run]]) -> Result:
             "prefill_seconds": spread([run.prefill_seconds for run in runs]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
-            "same_tokens": [
-                num_common(run.tokens, one.tokens)
-                for one, run in pairs
-                if run.should_repeat and run is not one
-            ],
             "steps_per_plan": dict(plans.most_common()),
         }
     return result
@@ -233,8 +220,8 @@ def summarise(done: dict[str, list[Run]]) -> Result:
 
 def table(result: Result) -> str:
     """The result as a table."""
-    line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}{:>13}".format
-    heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s", "same tokens")
+    line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}".format
+    heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s")
     lines = [line("", *heads)]
     for name, row in result.items():
         per_step = row["tokens_per_step"]
@@ -242,7 +229,6 @@ def table(result: Result) -> str:
             f"{per_step:.2f}" if per_step else "",
             " ".join(f"{rate:.2f}" for rate in row["acceptance"].values()),
             f"{row['prefill_seconds']['median']:.2f}",
-            min(row["same_tokens"], default=""),
         )
         lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
     return "\n".join(lines)
@@ -251,18 +237,6 @@ def table(result: Result) -> str:
 def _range(values: dict[str, float] | None, digits: int) -> str:
     numbers = [f"{value:.{digits}f}" for value in (values or {}).values()]
     return "{} ({} to {})".format(*numbers) if numbers else ""
-
-
-def conclusion(result: Result) -> str:
-    """The result in one line."""
-    reference, *others = result
-    if not others:
-        speed = 1e3 / result[reference]["ms_per_token"]["median"]
-        return f"{reference} decodes {speed:.1f} tokens/s; --compare says what it gains"
-    best = max(others, key=lambda name: result[name]["speedup"]["median"])
-    gain = result[best]["speedup"]
-    doubt = "" if gain["min"] > 1 else f"nothing is always faster than {reference}; "
-    return f"{doubt}{best} is {_range(gain, 2)} times as fast as {reference}"
 
 
 main = program(build_parser, measure)

@@ -49,8 +49,6 @@ class PlanFlags:
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
     """Memory that may be page-locked, in GiB."""
-    link_gb_s: int | None = between(None, 1)
-    """How fast a GPU reads host memory, in GB/s. Default: by --gpu, else 25, for PCIe 4.0 x16."""
     json: bool = False
     """Print one JSON object instead of the table."""
     draft_weights: str = one_of("same", "same", "int8", "int4")
@@ -105,12 +103,9 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 
 def site_of(args: argparse.Namespace) -> Site:
-    """GPU to plan for, changed by the flags of its parts."""
+    """GPU to plan for, with the memory of the flags."""
     site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
-    machine = site.machine
-    if args.link_gb_s:
-        machine = dataclasses.replace(machine, link_bytes_per_second=1e9 * args.link_gb_s)
-    return site._replace(gib=args.gpu_memory or site.gib, machine=machine)
+    return site._replace(gib=args.gpu_memory or site.gib)
 
 
 def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:

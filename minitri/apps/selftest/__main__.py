@@ -10,7 +10,6 @@ Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSO
 
 import argparse
 import dataclasses
-import itertools
 import json
 from collections import Counter
 from typing import Any
@@ -22,7 +21,6 @@ from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
 from minitri.apps.cli.report import as_table, where
 from minitri.core.fields import between
-from minitri.core.log import log
 from minitri.core.settings import METHODS
 
 VERDICTS = {
@@ -33,7 +31,7 @@ VERDICTS = {
     "BUG": "speculation changes texts, which is a bug",
 }
 """Verdicts, from best to worst, and the conclusion from the worst one."""
-COLUMNS = "mode method verdict num_tokens num_equal_tokens position score_gap bound least_p_value"
+COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least_p_value"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,24 +76,19 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def run_command(args: argparse.Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
-    methods = list(dict.fromkeys(args.methods or METHODS[2:]))
-    args.method = "retrieval" if methods == ["retrieval"] else "triforce"  # which has a drafter
+    methods = args.methods or METHODS[2:]
+    args.method = "retrieval" if {*methods} == {"retrieval"} else "triforce"  # which has a drafter
     for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
         arguments.taken(settings, args)  # bad values fail before anything is loaded
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
-    results = []
     setup = (engine, prompt, args, methods)
-    for row in itertools.chain(compare_texts(*setup), compare_samples(*setup)):
-        log.info("%s, %s: %s", row["mode"], row["method"], row["verdict"])
-        results.append(row)
+    results = [*compare_texts(*setup), *compare_samples(*setup)]
     counts = Counter(row["verdict"] for row in results)
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}
-    print(
-        json.dumps({**report, "comparisons": results}) if args.json else table(results), flush=True
-    )
+    print(json.dumps({**report, "comparisons": results}) if args.json else table(results))
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 

@@ -6,8 +6,7 @@ emitted tokens are compared with their expected values under p (`martingale.py`)
 - `likelihood`: p itself; detects distributions that are too sharp or too flat.
 - `order`: middle of the token's interval in the CDF of p, by which tokens are sampled; detects
   random numbers that are biased or used twice.
-- `drafter`: 1 where the drafter's distribution q is above p; detects traces of rejected guesses,
-  such as recovered tokens sampled from p instead of the residual.
+- `drafter`: 1 where the drafter's distribution q is above p; detects traces of rejected guesses.
 
 Guessed and bonus tokens are added up apart, since a bug may push them in opposite directions. Which
 of both comes next is known before the token is sampled, so each sum is a martingale.
@@ -72,9 +71,8 @@ def add_text(
     filters = text_filters(sampling, prompt, engine.tokenizer, engine.config)
 
     def probs(model: Llama) -> Tensor:
-        logits_NV = last_logits(model, text[:-1], len(new))[:, :V]
+        logits_NV = last_logits(model, text[:-1], len(new))[:, :V].clone()
         if filters is not None:
-            logits_NV = logits_NV.clone()
             filters.apply(logits_NV, [new[:n] for n in range(len(new))])
         return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
 

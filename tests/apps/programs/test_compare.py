@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from minitri.apps import bench
-from minitri.apps.bench import Run, conclusion, summarise, table
+from minitri.apps.bench import Run, summarise, table
 from minitri.core.settings import METHODS
 from minitri.engine import Engine
 
@@ -46,7 +46,6 @@ def test_all_methods_take_turns_on_several_prompts_and_seeds(run, files):
             assert 0 < row[key]["min"] <= row[key]["median"] <= row[key]["max"]
         assert all(0 <= rate <= 1 for rate in row["acceptance"].values())
     assert rows["autoregressive"]["speedup"] == {"median": 1, "min": 1, "max": 1}
-    assert rows["naive"]["same_tokens"] == []  # drawn independently
 
 
 def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
@@ -62,13 +61,11 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     assert all(row["prefill_seconds"]["min"] > own for row in rows.values())
 
 
-def test_trees_take_part_and_where_all_write_the_same_text_it_says_so(run, folder):
+def test_trees_take_part(run, folder):
     flags = "--compare --seeds 2 --method naive --method naive:2x2 --temperature 0.9 --coupled"
     rows = run(*flags.split(), "--draft", str(folder))["contestants"]
     assert list(rows) == ["autoregressive", "naive", "naive:2x2"]
     assert rows["naive:2x2"]["tokens_per_step"] > rows["autoregressive"]["tokens_per_step"] == 1
-    assert [row["same_tokens"] for row in rows.values()] == [[], [24, 24], [24, 24]]
-    assert [line.split()[-1] for line in table(rows).splitlines()[2:]] == ["24", "24"]
     assert "tree 2x2" in str(rows["naive:2x2"]["steps_per_plan"])
 
 
@@ -78,9 +75,9 @@ def test_speedups_are_taken_prompt_by_prompt():
     stats = SimpleNamespace(levels=[level], steps_per_plan={"naive": 40})
     result = summarise(
         {
-            "autoregressive": [Run([], 1.0, ms, False) for ms in (10, 10, 40, 40)],
-            "naive": [Run([], 1.0, ms, False, stats) for ms in (5, 4, 20, 20)],
-            "peer": [Run([], ms / 20, ms, False) for ms in (20, 20, 160, 160)],
+            "autoregressive": [Run(1.0, ms) for ms in (10, 10, 40, 40)],
+            "naive": [Run(1.0, ms, stats) for ms in (5, 4, 20, 20)],
+            "peer": [Run(ms / 20, ms) for ms in (20, 20, 160, 160)],
         }
     )
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
@@ -88,17 +85,13 @@ def test_speedups_are_taken_prompt_by_prompt():
     assert result["naive"]["tokens_per_step"] == 2.5
     assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
     assert result["peer"]["prefill_seconds"]["max"] == 8
-    assert conclusion(result) == "naive is 2.00 (2.00 to 2.50) times as fast as autoregressive"
-    result["naive"]["speedup"]["min"] = 0.9
-    assert conclusion(result).startswith("nothing is always faster than autoregressive; naive is")
 
 
 def test_one_method_alone_claims_no_speedup_and_prints_no_json(folder, call):
     flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
     done = call(bench.main, *flags.split())
-    first, *_, row, _, last = done.out.splitlines()
-    assert first.endswith("; temperature 0; 2 seeds; prompts of 90 tokens, read cold")
-    assert last.startswith("naive decodes ")
+    first, *_, row = done.out.splitlines()
+    assert first.endswith("; temperature 0; 2 seeds; prompts of [90] tokens, read cold")
     assert "{" not in done.out
     assert len(row.split()) == 8  # name, ms in four words, tokens a step, accepted, prefill
     report = call(bench.main, *flags.split(), "--json").json

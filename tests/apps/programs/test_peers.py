@@ -103,7 +103,6 @@ def test_peers_take_their_turns(installed, gguf_file, call):
     assert done.code == 0
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
-    assert len(rows[LLAMA_CPP]["same_tokens"]) == 2
 
 
 def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):

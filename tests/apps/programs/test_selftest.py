@@ -65,7 +65,7 @@ def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
     greedy, coupled = report["comparisons"]
     assert code == report["num_BUG"] == 1
     assert (greedy["verdict"], coupled["verdict"]) == ("BUG", "equal")  # by another function
-    assert greedy["position"] == 120 + greedy["num_equal_tokens"] < 160
+    assert greedy["num_equal_tokens"] < 40
     assert greedy["score_gap"] > greedy["bound"]
 
 

@@ -149,7 +149,7 @@ def test_a_plan_that_does_not_fit_says_what_to_change(capsys, folder):
     ("flags", "gib", "memory", "link"),
     [
         (("--gpu", "h200"), 140.4, 0.8 * 4.8e12, 0.8 * 64e9),
-        (("--gpu", "h200", "--gpu-memory", "70", "--link-gb-s", "40"), 70, 0.8 * 4.8e12, 40e9),
+        (("--gpu", "h200", "--gpu-memory", "70"), 70, 0.8 * 4.8e12, 0.8 * 64e9),
         (("--gpu", "gh200"), 95.6, 0.8 * 4e12, 0.8 * 450e9),
         (("--gpu-memory", "80"), 80, 2e12, 25e9),
     ],
