@@ -138,8 +138,7 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Distributions (B, T, V) after T nodes of a tree with these tokens, from number `first`
-        on: 0 is the root, 1 if that has been read. Call `keep_paths` next."""
+        """Distributions (B, T, V) after these nodes, from number `first` on; call `keep_paths`."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]

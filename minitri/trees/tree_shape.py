@@ -1,8 +1,7 @@
 """Shapes of trees of guesses: which node follows which.
 
-Node 0 is the root, the last committed token. The others are guesses, ordered by depth; siblings are
-ordered as they are drawn and tested. A node's number is its place in the block. The trees are those
-of TriForce, section 5.3: independent `sequences`, and `sequoia` (arXiv 2402.12374).
+Node 0 is the root, the last committed token; the others are guesses, ordered by depth, and siblings
+as they are tested. The trees of TriForce, section 5.3: `sequences`, `sequoia` (arXiv 2402.12374).
 
 Legend: N nodes with the root, T nodes of a pass.
 """
@@ -10,7 +9,6 @@ Legend: N nodes with the root, T nodes of a pass.
 import functools
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,11 +81,10 @@ def sequences(width: int, depth: int) -> TreeShape:
     return TreeShape((-1, *[0] * width, *range(1, width * (depth - 1) + 1)))
 
 
-def sequoia(rates: Sequence[float], num_nodes: int, max_depth: int) -> TreeShape:
+def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, which must not rise, is the acceptance rate of the r-th child of an accepted node.
-    So no node is worth more than its parent or elder sibling: the best nodes make a tree.
+    `rates[r]`, the acceptance rate of r-th children, must not rise, so the best nodes make a tree.
     """
 
     def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:
