@@ -44,9 +44,9 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if self.high_freq_factor < 1.001 * self.low_freq_factor:
-            least = self.low_freq_factor
-            refuse(self, "high_freq_factor", f"it must be more than the low one, {least}")
+        low = self.low_freq_factor
+        if self.high_freq_factor < 1.001 * low:
+            refuse(self, "high_freq_factor", f"it must be more than the low one, {low}")
         if self.beta_fast < self.beta_slow:
             refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
         if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
@@ -54,8 +54,7 @@ class RopeConfig:
 
     def describe(self) -> str:
         """A description for the log, such as `yarn x4 (theta 100000)`."""
-        stretch = "plain" if self.kind == "default" else f"{self.kind} x{self.factor:g}"
-        return f"{stretch} (theta {self.theta:g})"
+        return f"{self.kind} x{self.factor:g} (theta {self.theta:g})"
 
 
 @dataclass(frozen=True)
@@ -98,8 +97,7 @@ class ModelConfig:
         if not all(type(token) is int and token >= 0 for token in self.eos_token_ids):
             refuse(self, "eos_token_ids", "they must be whole numbers from 0")
         if self.num_heads % self.num_kv_heads:
-            wanted = f"it must be a multiple of num_kv_heads, {self.num_kv_heads}"
-            refuse(self, "num_heads", wanted)
+            refuse(self, "num_heads", f"it must be a multiple of {self.num_kv_heads} K/V heads")
         if self.head_dim % 2:
             refuse(self, "head_dim", "rotary embeddings need an even one")
 
@@ -109,12 +107,12 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The config of one of `count` equal shares of the model. Raises `InputError` if its sizes
-        cannot be divided."""
-        if uneven := {name: size for name in SPLIT if (size := getattr(self, name)) % count}:
+        """The config of one of `count` equal shares of the model. Raises `InputError`."""
+        sizes = {name: getattr(self, name) for name in SPLIT}
+        if any(size % count for size in sizes.values()):
             raise InputError(
-                f"{self.name} cannot be split over {count} ranks: {uneven} must be multiples of "
+                f"{self.name} cannot be split over {count} ranks: {sizes} must be multiples of "
                 "that; use another number of GPUs, or another model"
             )
-        shares = {name: getattr(self, name) // count for name in SPLIT}
+        shares = {name: size // count for name, size in sizes.items()}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)

@@ -29,16 +29,14 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """A distribution is not finite: the weights are damaged or overflow their dtype. With a message
-    it is the grammar that has failed."""
+    """A distribution is not finite; with a message, a grammar has failed."""
 
 
 def shorten(text: object, limit: int = 200) -> str:
     """Cuts a text to one line of at most `limit` characters, to quote it in a message; control
     characters, which could move the cursor, are replaced."""
-    words = str(text)[: 10 * limit].split()
-    printable = (char if char.isprintable() else "\ufffd" for char in " ".join(words))
-    line = "".join(printable)
+    words = " ".join(str(text)[: 10 * limit].split())
+    line = "".join(char if char.isprintable() else "\ufffd" for char in words)
     return line if len(line) <= limit else line[: limit - 3] + "..."
 
 
@@ -47,9 +45,8 @@ def check_unicode(text: str, what: str) -> None:
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
-        raise InputError(
-            f"{what} is not valid Unicode (character {error.start}); give it as UTF-8"
-        ) from None
+        where = f"character {error.start}"
+        raise InputError(f"{what} is not valid Unicode ({where}); give it as UTF-8") from None
 
 
 @contextmanager
@@ -60,9 +57,6 @@ def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
     except InputError:
         raise
     except Exception as error:  # libraries raise all kinds over damaged files
-        reason = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.strerror:
-            reason = error.strerror
-        elif type(error) is ValueError and str(error):
-            reason = str(error)
+        reason = str(error) if type(error) is ValueError else getattr(error, "strerror", "")
+        reason = reason or f"{type(error).__name__}: {error}"
         raise InputError(f"{problem} ({shorten(reason, 140)}); {advice}") from error

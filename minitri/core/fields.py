@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import json
 import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
@@ -14,8 +13,8 @@ KINDS: dict[Any, str] = dict.fromkeys((bool, bool | None), "true or false")
 KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
-def one_of(default: str | None, *choices: Any) -> Any:
-    """A field that is one of these values; also false or empty if the default is None."""
+def one_of(default: str | None, *choices: str) -> Any:
+    """A field that is one of these words, or None if that is the default."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
@@ -29,13 +28,6 @@ def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """A copy of settings with new values for its fields; other names are ignored."""
     known = {name: value for name, value in values.items() if name in vars(settings)}
     return dataclasses.replace(settings, **known)  # type: ignore[type-var]
-
-
-def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of several settings with new values for their fields. Raises `InputError` for a name
-    that none of them has."""
-    check_names(values, [name for group in settings for name in vars(group)])
-    return [changed(group, values) for group in settings]
 
 
 def check_names(names: Iterable[str], known: Collection[str]) -> None:
@@ -56,13 +48,13 @@ def expect(given: object, kind: type) -> None:
 def brief(settings: Any) -> str:
     """A short `__repr__`: fields that differ from their defaults; long values are cut."""
     cut = reprlib.Repr()
-    cut.maxstring, cut.maxother = 80, 240
+    cut.maxstring = 80
+    cut.maxother = 240
     shown = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        has_default = field.default is not dataclasses.MISSING and value == field.default
         is_empty = field.default_factory is not dataclasses.MISSING and not value
-        if field.repr and not (has_default or is_empty):
+        if field.repr and value != field.default and not is_empty:
             text = f"{value:.4g}" if isinstance(value, float) else cut.repr(value)
             shown.append(f"{field.name}={text}")
     return f"{type(settings).__name__}({', '.join(shown)})"
@@ -71,31 +63,22 @@ def brief(settings: Any) -> str:
 def check_fields(settings: Any) -> None:
     """Raises `InputError` unless every field has a valid value."""
     for field in dataclasses.fields(settings):
-        if not is_allowed(field, getattr(settings, field.name)):
-            refuse(settings, field.name, f"it must be {wanted(field)}")
-
-
-def wanted(field: Any) -> str:
-    """Describes the valid values of a field; empty if they are checked elsewhere."""
-    if choices := field.metadata.get("choices"):
-        words = (word if isinstance(word, str) else json.dumps(word) for word in choices)
-        return f"one of {', '.join(words)}"
-    if "range" not in field.metadata:
-        return KINDS.get(field.type, "")
-    least, most = field.metadata["range"]
-    return f"a{' whole' * isinstance(least, int)} number from {least:.6g} to {most:.15g}"
-
-
-def is_allowed(field: Any, value: Any) -> bool:
-    """Whether a value is valid for a field."""
-    if choices := field.metadata.get("choices"):
-        is_choice = isinstance(value, type(choices[0])) and value in choices
-        return is_choice or (field.default is None and not value)
-    if "range" not in field.metadata or (value is None and field.default is None):
-        return field.type not in KINDS or isinstance(value, field.type)
-    least, most = field.metadata["range"]
-    is_number = isinstance(value, int if isinstance(least, int) else int | float)
-    return is_number and not isinstance(value, bool) and least <= value <= most
+        value = getattr(settings, field.name)
+        if choices := field.metadata.get("choices"):
+            wanted = f"one of {', '.join(choices)}"
+            is_valid = value in choices if isinstance(value, str) else value is field.default
+        elif "range" not in field.metadata or (value is None and field.default is None):
+            kind: Any = field.type
+            wanted = KINDS.get(kind, "")
+            is_valid = not wanted or isinstance(value, kind)
+        else:
+            least, most = field.metadata["range"]
+            is_whole = isinstance(least, int)
+            wanted = f"a{' whole' * is_whole} number from {least:.6g} to {most:.15g}"
+            is_number = isinstance(value, int if is_whole else int | float)
+            is_valid = is_number and not isinstance(value, bool) and least <= value <= most
+        if not is_valid:
+            refuse(settings, field.name, f"it must be {wanted}")
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:

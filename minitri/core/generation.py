@@ -1,13 +1,11 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
-A `Generation` is an iterator, which works only while it is asked for the next event. Requests run
-as rows of a batch; when one ends, the next one takes its place. Three parts share the work:
+A `Generation` works only while it is asked for the next event. Requests are rows of a batch; when
+one ends, the next one takes its place. Whatever the order, each row's text is what it is alone.
 
     Scheduler   what to do next: admit a request, read a chunk of a prompt, start rows, or step
     Stack       doing it: passes of the models over their caches, which commit tokens
     Row         the output of one request: its tokens, their text, and why it ended
-
-Nothing here changes a token: whatever the order of the work, each row's text is what it is alone.
 """
 
 import time
@@ -35,6 +33,8 @@ class Generation(Iterator[Event]):
     """A run in progress: iterate for its events, or ask for its `result`; read `stats` at any time;
     `close` ends it early."""
 
+    _stack: Stack | None = None
+
     def __init__(
         self,
         rows: list[Row],
@@ -42,9 +42,8 @@ class Generation(Iterator[Event]):
         pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
     ) -> None:
-        """Takes memory of this shape from the pool, until the run ends. With `make_row`, which
-        makes the row of a request with this number, the run is open: it takes more requests, and
-        ends when it is closed."""
+        """Takes memory of this shape from the pool. With `make_row`, which makes the row of a
+        request with this number, the run is open: it takes requests until it is closed."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
@@ -53,13 +52,11 @@ class Generation(Iterator[Event]):
         self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # being read, by place
         model = pool.models.target
         prompts = [row.prompt_ids for row in rows]
-        # With several GPUs, each process makes the same calls.
         settings = (shape, prompts, [row.request for row in rows])
         model.execution.ranks.check_same("prompts, seeds or settings", settings)
         is_open = make_row is not None
         with running(pool.models):
-            stack = Stack(pool.open(shape, prompts), shape, is_open=is_open)
-        self._stack: Stack | None = stack
+            self._stack = stack = Stack(pool.open(shape, prompts), shape, is_open=is_open)
         self.stats = stack.stats
         self._scheduler = Scheduler(
             rows,
@@ -78,12 +75,15 @@ class Generation(Iterator[Event]):
             except BaseException as error:
                 is_over = isinstance(error, StopIteration)
                 is_fault = as_fault(error, self._pool.models) is not error
-                # A bug may leave K and V half written. Where memory was short in an open run, the
-                # next one needs the same memory again; after Ctrl-C, too.
-                is_sound = is_over or not isinstance(error, Exception)
-                is_kept = is_sound or (is_fault and self._make_row is not None)
+                # A bug may leave K and V half written; Ctrl-C, or in an open run a fault, does not.
+                is_stopped = not isinstance(error, Exception)
+                is_kept = is_over or is_stopped or (is_fault and self._make_row is not None)
                 self._end(is_kept=is_kept, was_interrupted=not is_over)
                 raise
+
+    def __del__(self) -> None:
+        if self._stack is not None:  # a run that is dropped leaves its memory to the next one
+            self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -98,8 +98,7 @@ class Generation(Iterator[Event]):
             self._end()
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
-        """Gives up the memory. If it is kept, the pool lends it to the next run, whose prompts
-        may reuse what these texts have read."""
+        """Gives up the memory. If it is kept, the prompts of the next run may reuse K and V."""
         self._prompts.clear()
         if self._stack is not None and is_kept:
             for b in self._scheduler.running:
@@ -160,7 +159,9 @@ class Generation(Iterator[Event]):
                 started = time.perf_counter()  # of the work alone: the caller takes time in a yield
                 match work:
                     case Chunk(b):
-                        yield self._read_chunk(stack, b)
+                        event = self._read_chunk(stack, b)
+                        self.stats.prefill_seconds += time.perf_counter() - started
+                        yield event
                     case Start(rows):
                         emitted = stack.start(rows)
                         self.stats.prefill_seconds += time.perf_counter() - started
@@ -199,31 +200,25 @@ class Generation(Iterator[Event]):
         return progress
 
     def _prefill(self, stack: Stack, b: int, row: Row) -> Iterator[PrefillProgress]:
-        """Reads the prompt of row b, a chunk each time it is asked; only reading is timed."""
-        started = time.perf_counter()
+        """Reads the prompt of row b, a chunk each time it is asked."""
 
         def score(logits_NV: Tensor, tokens: list[int]) -> None:
             row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)
 
         chunks = stack.prefill(b, score if row.request.score_prompt else None)
-        num_cached = next(chunks)
-        row.stats.num_cached_tokens = num_cached
-        num_read = num_cached
+        num_read = row.stats.num_cached_tokens = next(chunks)
         for num_done in chunks:
             synchronize(stack.target.device)
             self.stats.num_prefilled_tokens += num_done - num_read
-            self.stats.prefill_seconds += time.perf_counter() - started
             num_read = num_done
+            num_cached = row.stats.num_cached_tokens
             yield PrefillProgress(row.number, num_done, len(row.prompt_ids), num_cached)
-            started = time.perf_counter()
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Reports new tokens row by row; rows that have ended leave the batch."""
         eos = stack.target.config.eos_token_ids
-        for b, row in [*self._scheduler.running.items()]:
-            if b not in emitted:
-                continue
-            new = emitted[b]
+        for b, new in emitted.items():
+            row = self._scheduler.running[b]
             try:
                 scores = self._scores(stack, b, row, new)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
@@ -240,8 +235,8 @@ class Generation(Iterator[Event]):
                 yield row.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, row: Row, new: Emitted) -> list[Any]:
-        """Log-probabilities of new tokens, if the request asks for them, else empty tuples. Raises
-        why row b has no new tokens, if so."""
+        """Log-probabilities of new tokens, empty unless the request asks for them. Raises why there
+        are no tokens, if so."""
         if not new.tokens:
             filters = stack.memory.target.text_filters[b]
             matcher = filters.matcher if filters is not None else None

@@ -1,17 +1,17 @@
 """Requests and events: what a run is asked for, and what it reports while it runs.
 
-A `Request` is a prompt with its settings. In a run it becomes a `Row`, which collects the tokens of
-its output. The caller sees typed events in the order in which they happen: `PrefillProgress` and
-`Token`, one `End` per request, `Idle` while an open run has nothing to do. Nothing here knows a
-tokenizer: the text of a token is made by a `Reader` that the caller of the core hands in.
+A `Request` is a prompt with its settings; in a run a `Row` collects its output. The caller sees
+typed events: `PrefillProgress` and `Token`, one `End` per request, `Idle` while an open run has
+nothing to do. The core knows no tokenizer: its caller hands in a `Reader`, which makes text.
 """
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from minitri.core.errors import InputError, shorten
-from minitri.core.fields import brief, check_fields, expect, with_fields
+from minitri.core.fields import brief, changed, check_fields, check_names, expect
 from minitri.core.settings import TEXT_FIELDS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.stats import LogProbs, RowStats, Stats
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
 Prompt = str | Sequence[int]
 """A text, or token ids; the core itself reads token ids only."""
 Reader = Callable[[int | None], tuple[str, bool]]
-"""Turns a row's tokens into text: called with each token in order, then with None at the end of the
-output. Returns the text that is now final, and whether a stop string is complete; None releases
-text that was held back because it could have been part of a character or of a stop string."""
+"""Called with each token of a row in order, then with None at the end of its output. Returns the
+text that is now final, and whether a stop string is complete; None releases what was held back."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,6 @@ class PrefillProgress:
     num_done: int
     """Tokens of the prompt read so far, with cached ones."""
     num_tokens: int
-    """Tokens of the whole prompt."""
     num_cached: int
     """Tokens whose K and V were cached, from an earlier text or a snapshot."""
 
@@ -101,15 +99,15 @@ class Request:
     sampling: SamplingParams
     generation: GenerationConfig
     """Only `max_new_tokens`, `stop`, `ignore_eos` and `logprobs` count; the rest is of a run."""
-    speculation: bool
+    speculation: bool = True
     """Whether stages guess tokens for this text, if the run speculates."""
-    owner: str
+    owner: str = ""
     """K and V of a prompt are reused only for requests of the same owner."""
-    client: str
+    client: str = ""
     """Places in the batch are shared out fairly between clients."""
-    shown: Container[int]
+    shown: Container[int] = ()
     """Control tokens that the text spells out; others are left out of it."""
-    score_prompt: bool
+    score_prompt: bool = False
     """Report log-probabilities of the prompt, too; then no cached part of it is used."""
 
     def __init__(
@@ -118,29 +116,19 @@ class Request:
         seed: int | None = None,
         sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
-        speculation: bool = True,
-        owner: str = "",
-        client: str = "",
-        shown: Container[int] = (),
-        score_prompt: bool = False,
         **fields: Any,
     ) -> None:
-        """`fields` replace those of `sampling` and `generation`. Raises `InputError`."""
-        expect(sampling, SamplingParams)
-        expect(generation, GenerationConfig)
+        """`fields` are the others above, and those to replace in `sampling` and `generation`.
+        Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
-        self.speculation = speculation
-        self.owner = owner
-        self.client = client
-        self.shown = shown
-        self.score_prompt = score_prompt
+        for other in dataclasses.fields(self)[4:]:
+            setattr(self, other.name, fields.pop(other.name, other.default))
         self.sampling, self.generation = with_fields(fields, sampling, generation)
         check_fields(self)
 
 
 ALONE = SpeculationConfig("autoregressive")
-"""Decoding without guesses."""
 CANCELLED = "cancelled"
 
 
@@ -224,16 +212,22 @@ def settings_of(
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):
         speculation = SpeculationConfig() if speculation else ALONE
-    expect(sampling, SamplingParams)
-    expect(generation, GenerationConfig)
-    expect(speculation, SpeculationConfig)
     return with_fields(fields, sampling, generation, speculation)
+
+
+def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
+    """Copies of sampling, generation, and perhaps speculation settings, with new values for their
+    fields. Raises `InputError` for a name that none of them has."""
+    kinds = (SamplingParams, GenerationConfig, SpeculationConfig)
+    for group, kind in zip(settings, kinds, strict=False):
+        expect(group, kind)
+    check_names(values, [name for group in settings for name in vars(group)])
+    return [changed(group, values) for group in settings]
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
     """Raises `InputError` for a wrong batch size, or a setting that belongs to requests."""
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
-    for name in fields:
-        if name in TEXT_FIELDS:
-            raise InputError(f"{name} is not a setting of a run; give it to each minitri.Request")
+    if names := fields.keys() & TEXT_FIELDS:
+        raise InputError(f"{min(names)} is not a setting of a run; give it to each minitri.Request")

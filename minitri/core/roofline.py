@@ -37,15 +37,7 @@ class Machine:
     flops_per_second: float = 1e18
 
 
-CPU = Machine(
-    30e9,
-    25e9,
-    25e9,
-    seconds_per_layer=0.08e-3,
-    seconds_per_pass=0.8e-3,
-    share_per_extra_token=0.06,
-    share_in_four_bits=0.2,
-)
+CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_four_bits=0.2)
 NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
 """A CPU without AVX-512, which is bound by arithmetic sooner."""
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
@@ -53,16 +45,12 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
-    """A GPU by bytes and FLOPs per second. A layer costs 12 launches in a CUDA graph, a pass a
-    verdict and a copy to the host; traffic between GPUs is left out."""
+    """A GPU by bytes and FLOPs per second: 16 us are 12 launches in a CUDA graph, 150 us a verdict
+    and a copy to the host."""
     return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
-CARDS = {
-    48: card(1e12, 25e9, 100e12),
-    80: card(2e12, 25e9, 200e12),
-    1e9: card(4e12, 25e9, 500e12),
-}
+CARDS = {48: card(1e12, 25e9, 100e12), 80: card(2e12, 25e9, 200e12), 1e9: card(4e12, 25e9, 500e12)}
 """Typical GPUs by memory in GiB: small cards, an A100 and an H200, with PCIe 4.0 x16."""
 
 
@@ -96,8 +84,7 @@ def bytes_per_pass(model: "Llama") -> int:
 
 @cache
 def copy_bytes(config: ModelConfig, bits: int) -> int:
-    """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits
-    (`devices/gpu/quantized_copies.py`); 0 for 0 bits, without a copy."""
+    """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits; 0 for 0 bits."""
 
     def size(layer: Any, bits: int) -> int:
         return layer.out_features * -(-layer.in_features // GROUP) * (GROUP * bits // 8 + 4)
@@ -127,9 +114,8 @@ class PassCost:
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        share = machine.share_per_extra_token
-        if self.is_in_four_bits:
-            share = machine.share_in_four_bits
+        is_small = self.is_in_four_bits
+        share = machine.share_in_four_bits if is_small else machine.share_per_extra_token
         seconds *= 1 + share * self.num_extra_tokens
         return max(seconds, self.flops / machine.flops_per_second)
 
@@ -153,11 +139,6 @@ class Workload:
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
     batch_size: int = 1
 
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of K and V of one token of the target."""
-        return self.target.kv_values_per_token * self.itemsize
-
     def read(self, stage: str, num_guesses: float) -> PassCost:
         """The pass of a stage ("draft", "retrieval", "target") over one token and `num_guesses` in
         each row."""
@@ -167,15 +148,14 @@ class Workload:
         whole = num_weights * self.itemsize
         weight_bytes = self.pass_bytes.get(stage) or whole
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
-        kv_bytes = slots * self.slot_bytes
+        kv_bytes = slots * self.target.kv_values_per_token * self.itemsize
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
-        num_tokens = self.batch_size * (num_guesses + 1)
         return PassCost(
             config.num_layers,
             weight_bytes,
             kv_bytes,
             link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
-            flops=num_tokens * (2 * num_weights + attention / self.batch_size),
+            flops=(num_guesses + 1) * (2 * num_weights * self.batch_size + attention),
             num_extra_tokens=self.batch_size * num_guesses,
             is_in_four_bits=stage != "target" and weight_bytes < whole / 2,
         )

@@ -1,13 +1,9 @@
 """Scheduler: which request gets a place in the batch, whose prompt is read, which rows decode.
 
-A run is a sequence of *turns*. Each turn reads at most one chunk of one prompt, starts the rows
-whose prompts have been read, and decodes one step for the rows that had started before. So a text
-waits for at most one chunk between two of its tokens, however long the prompts of others are.
-
-In an open run, which takes requests at any time, short prompts are read before long ones. Every 4th
-choice goes to the oldest request, so that a long prompt is read though short ones never end.
-
-The scheduler counts tokens and rows; it holds no tensor and calls no model.
+A run is a sequence of *turns*. Each reads at most one chunk of one prompt, starts the rows whose
+prompts have been read, and decodes one step for those that had started before. So a text waits for
+at most one chunk between two of its tokens. An open run, which takes requests at any time, reads
+short prompts first. The scheduler holds no tensor and calls no model.
 """
 
 from collections import Counter
@@ -18,7 +14,8 @@ from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
-"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
+"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest, so
+that a long prompt is read though short ones never end."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +49,8 @@ class Scheduler:
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """`rows` wait first; an open run may `add` others. `is_offloaded`: K and V are in host
-        memory, where a closed run reads whole prompts, layer by layer. `is_captured`: CUDA graphs
-        apply one set of filters, so only rows with equal ones run together."""
+        """`is_offloaded`: a closed run reads whole prompts, layer by layer. `is_captured`: CUDA
+        graphs apply one set of filters, so only rows with equal ones run together."""
         self.running: dict[int, Row] = {}
         """Rows by place in the batch, the oldest first."""
         self.unread: dict[int, int] = {}
@@ -76,12 +72,10 @@ class Scheduler:
 
     def cancel(self, number: int) -> None:
         """Drops a waiting request, or marks a running one, which leaves before the next turn."""
-        for row in [*self._waiting]:
-            if row.number == number:
-                del self._waiting[row]
-        for row in self.running.values():
+        for row in [*self._waiting, *self.running.values()]:
             if row.number == number:
                 row.finish_reason = CANCELLED
+                self._waiting.pop(row, None)
 
     @property
     def free_places(self) -> list[int]:
@@ -110,10 +104,9 @@ class Scheduler:
             return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
 
         first = min(waiting, key=rank, default=None)
-        if first is not None and self._is_captured:
-            others = {row.request.sampling for row in self.running.values()}
-            if others - {first.request.sampling}:
-                return None
+        filters = {row.request.sampling for row in self.running.values()}
+        if first is None or (self._is_captured and filters - {first.request.sampling}):
+            return None
         return first
 
     def admit(self, b: int, row: Row) -> None:
@@ -153,8 +146,7 @@ class Scheduler:
             yield Step()
 
     def _next_to_read(self) -> int:
-        """The place of the prompt to read on in: the oldest; in an open run mostly the one with the
-        fewest tokens left."""
+        """The place of the oldest prompt; in an open run mostly of the shortest rest."""
         self._num_chunks += 1
         if self._is_open and self._num_chunks % OLDEST_EVERY:
             return min(self.unread, key=self.unread.__getitem__)

@@ -28,7 +28,6 @@ OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
 OPEN_DEPTHS = (2, 4)
 """Candidates of the autotuner where a gamma, or the depth of a tree, is not set."""
 MIN_TEMPERATURE = 1e-6
-MAX_BIAS = 100
 STRIDE = 64
 """Slots per row of a cache are a multiple of this, so that all rows have the same alignment."""
 SLIDE = 32
@@ -37,35 +36,23 @@ MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default retrieval budget, in tokens."""
 
 
+Bias = Mapping[int, float] | Sequence[tuple[int, float]]
+
+
 def round_up_to_stride(num_slots: int) -> int:
     """Rounds a number of slots up to a multiple of STRIDE."""
     return -(-num_slots // STRIDE) * STRIDE
 
 
-Bias = Mapping[int, float] | Sequence[tuple[int, float]]
-"""Numbers to add to the logits of token ids: a mapping, or pairs."""
-
-
-def _sorted_pairs(bias: Any) -> tuple[tuple[int, float], ...] | None:
-    """A bias as pairs sorted by token id, each once; None if it is not valid."""
-    try:  # keys of JSON are strings
-        by_token = {int(token): float(number) for token, number in dict(bias).items()}
-    except (TypeError, ValueError, OverflowError):
-        return None
-    pairs = tuple(sorted(by_token.items()))
-    is_valid = all(0 <= token <= MAX_COUNT and abs(number) <= MAX_BIAS for token, number in pairs)
-    return pairs if is_valid else None
-
-
-def _strings(settings: Any, name: str) -> tuple[str, ...]:
-    """The strings in a field, which may be a single one. Raises `InputError`."""
+def _set_strings(settings: Any, name: str) -> None:
+    """Makes a tuple of the strings in a field, which may be a single one. Raises `InputError`."""
     value = getattr(settings, name)
     texts = (value,) if isinstance(value, str) else value
     if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):
         refuse(settings, name, "it must be strings of at least one character")
     for text in texts:
         check_unicode(text, f"a text of {name}")
-    return tuple(texts)
+    object.__setattr__(settings, name, tuple(texts))
 
 
 @dataclass(frozen=True)
@@ -103,11 +90,14 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        bias = _sorted_pairs(self.logit_bias)
-        if bias is None:
+        try:  # keys of JSON are strings
+            bias = {int(token): float(number) for token, number in dict(self.logit_bias).items()}
+        except (TypeError, ValueError, OverflowError):
+            bias = {-1: 0.0}
+        if not all(0 <= t <= MAX_COUNT and abs(number) <= 100 for t, number in bias.items()):
             refuse(self, "logit_bias", "it must map token ids to numbers from -100 to 100")
-        object.__setattr__(self, "logit_bias", bias)
-        object.__setattr__(self, "bad_words", _strings(self, "bad_words"))
+        object.__setattr__(self, "logit_bias", tuple(sorted(bias.items())))
+        _set_strings(self, "bad_words")
         if self.grammar is not None and not hasattr(self.grammar, "kind"):
             refuse(self, "grammar", "it must be a minitri.Grammar")
         if 0 < self.temperature < MIN_TEMPERATURE:
@@ -116,8 +106,7 @@ class SamplingParams:
     @property
     def reads_text(self) -> bool:
         """Whether any filter depends on the text so far, or on token ids."""
-        plain = SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
-        return self != plain
+        return self != SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
 
     @property
     def form(self) -> tuple[int, bool, bool]:
@@ -160,7 +149,7 @@ class GenerationConfig:
         check_fields(self)
         if self.on_chip is not None and not self.offload:
             refuse(self, "on_chip", "it means nothing without offload=True; add that")
-        object.__setattr__(self, "stop", _strings(self, "stop"))
+        _set_strings(self, "stop")
 
     def for_run(self, reserve: int) -> "GenerationConfig":
         """The settings that all texts of a run share, with room for `reserve` tokens per text."""
@@ -259,8 +248,7 @@ class SpeculationConfig:
             refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
         is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", self.tree)
         if not is_tree or num_nodes(self.tree) > MAX_GAMMA:
-            wanted = "it must be tokens, as in 16, or sequences x tokens, as in 4x3"
-            refuse(self, "tree", f"{wanted}; 1 to {MAX_GAMMA} in all")
+            refuse(self, "tree", f"it must be as 16 or 4x3, of 1 to {MAX_GAMMA} tokens")
         depth = parse_tree(self.tree)[1]
         if depth and self.gamma1 not in (None, depth):
             refuse(self, "gamma1", f"but tree={self.tree}; leave one of them out")
@@ -291,9 +279,9 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens per row that the target reads in a step: the last committed one, and the
-        guesses, gamma2 - 1 and a whole inner round."""
-        return 1 + max(max(it.gamma1, num_nodes(it.tree)) + it.gamma2 for it in self.plans)
+        """Most tokens per row that the target reads in a step: the last committed one, gamma2 - 1
+        guesses, and a whole inner round."""
+        return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property
     def room(self) -> int:

@@ -53,9 +53,8 @@ class LevelStats:
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted / tested tokens, the paper's alpha; None before the first test."""
-        if not self.num_tested_tokens:
-            return None
-        return self.num_accepted_tokens / self.num_tested_tokens
+        num_tested = self.num_tested_tokens
+        return self.num_accepted_tokens / num_tested if num_tested else None
 
     @property
     def mean_acceptance_length(self) -> float | None:
@@ -64,9 +63,8 @@ class LevelStats:
 
     def as_dict(self) -> dict[str, Any]:
         counts = {name: value for name, value in vars(self).items() if name != "seconds"}
-        counts["acceptance_rate"] = self.acceptance_rate
-        counts["mean_acceptance_length"] = self.mean_acceptance_length
-        return counts
+        rates = ("acceptance_rate", "mean_acceptance_length")
+        return counts | {name: getattr(self, name) for name in rates}
 
 
 @dataclass
@@ -123,8 +121,7 @@ class Stats:
     @property
     def tokens_per_second(self) -> float | None:
         """Decoded tokens of all rows together per second of decoding; None before the first."""
-        tokens = self.num_decoded_tokens
-        return tokens / self.decode_seconds if tokens else None
+        return 1e3 / self.ms_per_token if self.ms_per_token else None
 
 
 def num_common(tokens: list[int], prompt: list[int]) -> int:

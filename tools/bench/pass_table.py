@@ -22,7 +22,7 @@ def pass_table(work: Workload, plan: StepPlan, prefill_chunk: int, machine: Mach
         passes["draft"] = work.read("draft", 0)
     half = dataclasses.replace(work, num_tokens=work.num_tokens // 2, hosted_share=0.0)
     chunk = half.read("target", prefill_chunk - 1)
-    written = work.hosted_share * prefill_chunk * work.slot_bytes
+    written = work.hosted_share * prefill_chunk * work.target.kv_values_per_token * work.itemsize
     passes["prefill chunk"] = dataclasses.replace(chunk, link_bytes=written)
     lines = [HEAD]
     for name, one in passes.items():

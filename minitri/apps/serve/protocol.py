@@ -73,9 +73,9 @@ class Protocol:
                 next_seed(seed, number),
                 sampling,
                 self.generation_of(asked, len(ids)),
-                asked.speculation,
-                owner,
-                client,
+                speculation=asked.speculation,
+                owner=owner,
+                client=client,
                 shown=chat.shown if chat is not None else (),
                 score_prompt=asked.scores_prompt and i == 0,
             )
