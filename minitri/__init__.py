@@ -31,8 +31,8 @@ gamma1, budget, coupled, ...), which can be given whole, as `sampling=`, `genera
 `speculation=`, too. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with the
 beginning of the last text is not read again: put the document first and the question last.
 
-load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError, a
-ValueError with one line. Drafter and Policy are protocols for objects of your own.
+load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError.
+Drafter and Policy are protocols for objects of your own.
 """
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with

@@ -9,8 +9,9 @@ with minitri.load("smollm2-135m") as engine:  # see loader.py
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -22,7 +23,7 @@ from minitri.core.memory import MemoryPool, Models, check_process, running
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.prefill import score
-from minitri.core.requests import End, Event, Prompt, Request, Row, check_run, settings_of
+from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.files.pool_files import load_snapshot, open_store, save_held
@@ -39,13 +40,13 @@ LEAST_ROOM = 4096
 """Room of a row in an open run by default, in tokens; at most the context length."""
 
 
-class Engine:
+class Engine(AbstractContextManager["Engine"]):
     """A model and its tokenizer, ready to generate any number of times, one run after another.
 
-    Until `release` it keeps the caches, and on a GPU the captured graphs, of the last run. The next
-    run reuses K and V of the beginnings that its prompts share with those texts. Some attention
-    kernels split a cache by its size, so the last bits may depend on how long earlier texts were.
-    Threads may share an engine, which computes for one at a time; a forked process cannot use it.
+    Until `release` it keeps caches and captured graphs of the last run: the next one reuses K and V
+    of the beginnings that its prompts share with those texts. Some attention kernels split a cache
+    by its size, so the last bits may depend on how long earlier texts were. Threads may share an
+    engine, which computes for one at a time; a forked process cannot use it.
     """
 
     def __init__(
@@ -70,20 +71,14 @@ class Engine:
     def __repr__(self) -> str:
         if self._memory is None:
             return f"Engine({self.config.name!r}, closed)"
-        where = f"{str(self.model.dtype).removeprefix('torch.')} on {self.model.device}"
+        where = f"{self.model.dtype} on {self.model.device}"
         return f"Engine({self.config.name!r}, drafter {self.models.drafter_name}, {where})"
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
     def __reduce__(self) -> NoReturn:
-        raise InputError(
-            "an engine holds weights and threads, which are not pickled or copied; load it in "
-            "each process, and send prompts and texts"
-        )
+        raise InputError("an engine is not pickled or copied; load it in each process")
 
     @property
     def _pool(self) -> MemoryPool:
@@ -137,10 +132,9 @@ class Engine:
         """Events of one prompt for asyncio: `async for event in engine.agenerate("Once")`;
         `settings` as in `generate`.
 
-        A thread computes; concurrent calls are rows of one batch, by whose numbers events name
-        them, at most `MAX_ROWS` at a time. Leaving the loop ends the text. The autotuner uses
-        measured times even with a seed, which repeats its text with `coupled=True`. Raises
-        `InputError` at the first event.
+        A thread computes; concurrent calls are rows of one batch, at most `MAX_ROWS` at a time.
+        Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
+        autotuner uses measured times. Raises `InputError` at the first event.
         """
         from minitri.worker import Job
 
@@ -169,9 +163,7 @@ class Engine:
                 raise InputError("the text is one token, after which nothing is scored; give more")
             run = GenerationConfig(1)
             # The last token is scored, but not read.
-            shape = MemoryShape(
-                (len(ids) - 1,), SamplingParams(), run, SpeculationConfig("autoregressive")
-            )
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
             full = allocate_full_cache(self.model, None, shape)
             return score(self.model, ids, full, chunk=run.prefill_chunk)
 
@@ -207,10 +199,9 @@ class Engine:
     ) -> Generation:
         """Starts a run without requests, which is open until it is closed: see `Generation.submit`.
 
-        A row has room for `generation.reserve` tokens, by default 4096 if the context has. With
-        captured graphs requests need filters of the kinds that `sampling` has, or temperature 0,
-        and those with other values wait. A row that fails ends alone: see `End.error`. `fields` as
-        in `stream`. Raises `InputError` without room.
+        A row has room for `generation.reserve` tokens, by default 4096 or the context. With
+        captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
+        A row that fails ends alone: see `End.error`. Raises `InputError` without room.
         """
         pool = self._pool
         check_run(batch_size, fields)
@@ -235,9 +226,8 @@ class Engine:
         rows = make_rows(requests, self.model, self.tokenizer)
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
-        run = replace(
-            run, max_new_tokens=max(row.request.generation.max_new_tokens for row in rows)
-        )
+        longest = max(row.request.generation.max_new_tokens for row in rows)
+        run = replace(run, max_new_tokens=longest)
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
@@ -303,8 +293,8 @@ class Engine:
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, also those of asyncio, and frees caches, graphs and weights; blocks for
-        the time of a step at most. Every later call raises `InputError`."""
+        """Ends all runs, after a step at most, and frees caches, graphs and weights. Every later
+        call raises `InputError`."""
         if self._memory is None:
             return
         if self._worker is not None:

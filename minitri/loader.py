@@ -1,11 +1,9 @@
 """The loader: makes an engine from the names of its models."""
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from minitri.core.config import ModelConfig
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError, shorten
 from minitri.devices.parallel.ranks import join
@@ -13,7 +11,6 @@ from minitri.engine import Engine
 from minitri.files.hf_config import read_sampling
 from minitri.files.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.files.open_models import OpenModel, open_drafter
-from minitri.text.tokenizer import Tokenizer
 
 
 def load(
@@ -28,7 +25,6 @@ def load(
     draft_weights: str = "auto",
     drafter: Drafter | None = None,
     progress: bool = False,
-    before_weights: Callable[[Tokenizer, ModelConfig], None] | None = None,
 ) -> Engine:
     """An engine: finds or fetches the files, reads config, tokenizer and weights.
 
@@ -42,8 +38,8 @@ def load(
     `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
     target's), a copy in `int4` or on a GPU `int8`, or `auto`: with compiled kernels int4, for the
     drafter, too; `drafter` is int4 for the drafter alone. `progress` draws bars on standard error.
-    `before_weights` is called before the weights are read, to check a prompt. Under torchrun each
-    process holds a share of the model, and all must make the same calls. Raises `InputError`.
+    Under torchrun each process holds a share of the model, and all must make the same calls.
+    Raises `InputError`.
     """
     opened = OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
@@ -57,8 +53,6 @@ def load(
         drafter=drafter,
         progress=progress,
     )
-    if before_weights is not None:
-        before_weights(opened.tokenizer, opened.config)
     return opened.load()
 
 
@@ -75,26 +69,20 @@ class OpenEngine:
         choice = ModelChoice(**fields)
         if drafter is not None:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):
-                given = f"drafter is {shorten(repr(drafter), 60)}"
-                raise InputError(
-                    f"{given} with draft {shorten(repr(choice.draft), 60)}; give a "
-                    "minitri.Drafter, or a draft, but not both"
-                )
+                given = f"drafter is {shorten(repr(drafter), 60)} with draft {choice.draft!r}"
+                raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
             choice = replace(choice, draft="suffix")
         join().check_same("models, or ways to load them", choice)
         self._drafter = drafter
         self._target = OpenModel(choice, progress=progress)
         self.config = self._target.config
         if self._target.tokenizer is None:
-            owner = shorten(self.config.draft_of)
-            raise InputError(
-                f"{self.config.name} is a drafter for {owner}, not a model; give it as draft=, and "
-                f"{owner} as model="
-            )
+            problem = f"{self.config.name} is a drafter for {shorten(self.config.draft_of)}"
+            raise InputError(f"{problem}, not a model; give it as draft=")
         self.tokenizer = self._target.tokenizer
         self._draft = open_drafter(choice, self.tokenizer, progress)
-        recommended = self._target.checkpoint.generation_config
-        self._sampling = read_sampling(recommended, self.config.name)
+        config = self._target.checkpoint.generation_config
+        self._sampling = read_sampling(config, self.config.name)
 
     def load(self) -> Engine:
         """Reads the weights. Raises `InputError`."""

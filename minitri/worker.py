@@ -6,7 +6,6 @@ until all others have ended. When a run fails, its jobs get the error, and the n
 
 import asyncio
 import contextlib
-import os
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,26 +53,21 @@ class Job:
 class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
-    def __init__(
-        self, open_run: Callable[[Any], Generation], run: Generation | None = None
-    ) -> None:
-        """`open_run` opens a run for jobs of a kind, which is closed after them; the run of kind
-        None, which may be given, stays open."""
+    def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
+        """`open_run` opens a run for jobs of a kind, which is closed after them; `run` is one of
+        kind None, which stays open."""
         self.problem = ""  # why requests fail at present, if they do
         self._open = open_run
         self._run = run
         self._kind: Any = None
         self._waiting: deque[Job] = deque()
         self._jobs: dict[int, Job] = {}  # by the numbers of their requests in the run
-        self._process = os.getpid()
         self._num_quiet = 0  # ticks since the last event
         self._is_closed = False
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
         """Starts a job, which gets events until it is cancelled. Raises `FaultError`."""
-        if os.getpid() != self._process:
-            raise FaultError("this process was forked without the thread that computes; spawn it")
         if self._num_quiet >= NUM_TICKS:
             raise FaultError(self.problem)
         self._waiting.append(job)
@@ -106,7 +100,8 @@ class Worker:
         while (self._waiting or self._jobs) and not self._is_closed:
             job = self._waiting[0] if self._waiting else None
             if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
-                self._start(job)
+                if not job.is_cancelled:
+                    self._start(job)
                 self._waiting.popleft()
             else:
                 self._step()
@@ -115,8 +110,6 @@ class Worker:
 
     def _start(self, job: Job) -> None:
         """Submits the requests of a job, to a new run if the current one is of another kind."""
-        if job.is_cancelled:
-            return
         try:
             run = self._run if job.kind == self._kind else None
             run = run or self._renew(job.kind)
@@ -157,9 +150,9 @@ class Worker:
                 self._renew(self._kind)
 
     def _end_run(self) -> None:
-        if (run := self._run) is not None:
+        if self._run is not None:
+            self._run.close()
             self._run = None
-            run.close()
 
 
 def report(error: BaseException, *jobs: Job) -> None:
