@@ -156,15 +156,6 @@ def test_bad_settings_of_load_are_refused(folder, name, value):
         minitri.load(**{"model": folder, name: value})
 
 
-def test_prompts_can_be_checked_before_weights_are_read(folder, monkeypatch):
-    def look(tokenizer, config):
-        raise InputError(f"{tokenizer.encode('a')} of {config.vocab_size}")
-
-    monkeypatch.setattr("minitri.files.open_models.load_model", None)
-    with pytest.raises(InputError, match=" of 320"):
-        minitri.load(folder, before_weights=look)
-
-
 def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkeypatch, caplog):
     missing = "no-such-drafter"
     monkeypatch.setattr("minitri.files.open_models.default_draft", lambda model: missing)

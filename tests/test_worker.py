@@ -8,7 +8,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from minitri import Generation, InputError, Request
-from minitri.core.errors import FaultError
 from minitri.worker import Job, Worker
 from tests.cascades import tiny_engine
 from tests.test_library import told
@@ -93,15 +92,3 @@ def test_a_forked_process_is_told_so_and_does_not_wait():
     with tiny_engine() as engine:
         asyncio.run(ask(engine))
         assert is_refused_in_a_fork(lambda: ask(engine), InputError)
-
-
-def test_a_forked_worker_takes_no_request(engine):
-    """As in servers that load a model before they fork."""
-
-    worker = Worker(lambda _: engine.open(reserve=400))
-
-    async def leave():
-        worker.submit(Job([Request("She had", **SHORT)]))
-
-    assert is_refused_in_a_fork(leave, FaultError)
-    worker.close()

@@ -223,7 +223,7 @@ class MemoryPool:
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run: the one kept, or a new one. Raises `InputError` if there is no room."""
         kept = self._kept
-        self._kept = None
+        self._kept = self._latest = None
         if kept is None or not self._can_run(kept, shape):
             full = kept.full if kept is not None and fits(kept, shape) else None
             held = None

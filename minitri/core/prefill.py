@@ -46,10 +46,8 @@ def prefill(
     max_queries: int | None = None,
 ) -> Iterator[int]:
     """Reads a prompt without its last token into row b; yields after each chunk how many tokens the
-    row holds.
-
-    `watch` gets the rotated queries (L, T, H, D) of the last `max_queries` tokens of a chunk, None:
-    of all. A cache in host memory is filled layer by layer, unless all queries are wanted."""
+    row holds. `watch` gets the rotated queries (L, T, H, D) of the last `max_queries` tokens of a
+    chunk, None: of all. In host memory layer by layer, unless all queries are wanted."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
     while full.lengths[b] < len(prompt) - 1:

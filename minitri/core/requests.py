@@ -143,8 +143,7 @@ class Row:
         reader: Reader = lambda _: ("", False),
         make_filters: "Callable[[], TextFilters | None]" = lambda: None,
     ) -> None:
-        """By default tokens have no text. `make_filters` is called when the row gets its
-        place in the batch, as filters hold tensors of the size of the vocabulary."""
+        """By default tokens have no text. `make_filters` is called when the row gets its place."""
         self.number = number
         self.request = request
         self.prompt_ids = prompt_ids
@@ -206,8 +205,7 @@ def settings_of(
     speculation: SpeculationConfig | bool = True,
     **fields: Any,
 ) -> list[Any]:
-    """The three settings with `fields` replaced; speculation may be just on or off. Raises
-    `InputError`."""
+    """The three settings with `fields` replaced; speculation on or off. Raises `InputError`."""
     if speculation is False and (names := fields.keys() & vars(ALONE).keys() - {"coupled"}):
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):

@@ -1,7 +1,7 @@
 """Roofline model: predicts the seconds of a forward pass from the bytes that it reads.
 
-A pass reads every weight and all cached K and V once, however few tokens it computes. The autotuner
-uses this before it has measured anything, and `python -m minitri plan` for its tables.
+A pass reads every weight and all cached K and V once, however few tokens it computes. Used by the
+autotuner before it has measured anything, and by `minitri plan`.
 """
 
 from collections.abc import Mapping
@@ -140,8 +140,7 @@ class Workload:
     batch_size: int = 1
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """The pass of a stage ("draft", "retrieval", "target") over one token and `num_guesses` in
-        each row."""
+        """The pass of a stage over one token and `num_guesses` in each row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
         num_weights = weights_per_pass(config)

@@ -115,8 +115,8 @@ class Stats:
     @property
     def ms_per_token(self) -> float | None:
         """Milliseconds per decoded token of all rows together; None before the first."""
-        tokens = self.num_decoded_tokens
-        return 1e3 * self.decode_seconds / tokens if tokens else None
+        num = self.num_decoded_tokens
+        return 1e3 * self.decode_seconds / num if num else None
 
     @property
     def tokens_per_second(self) -> float | None:
