@@ -62,9 +62,7 @@ def check_program(argv: list[str]) -> None:
     if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:
         from difflib import get_close_matches  # imports re
 
-        word = argv[0].lower()
-        swapped = [name for name in PROGRAMS if sorted(name) == sorted(word)]  # as in chta
-        for name in swapped or get_close_matches(word, PROGRAMS, 1, 0.8):
+        for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
             advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
             raise InputError(f"there is no program {argv[0]}; {advice}")
 

@@ -121,7 +121,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
         """Starts a run over the answer to messages such as `{"role": "user", "content": "Why?"}`,
-        or to the text of the only one. Raises `InputError`, also without a chat template."""
+        or to the text of the only one. Raises `InputError`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
@@ -268,12 +268,10 @@ class Engine(AbstractContextManager["Engine"]):
     @property
     def held_tokens(self) -> list[int]:
         """Tokens of the longest text whose K and V are kept from the last run or a snapshot."""
-        held = self._pool.held
-        return list(held.tokens) if held else []
+        return list(self._pool.held.tokens) if self._pool.held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file for `load_kv`, atomically; returns how many
-        tokens. Raises `InputError`."""
+        """Writes K and V of `held_tokens` to a file for `load_kv`; returns how many tokens."""
         with running(self.models):
             return save_held(self._pool, os.fsdecode(path), note)
 

@@ -13,8 +13,8 @@ MAX_COUNT = 2**31 - 1
 class InputError(ValueError):
     """Bad input: a file, a flag, a setting or a prompt.
 
-    Settings are named as parameters, such as `budget=30`, or first, as in `budget is 30`. `ways`
-    are alternatives for the user, named last; a program drops those that it has no flags for.
+    Settings are named as in `budget=30`, or first, as in `budget is 30`. `ways` are what a user can
+    do, named last; a program drops those that it has no flags for.
     """
 
     def __init__(self, message: str, *ways: str) -> None:
@@ -33,8 +33,7 @@ class NotFiniteError(ArithmeticError):
 
 
 def shorten(text: object, limit: int = 200) -> str:
-    """Cuts a text to one line of at most `limit` characters, to quote it in a message; control
-    characters, which could move the cursor, are replaced."""
+    """Cuts a text to one line of at most `limit` characters without control characters."""
     words = " ".join(str(text)[: 10 * limit].split())
     line = "".join(char if char.isprintable() else "\ufffd" for char in words)
     return line if len(line) <= limit else line[: limit - 3] + "..."

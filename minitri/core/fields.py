@@ -19,8 +19,7 @@ def one_of(default: str | None, *choices: str) -> Any:
 
 
 def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
-    """A field that is a number within bounds, or None if that is the default. It must be whole if
-    `least` is an `int`."""
+    """A number within bounds, whole if `least` is an `int`; or None if that is the default."""
     return dataclasses.field(default=default, metadata={"range": (least, most)})
 
 

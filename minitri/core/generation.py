@@ -10,8 +10,9 @@ one ends, the next one takes its place. Whatever the order, each row's text is w
 
 import time
 from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ from minitri.core.stack import Stack
 CLOSED = "the engine is closed; load it again"
 
 
-class Generation(Iterator[Event]):
+class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     """A run in progress: iterate for its events, or ask for its `result`; read `stats` at any time;
     `close` ends it early."""
 
@@ -84,9 +85,6 @@ class Generation(Iterator[Event]):
     def __del__(self) -> None:
         if self._stack is not None:  # a run that is dropped leaves its memory to the next one
             self.close()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -235,8 +233,7 @@ class Generation(Iterator[Event]):
                 yield row.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, row: Row, new: Emitted) -> list[Any]:
-        """Log-probabilities of new tokens, empty unless the request asks for them. Raises why there
-        are no tokens, if so."""
+        """Log-probabilities of new tokens, if they are asked for; raises why there are none."""
         if not new.tokens:
             filters = stack.memory.target.text_filters[b]
             matcher = filters.matcher if filters is not None else None

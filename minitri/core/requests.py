@@ -35,7 +35,7 @@ class PrefillProgress:
     """Tokens of the prompt read so far, with cached ones."""
     num_tokens: int
     num_cached: int
-    """Tokens whose K and V were cached, from an earlier text or a snapshot."""
+    """Tokens whose K and V were cached."""
 
 
 @dataclass(frozen=True)
@@ -214,8 +214,7 @@ def settings_of(
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of sampling, generation, and perhaps speculation settings, with new values for their
-    fields. Raises `InputError` for a name that none of them has."""
+    """Copies of two or three settings with new values for their fields. Raises `InputError`."""
     kinds = (SamplingParams, GenerationConfig, SpeculationConfig)
     for group, kind in zip(settings, kinds, strict=False):
         expect(group, kind)

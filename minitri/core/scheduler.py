@@ -82,17 +82,16 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.running]
 
     def next_row(self) -> Row | None:
-        """The waiting request to admit next; None if there is none, or no free place.
-
-        The client with the fewest running rows is first, then the one that was admitted least
-        recently. Of its requests an open run prefers the shortest prompt. Long prompts that are
-        being read take at most half of the places of an open run."""
+        """The waiting request to admit next; None if there is none, or no free place. First is the
+        client with the fewest running rows, then the one admitted least recently; of its requests
+        an open run prefers the shortest prompt. There, long prompts take at most half the places
+        while they are read."""
         if len(self.running) == self._num_places:
             return None
-        num_rows = Counter(row.request.client for row in self.running.values())
-        clients = num_rows.keys() | {row.request.client for row in self._waiting}
-        self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
         waiting = [*self._waiting]
+        num_rows = Counter(row.request.client for row in self.running.values())
+        clients = num_rows.keys() | {row.request.client for row in waiting}
+        self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
         num_long = sum(num_left > self._max_chunk for num_left in self.unread.values())
         if self._is_open and num_long >= max(1, self._num_places // 2):
             waiting = [row for row in waiting if len(row.prompt_ids) <= self._max_chunk]

@@ -42,7 +42,7 @@ def test_a_text_goes_on_with_and_without_the_name_of_a_program(run):
         assert run(*words)[:2] == (0, wanted)
 
 
-@pytest.mark.parametrize("words", ["chta chat", "servr serve", "Lsit list", "genrate generate"])
+@pytest.mark.parametrize("words", ["servr serve", "Genrate generate"])
 def test_the_name_of_a_program_misspelled_is_answered_by_the_nearest(run, words):
     word, name = words.split()
     done = run(word, "--model", "x", model=None)
