@@ -24,11 +24,11 @@ What an engine does; all take the same keywords, and texts or lists of token ids
     engine.save_kv(file), load_kv    keep K and V of the last text over a restart
     engine.close()                   frees everything; `with` does it
 
-Keywords are the fields of SamplingParams (temperature, top_p, logit_bias, ...; greedy by default),
-of GenerationConfig (max_new_tokens, stop, logprobs, ...) and of SpeculationConfig (method, coupled,
-...), which can be given whole, as `sampling=`, `generation=` and `speculation=`, too. Without
-`seed=` one is drawn: `Completion.seed`. What a prompt shares with the beginning of the last text is
-not read again: put the document first and the question last.
+Keywords are the fields of SamplingParams (temperature, grammar=minitri.Grammar("regex", "[0-9]+"),
+...; greedy by default), of GenerationConfig (max_new_tokens, stop, logprobs, ...) and of
+SpeculationConfig (method, coupled, ...), which can be given whole, as `sampling=`, `generation=`
+and `speculation=`, too. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with
+the beginning of the last text is not read again: put the document first and the question last.
 
 load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError.
 Drafter and Policy are protocols for objects of your own.
