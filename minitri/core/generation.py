@@ -215,8 +215,9 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Reports new tokens row by row; rows that have ended leave the batch."""
         eos = stack.target.config.eos_token_ids
-        for b, new in emitted.items():
-            row = self._scheduler.running[b]
+        for b, row in [*self._scheduler.running.items()]:  # the oldest first
+            if (new := emitted.get(b)) is None:
+                continue
             try:
                 scores = self._scores(stack, b, row, new)
             except (RuntimeError, MemoryError, NotFiniteError) as error:
