@@ -29,10 +29,8 @@ class DraftRound:
         """`lender` is the model whose embedding table is used, in the same dtype."""
         head = model.lm_head
         layers = model.layers
-        ids: Tensor | None = None
-        if isinstance(head, TrimmedHead):
-            ids = head.token_ids
-            head = head.linear
+        ids = head.token_ids if isinstance(head, TrimmedHead) else None
+        head = head.linear if isinstance(head, TrimmedHead) else head
         assert isinstance(head, KernelHead)
         assert isinstance(layers, KernelLayers)
         self._head = head

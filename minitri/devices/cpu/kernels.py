@@ -126,12 +126,12 @@ class Kernels:
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
         """Whether K and V have one layout, and tiles fit the dtype."""
-        in_tiles = [it for it in slots if isinstance(it, Tiles)]
-        return not in_tiles or (
-            len(in_tiles) == len(slots)
-            and in_tiles[0].pair == self.pairs[in_tiles[0].dtype]
-            and all(it.shape[-2] % BLOCK == 0 for it in in_tiles)
-        )
+        fits = [
+            part.pair == self.pairs[part.dtype] and part.shape[-2] % BLOCK == 0
+            for part in slots
+            if isinstance(part, Tiles)
+        ]
+        return not fits or (len(fits) == len(slots) and all(fits))
 
     def linear(
         self,
@@ -259,9 +259,9 @@ class KernelNorm(RMSNorm):
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
     """Raises `ValueError` unless all facts hold: a kernel would read or write out of bounds."""
-    given = [it for it in tensors if it is not None]
-    if not all(facts) or not all(it.is_cpu for it in given):
-        seen = "; ".join(f"{it.dtype} {tuple(it.shape)}, strides {it.stride()}" for it in given)
+    given = [tensor for tensor in tensors if tensor is not None]
+    if not all(facts) or not all(tensor.is_cpu for tensor in given):
+        seen = "; ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}" for x in given)
         raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
 
 
