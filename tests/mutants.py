@@ -427,7 +427,7 @@ apps/serve/test_chat_prompt.py
 apps/serve/test_chat_prompt.py
 ::test_a_prompt_that_the_template_writes_in_another_way_is_read_anew
   tokens of a prompt that the template writes no more
-    ChatPrompt._encoded: digest_of(self.text[: kept.length]) == kept.digest => True
+    ChatPrompt._end_of: digest_of(self.text[:start]) != kept.digest => False
 """
 
 MUTANTS = read_table(TABLE)

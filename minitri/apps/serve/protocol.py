@@ -1,7 +1,6 @@
 """Requests of clients for one model: from the JSON of a body to the `Request` of each text."""
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -27,7 +26,12 @@ from minitri.text.rows import text_filters
 TEXT_TOKENS = 16
 """New tokens at /v1/completions unless the client says how many: OpenAI's default."""
 IGNORED = ("metadata", "service_tier", "store")
-NEUTRAL = {"truncation": "disabled", "include": ["reasoning.encrypted_content"]}
+NEUTRAL: Json = {
+    "best_of": 1,
+    "include": ["reasoning.encrypted_content"],
+    "modalities": ["text"],
+    "truncation": "disabled",
+}
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 MAX_WARNINGS = 100
 
@@ -87,7 +91,7 @@ class Protocol:
         """Sampling of each text. A grammar is compiled here, in the thread that reads the request,
         so that a wrong one is refused and no step of others waits. Raises `InputError`."""
         given = {name: value for name, value in vars(asked).items() if value is not None}
-        grammar = asked.grammar
+        grammar = asked.form or asked.structured_outputs
         if chat is not None and chat.grammar:
             if grammar is not None:
                 raise InputError("response_format is given with tools; leave one of them out")
@@ -107,14 +111,13 @@ class Protocol:
             raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
 
-    def prompts_of(self, asked: Fields) -> Iterable[list[int]]:
+    def prompts_of(self, asked: Fields) -> list[list[int]]:
         """Token ids of each prompt of /v1/completions."""
         assert isinstance(asked, TextBody)
-        given = asked.prompt
+        given: Any = asked.prompt
         is_one = isinstance(given, str) or all(isinstance(item, int) for item in given)
-        prompts: Any = [given] if is_one else given
-        for prompt in prompts:
-            yield encode_prompt(prompt, self.engine.tokenizer)
+        prompts = [given] if is_one else given
+        return [encode_prompt(prompt, self.engine.tokenizer) for prompt in prompts]
 
     def chat_of(self, conversation: Conversation, owner: str = "") -> ChatPrompt:
         """Prompt of a conversation. Raises `InputError`."""
@@ -124,17 +127,15 @@ class Protocol:
         """The fields of a body. Unknown ones that ask for something are refused, or ignored with a
         warning. Raises `InputError`, and `ApiError` for another model."""
         content = read_object(body)
-        for name in [*filter(lambda name: name not in kind.model_fields, content)]:
-            value = content.pop(name)
-            if name in IGNORED or not value or value == NEUTRAL.get(name):
-                continue
-            shown = shorten(repr(name), 60)
-            if self.ignored is None:
-                got = f"{shown} is {shorten(repr(value), 60)}"
-                raise InputError(f"{got}, which this server does not know; leave it out")
-            if name not in self.ignored and len(self.ignored) < MAX_WARNINGS:
-                self.ignored.add(name)
-                log.warning("the field %s is ignored: this server does not know it", shown)
+        for name in [name for name in content if name not in kind.model_fields]:
+            value = content[name]
+            if value and name not in IGNORED and value != NEUTRAL.get(name):
+                if self.ignored is None:
+                    continue  # the model refuses it
+                if name not in self.ignored and len(self.ignored) < MAX_WARNINGS:
+                    self.ignored.add(name)
+                    log.warning("the field %r is ignored: this server does not know it", name[:60])
+            del content[name]
         asked = checked(kind, content)
         if asked.model is not None:
             self.check_model(asked.model)
@@ -150,11 +151,8 @@ class Protocol:
         """Answer of /tokenize. Raises `InputError`."""
         tokenizer = self.engine.tokenizer
         encode = tokenizer.encode if asked.add_special_tokens else tokenizer.encode_marked
-        chat = checked(Conversation, {"messages": asked.messages})
-        ids = self.chat_of(chat).token_ids if chat.messages else encode(asked.prompt)
-        spelled = [*map(tokenizer.token, ids)] if asked.return_token_strs else None
-        counts = {"count": len(ids), "max_model_len": self.context}
-        return counts | {"tokens": ids, "token_strs": spelled}
+        ids = self.chat_of(asked).token_ids if asked.messages else encode(asked.prompt)
+        return {"count": len(ids), "max_model_len": self.context, "tokens": ids}
 
     def detokenize(self, asked: DetokenizeBody) -> Json:
         """Answer of /detokenize. Raises `InputError`."""

@@ -130,7 +130,7 @@ def test_items_become_a_conversation():
     ]
     tools = [{"type": "function", "function": LOOK}]
     wanted = {"messages": messages, "tools": tools, "tool_choice": "look"}
-    assert asked.called == wanted.pop("tool_choice")
+    assert asked.tool_choice == wanted.pop("tool_choice")
     wanted = checked(Conversation, wanted)
     assert (asked.messages, asked.tools) == (wanted.messages, wanted.tools)
 

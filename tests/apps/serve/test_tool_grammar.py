@@ -8,7 +8,7 @@ from minitri import InputError
 from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.strict_json import checked
 from minitri.apps.serve.chats.answer_parser import FORMATS
-from minitri.apps.serve.chats.tools import Tools, format_of
+from minitri.apps.serve.chats.tools import calls_grammar, format_of
 from tests.apps.serve.templates import FAMILIES
 
 llguidance = pytest.importorskip("llguidance")
@@ -84,9 +84,9 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
-def read_tools(functions, **fields) -> Tools:
+def read_tools(functions, **fields) -> Conversation:
     listed = [{"type": "function", "function": it} for it in functions]
-    return Tools.of(checked(Conversation, {"tools": listed} | fields))
+    return checked(Conversation, {"tools": listed} | fields)
 
 
 def tools(choice="auto", parallel=True, **changes):
@@ -108,7 +108,7 @@ def allowed(grammar: str, text: str | bytes) -> tuple[bool, bool]:
 def test_calls_follow_the_grammar_and_other_text_is_free(name, how, whole, begun, wrong):
     settings = {"controls": {}, "thinks": False, "may_think": False, "choice": "auto"} | how
     asked = tools(settings.pop("choice"), settings.pop("parallel", True))
-    grammar = asked.grammar(FORMATS[name], settings.pop("controls"), **settings)
+    grammar = calls_grammar(asked, FORMATS[name], settings.pop("controls"), **settings)
     for text in whole:
         assert allowed(grammar, text) == (True, True), text
     for text in begun:
@@ -120,7 +120,7 @@ def test_calls_follow_the_grammar_and_other_text_is_free(name, how, whole, begun
 @pytest.mark.parametrize("name", FORMATS)
 def test_bytes_that_are_no_text_are_free_too(name):
     """A model may write half a character."""
-    grammar = tools().grammar(FORMATS[name], {}, thinks=False, may_think=False)
+    grammar = calls_grammar(tools(), FORMATS[name], {}, thinks=False, may_think=False)
     for byte in {*range(255)} - {1, 2}:
         assert allowed(grammar, bytes([byte])) == (True, True)
 
@@ -128,12 +128,12 @@ def test_bytes_that_are_no_text_are_free_too(name):
 def test_schemas_are_held_where_they_can_be():
     form = FORMATS["hermes"]
     odd = CITY | {"properties": {"city": {"type": "string", "pattern": "(?=x)y"}}}
-    grammar = tools(parameters=odd).grammar(form, {}, thinks=False, may_think=False)
+    grammar = calls_grammar(tools(parameters=odd), form, {}, thinks=False, may_think=False)
     assert allowed(grammar, TOOL) == (True, True)
     with pytest.raises(InputError, match=r"tools has f, .* look-around.* leave strict out") as it:
-        tools(parameters=odd, strict=True).grammar(form, {}, thinks=False, may_think=False)
+        calls_grammar(tools(parameters=odd, strict=True), form, {}, thinks=False, may_think=False)
     assert "\n" not in str(it.value)
-    grammar = tools(parameters=None).grammar(form, {}, thinks=False, may_think=False)
+    grammar = calls_grammar(tools(parameters=None), form, {}, thinks=False, may_think=False)
     assert allowed(grammar, TOOL) == (True, True)
     wide = TOOL.replace('{"city"', "{" + " " * 400 + '"city"')
     assert allowed(grammar, wide)[0] is False
@@ -148,6 +148,6 @@ def test_formats_are_known_by_their_templates():
 def test_names_and_schemas_are_quoted():
     name = "a.b-c_D9"
     made = read_tools([{"name": name}])
-    grammar = made.grammar(FORMATS["hermes"], {}, thinks=False, may_think=False)
+    grammar = calls_grammar(made, FORMATS["hermes"], {}, thinks=False, may_think=False)
     call = json.dumps({"name": name, "arguments": {"x": '"'}})
     assert allowed(grammar, f"<tool_call>{call}</tool_call>") == (True, True)

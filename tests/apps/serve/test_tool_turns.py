@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 
 import minitri
-from minitri.apps.serve.chats.tools import Tools
+from minitri.apps.serve.chats import chat_prompt
 from minitri.devices import choose as devices
 from minitri.text.chat_template import ChatTemplate
 from tests.apps.serve.conftest import serving
@@ -78,8 +78,8 @@ def test_text_without_calls_is_what_it_would_be(ask, roomy, monkeypatch):
     bias = dict.fromkeys(map(str, (0, 1, byte, *unused)), -100)
     fields = {"max_tokens": 40, "logit_bias": bias}
     texts = []
-    for method in (Tools.grammar, lambda *_, **__: ""):
-        monkeypatch.setattr(Tools, "grammar", method)
+    for function in (chat_prompt.calls_grammar, lambda *_, **__: ""):
+        monkeypatch.setattr(chat_prompt, "calls_grammar", function)
         choices = [ask([USER], seed=seed, **fields).choices[0] for seed in range(8)]
         texts.append([it.message.content for it in choices])
     assert texts[0] == texts[1]

@@ -146,7 +146,7 @@ def with_turn(**changes):
         ("parallel_tool_calls is 1; it must be true or false", {"parallel_tool_calls": 1}),
         ("messages[1].tool_call_id is 'call_x81mQ', which no", {"messages": [USER, RESULT]}),
         (
-            "messages[2].tool_call_id is None",
+            "messages[2].tool_call_id is ''",
             {"messages": [USER, ANSWER, {**RESULT, "tool_call_id": None}]},
         ),
         ("messages[0].tool_call_id is ['x']", {"messages": [{**RESULT, "tool_call_id": ["x"]}]}),

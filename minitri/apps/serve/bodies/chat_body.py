@@ -1,12 +1,12 @@
 """Messages and tools of a chat, as clients send them."""
 
-import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from minitri import InputError
-from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says
+from minitri.apps.serve.bodies.strict_json import Body, Json, Many, says
 from minitri.core.errors import shorten
 
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
@@ -21,19 +21,13 @@ class Part(Body, extra="ignore"):
     text: str
 
 
-def parsed_arguments(text: Any) -> Json:
-    """The object that a call's arguments are. Raises `ValueError`."""
-    try:
-        return {**json.loads(text)} if text != "" else {}
-    except (TypeError, ValueError, RecursionError):
-        raise ValueError("give an object of JSON as a text") from None
-
-
 class CalledFunction(Body, extra="ignore"):
     """Name and arguments of a call."""
 
     name: str
-    arguments: Annotated[Json, BeforeValidator(parsed_arguments, json_schema_input_type=str)]
+    arguments: Annotated[
+        pydantic.Json[Json], BeforeValidator(lambda text: "{}" if text == "" else text)
+    ]
     """An object of JSON, as a text."""
 
 
@@ -41,7 +35,13 @@ class ToolCall(Body, extra="ignore"):
     """Call of a function by an assistant."""
 
     id: str
+    type: Literal["function"] = "function"
     function: CalledFunction
+
+
+def joined(content: str | tuple[Part, ...]) -> str:
+    """Text of a content."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class Message(Body):
@@ -49,16 +49,16 @@ class Message(Body):
 
     role: str
     content: Annotated[
-        str | Part | Many[str | Part], Says("give a text, or parts of type text")
+        str | Many[Part], AfterValidator(joined), says("give a text, or parts of type text")
     ] = ""
     """A text, or parts of type text; may be left out by the role assistant."""
     name: Any = None
     """Ignored."""
-    reasoning_content: Any = None
+    reasoning_content: str = ""
     """Thinking of the role assistant."""
     tool_calls: Many[ToolCall] = ()
     """Calls by the role assistant."""
-    tool_call_id: str | None = None
+    tool_call_id: str = ""
     """Id of the call whose result a message of the role tool is."""
 
     @model_validator(mode="after")
@@ -76,10 +76,10 @@ class Function(Body, extra="ignore"):
     name: Annotated[
         str,
         Field(pattern=NAME),
-        Says("give at most 64 letters, digits, _ . and -, and not auto, none or required"),
+        says("give at most 64 letters, digits, _ . and -, and not auto, none or required"),
     ]
     description: str = ""
-    parameters: Json | None = None
+    parameters: Json = Field({"type": "object", "properties": {}})
     """JSON Schema of its arguments."""
     strict: bool = False
     """Refuse the request if arguments cannot be held to the whole schema."""
@@ -92,6 +92,14 @@ class Tool(Body, extra="ignore"):
     function: Function
 
 
+def choice_of(choice: object) -> object:
+    """The name of a function that is chosen by an object; other choices are words."""
+    match choice:
+        case {"type": "function", "function": {"name": name}}:
+            return name
+    return choice
+
+
 class Conversation(Body):
     """Messages of a chat, and which functions the answer may call."""
 
@@ -102,7 +110,9 @@ class Conversation(Body):
     """Go on with the text of the last message."""
     tools: Many[Tool] = ()
     """Functions that the answer may call."""
-    tool_choice: Annotated[str | Json, Says(CHOICES)] = "auto"
+    tool_choice: Annotated[
+        str, BeforeValidator(choice_of, json_schema_input_type=str | Json), says(CHOICES)
+    ] = "auto"
     """Whether it calls some: auto, none, required, or the function to call."""
     parallel_tool_calls: bool = True
     """Whether it may call several."""
@@ -112,16 +122,14 @@ class Conversation(Body):
         names = {tool.function.name for tool in self.tools}
         if len(names) < len(self.tools):
             raise InputError("tools has two functions of one name; give each a name of its own")
-        if self.called not in {"auto", "none", *names, *["required"] * bool(names)}:
+        if self.tool_choice not in {"auto", "none", *names, *["required"] * bool(names)}:
             raise InputError(f"tool_choice is {shorten(repr(self.tool_choice), 60)}; {CHOICES}")
         return self
 
     @property
-    def called(self) -> str:
-        """auto, none, required, or the name of the function to call; empty if it is another."""
-        match self.tool_choice:
-            case "auto" | "none" | "required" as choice:
-                return choice
-            case {"type": "function", "function": {"name": str(name)}}:
-                return name
-        return ""
+    def callable_functions(self) -> dict[str, Function]:
+        """Functions that may be called, by their names."""
+        functions = {tool.function.name: tool.function for tool in self.tools}
+        if self.tool_choice in functions:
+            return {self.tool_choice: functions[self.tool_choice]}
+        return functions if self.tool_choice != "none" else {}

@@ -9,17 +9,17 @@ import dataclasses
 import json
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.chat_body import Conversation, Message
-from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says
-from minitri.core.errors import MAX_COUNT, shorten
+from minitri.apps.serve.bodies.chat_body import Conversation
+from minitri.apps.serve.bodies.strict_json import Body, Json, Many, says
+from minitri.core.errors import MAX_COUNT
 from minitri.core.fields import refuse
 from minitri.core.settings import MAX_ROWS
 
-Texts = Annotated[str | Many[str], Says("it must be strings of at least one character")]
+Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
 STOP_CHARACTERS = 1024
 """Most characters of all stop strings: each is looked for after every token."""
 MAX_PROMPTS = 2048
@@ -33,6 +33,37 @@ def like(name: str) -> Any:
     """Optional field with the bounds and the help of one of `SamplingParams`."""
     least, most = SAMPLING[name].metadata.get("range", (None, None))
     return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
+
+
+def form_grammar(form: object) -> Grammar | None:
+    """The form of an answer in OpenAI's words. Raises `ValueError`."""
+    match form:
+        case {"type": "text"}:
+            return None
+        case {"type": "json_object"}:
+            return Grammar("json_object")
+        case {"type": "json_schema", "json_schema": {"schema": schema}} | {
+            "type": "json_schema",
+            "schema": schema,
+        }:
+            return Grammar("json_schema", json.dumps(schema))
+    raise ValueError("see /docs for what it may be")
+
+
+def structured_grammar(outputs: object) -> Grammar:
+    """The form of an answer in vLLM's words, of which there is one. Raises `ValueError`."""
+    if isinstance(outputs, dict):
+        match [(name, value) for name, value in outputs.items() if value is not None]:
+            case [(name, value)] if name in GRAMMARS:
+                text = value if isinstance(value, str) else json.dumps(value)
+                return Grammar(GRAMMARS[name], text)
+    raise ValueError("see /docs for what it may be")
+
+
+Form = Annotated[Grammar | None, BeforeValidator(form_grammar, json_schema_input_type=Json)]
+Outputs = Annotated[
+    Grammar | None, BeforeValidator(structured_grammar, json_schema_input_type=Json)
+]
 
 
 class ForModel(Body):
@@ -50,15 +81,12 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     """End the stream with counts of tokens."""
-    include_obfuscation: Literal[False] = False
-    """Nothing is obfuscated."""
 
 
 class Fields(ForModel):
     """Fields of all endpoints that answer with a text."""
 
     is_chat: ClassVar[bool] = False
-    form_name: ClassVar[str] = "response_format"
     temperature: float | None = like("temperature")
     top_k: int | None = like("top_k")
     top_p: float | None = like("top_p")
@@ -95,15 +123,17 @@ class Fields(ForModel):
     """The end user, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The end user, if there is no user."""
-    response_format: Json | None = None
+    response_format: Form = None
     """Form of the answer: of type text, json_object, or json_schema, with a schema."""
-    structured_outputs: Json | None = None
+    structured_outputs: Outputs = None
     """Form of the answer in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
 
     @model_validator(mode="after")
-    def _check_stop(self) -> Self:
+    def _check_forms(self) -> Self:
         if sum(map(len, self.stop)) > STOP_CHARACTERS:
             refuse(self, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
+        if self.form is not None and self.structured_outputs is not None:
+            raise InputError("structured_outputs is given with another form; leave one out")
         return self
 
     @property
@@ -132,34 +162,9 @@ class Fields(ForModel):
         return None
 
     @property
-    def form(self) -> Any:
+    def form(self) -> Grammar | None:
         """Form of the answer in OpenAI's words."""
         return self.response_format
-
-    @property
-    def grammar(self) -> Grammar | None:
-        """Form of the answer. Raises `InputError`."""
-        outputs = self.structured_outputs or {}
-        present = [name for name, value in outputs.items() if value is not None]
-        match self.form, self.structured_outputs, present:
-            case None | {"type": "text"}, None, _:
-                return None
-            case {"type": "json_object"}, None, _:
-                return Grammar("json_object")
-            case (
-                {"type": "json_schema", "json_schema": {"schema": schema}}
-                | {"type": "json_schema", "schema": schema},
-                None,
-                _,
-            ):
-                return Grammar("json_schema", json.dumps(schema))
-            case None, _, [name] if name in GRAMMARS:
-                text = outputs[name]
-                return Grammar(GRAMMARS[name], text if isinstance(text, str) else json.dumps(text))
-        name = "structured_outputs" if self.form is None else self.form_name
-        given = self.structured_outputs if self.form is None else self.form
-        got = f"{name} is {shorten(repr(given), 60)}"
-        raise InputError(f"{got}; see /docs for what it may be, and give one form")
 
 
 class TextBody(Fields):
@@ -167,7 +172,7 @@ class TextBody(Fields):
 
     prompt: Annotated[
         str | Many[int] | Annotated[Many[str | Many[int]], Field(max_length=MAX_PROMPTS)],
-        Says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
+        says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
     echo: bool = False
@@ -201,8 +206,6 @@ class ChatBody(Fields, Conversation):
     """Add log-probabilities."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
     """With logprobs: also of this many tokens that are likeliest."""
-    modalities: Many[Literal["text"]] = ()
-    """Kinds of answers."""
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> Self:
@@ -223,19 +226,15 @@ class ChatBody(Fields, Conversation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(ForModel):
-    """Body of /tokenize."""
+class TokenizeBody(ForModel, Conversation):
+    """Body of /tokenize: a text, or a chat."""
 
     prompt: str = ""
-    """A text."""
-    messages: Many[Message] = ()
-    """The messages of a chat, in place of a text."""
-    add_special_tokens: bool = True
-    """Begin a text with the token that the model wants there, if it wants one."""
+    """A text, where there are no messages."""
     add_generation_prompt: Literal[True] = True
     """End messages with what an answer begins with; may not be false."""
-    return_token_strs: bool = False
-    """Add how the vocabulary spells each token."""
+    add_special_tokens: bool = True
+    """Begin a text with the token that the model wants there, if it wants one."""
 
 
 class DetokenizeBody(ForModel):

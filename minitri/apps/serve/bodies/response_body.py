@@ -1,21 +1,20 @@
 """Body of /v1/responses: a chat in other words, of which nothing is stored."""
 
-from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from minitri import InputError
+from minitri import Grammar, InputError
 from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.completion import Fields
-from minitri.apps.serve.bodies.strict_json import Body, Json, Many, Says, checked
+from minitri.apps.serve.bodies.completion import Fields, Form
+from minitri.apps.serve.bodies.strict_json import Body, Json, Many, checked, says
 from minitri.core.errors import MAX_COUNT, shorten
 
 
 class TextForm(Body):
     """Form of the answer's text."""
 
-    format: Json | None = None
+    format: Form = None
     """An object of type text, json_object, or json_schema, with a schema."""
 
 
@@ -23,8 +22,7 @@ class ResponseBody(Fields):
     """Body of /v1/responses."""
 
     is_chat: ClassVar[bool] = True
-    form_name: ClassVar[str] = "text or response_format"
-    input: Annotated[str | Many[Json], Says("give a text, or a list of items")] = ""
+    input: Annotated[str | Many[Json], says("give a text, or a list of items")] = ""
     """A text, or a list of items: messages of texts, calls of functions and what those gave;
     reasoning is left out."""
     instructions: str = ""
@@ -35,7 +33,7 @@ class ResponseBody(Fields):
     """Form of the answer, such as {"format": {"type": "text"}}."""
     tools: Many[Json] = ()
     """Functions that may be called; tools of other types are left out."""
-    tool_choice: Annotated[str | Json, Says("give auto, none, required, or a function")] = "auto"
+    tool_choice: Annotated[str | Json, says("give auto, none, required, or a function")] = "auto"
     """Whether functions are called: auto, none, required, or which one."""
     parallel_tool_calls: bool = True
     """Whether several may be called."""
@@ -49,16 +47,16 @@ class ResponseBody(Fields):
         return self.max_output_tokens or self.max_tokens
 
     @property
-    def form(self) -> Any:
+    def form(self) -> Grammar | None:
         return self.text.format or self.response_format
 
     @property
     def conversation(self) -> Conversation:
-        functions = (tool for tool in self.tools if tool.get("type") == "function")
+        tools = [nested(tool) for tool in self.tools if tool.get("type") == "function"]
         choice = self.tool_choice
         content = {
             "messages": self._messages(),
-            "tools": [nested(tool) for tool in functions],
+            "tools": tools,
             "tool_choice": choice if isinstance(choice, str) else nested(choice),
             "parallel_tool_calls": self.parallel_tool_calls,
         }
@@ -66,8 +64,9 @@ class ResponseBody(Fields):
 
     def _messages(self) -> list[Json]:
         """Messages of the chat; calls that follow one another are of one message."""
-        text = self.input
-        items = [{"role": "user", "content": text}] if isinstance(text, str) else text
+        items = self.input
+        if isinstance(items, str):
+            items = ({"role": "user", "content": items},)
         messages: list[Json] = []
         if self.instructions:
             messages.append({"role": "system", "content": self.instructions})
@@ -82,16 +81,13 @@ class ResponseBody(Fields):
                     messages[-1].setdefault("tool_calls", []).append(call)
                 case {"type": "function_call_output", "call_id": call_id, "output": output}:
                     messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-                case {"role": str(role), "content": content, **rest} if rest.get("type") in (
-                    None,
-                    "message",
-                ):
+                case {"role": role, "content": content} if item.get("type", "message") == "message":
                     messages.append({"role": role, "content": content})
                 case _:
                     raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
         return messages
 
 
-def nested(function: Mapping[str, Any]) -> Json:
+def nested(function: Json) -> Json:
     """A function as a chat has it: its fields one level below its type."""
     return {"type": "function", "function": function}

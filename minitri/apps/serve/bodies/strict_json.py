@@ -1,17 +1,10 @@
 """Strict JSON objects as pydantic models, with errors that are one line for the client."""
 
 import json
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    GetCoreSchemaHandler,
-    ValidationError,
-    model_validator,
-)
-from pydantic_core import CoreSchema, core_schema
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WrapValidator, model_validator
 
 from minitri.core.errors import InputError, explain, shorten
 
@@ -22,6 +15,8 @@ ADVICE = {
     "tuple_type": "it must be a list",
     "model_type": "it must be an object",
     "dict_type": "it must be an object",
+    "json_type": "give an object of JSON as a text",
+    "json_invalid": "give an object of JSON as a text",
     "extra_forbidden": "this server does not know it; leave it out",
 }
 """Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
@@ -56,18 +51,16 @@ class Body(BaseModel):
 B = TypeVar("B", bound=Body)
 
 
-class Says:
+def says(advice: str) -> WrapValidator:
     """Annotation of a type: the advice for the client, whatever is wrong with the value."""
 
-    def __init__(self, advice: str) -> None:
-        self.advice = advice
+    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(value)
+        except ValidationError:
+            raise ValueError(advice) from None
 
-    def __get_pydantic_core_schema__(
-        self, source: Any, handler: GetCoreSchemaHandler
-    ) -> CoreSchema:
-        return core_schema.custom_error_schema(
-            handler(source), custom_error_type="wrong", custom_error_message=self.advice
-        )
+    return WrapValidator(check)
 
 
 def read_object(body: bytes) -> Json:
@@ -82,11 +75,12 @@ def checked(kind: type[B], content: object) -> B:
         return kind.model_validate(content)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
-    if not problem["loc"]:
-        raise problem["ctx"]["error"]
+    cause = problem.get("ctx", {}).get("error")
+    if isinstance(cause, InputError):
+        raise cause
     steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
     place = shorten("".join(steps)[1:], 60)
-    is_missing = problem["type"] == "missing"
-    got = "missing" if is_missing else shorten(repr(problem["input"]), 60)
+    kind_of_error = problem["type"]
+    got = "missing" if kind_of_error == "missing" else shorten(repr(problem["input"]), 60)
     advice = problem["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-    raise InputError(f"{place} is {got}; {ADVICE.get(problem['type'], advice)}")
+    raise InputError(f"{place} is {got}; {ADVICE.get(kind_of_error, advice)}")

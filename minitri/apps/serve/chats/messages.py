@@ -17,22 +17,17 @@ def read_turns(messages: Sequence[Message]) -> list[Turn]:
     if not messages:
         raise InputError("messages is empty; send one at least")
     turns: list[Turn] = []
-    names: dict[str | None, str] = {}  # of functions, by the ids of their calls
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
     for number, message in enumerate(messages):
-        content = message.content if isinstance(message.content, tuple) else (message.content,)
-        texts = (part if isinstance(part, str) else part.text for part in content)
-        turn: Turn = {"role": message.role, "content": "".join(texts)}
-        if isinstance(message.reasoning_content, str):
-            turn["reasoning_content"] = message.reasoning_content
-        if message.tool_calls:
-            names |= {call.id: call.function.name for call in message.tool_calls}
-            turn["tool_calls"] = [
-                {"id": short_id(call.id), "type": "function", "function": dict(call.function)}
-                for call in message.tool_calls
-            ]
+        fields = message.model_dump(exclude={"name"})
+        given = {name: value for name, value in fields.items() if value}
+        turn: Turn = {"role": message.role, "content": message.content} | given
+        for call in turn.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+            call["id"] = short_id(call["id"])
         if message.role == "tool":
             call_id = message.tool_call_id
-            if call_id is None or call_id not in names:
+            if call_id not in names:
                 got = f"messages[{number}].tool_call_id is {shorten(repr(call_id), 60)}"
                 raise InputError(f"{got}, which no message before it calls; send the id of a call")
             turn |= {"tool_call_id": short_id(call_id), "name": names[call_id]}

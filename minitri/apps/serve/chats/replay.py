@@ -7,6 +7,7 @@ are cached. The key of a conversation does not depend on how its calls are spell
 
 import hashlib
 import json
+import re
 import threading
 from array import array
 from collections import OrderedDict
@@ -41,8 +42,7 @@ class Replay:
 
     def keep(self, key: bytes, prompt: str, token_ids: Sequence[int]) -> None:
         """Keeps a prompt and its answer, under the key of the conversation with it."""
-        plain = prompt.rstrip()
-        text = plain.removesuffix(THINK) if plain.endswith(THINK) else prompt
+        text = re.sub(rf"{THINK}\s*\Z", "", prompt)
         new = Kept(array("i", token_ids), len(text), digest_of(text))
         with self._lock:
             old = self._kept.pop(key, None)
