@@ -29,6 +29,8 @@ class Access:
     """Address to listen at; 0.0.0.0: all."""
     allowed_host: Sequence[str] = ()
     """Another name under which clients reach the server; may be repeated."""
+    allow_origin: Sequence[str] = ()
+    """A site whose pages may ask, such as https://a.example; may be repeated."""
     api_key: str | None = None
     """Key that clients have to send, or several with commas between. Default: MINITRI_API_KEY, or
     none."""
@@ -55,7 +57,7 @@ class Access:
 
     def admit(self, request: "Request") -> str:
         """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
-        self._check_site(request.headers)
+        self.check_site(request.headers)
         if not self.digests:
             return request.client.host if request.client else ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -65,16 +67,17 @@ class Access:
             raise ApiError(401, "invalid_api_key", message)
         return f"key {digest}"
 
-    def _check_site(self, headers: Mapping[str, str]) -> None:
+    def check_site(self, headers: Mapping[str, str]) -> None:
         """Raises `ApiError` where a page of another site makes a browser ask."""
         host = headers.get("host", "localhost")
         origin = headers.get("origin", f"http://{host}")
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
         names = ("localhost", self.host, *self.allowed_host)
         is_known = is_address or host.partition(":")[0].lower() in names
-        if not is_known or origin.partition("://")[2] != host:
+        is_same_site = origin.partition("://")[2] == host or origin in self.allow_origin
+        if not (is_known and is_same_site):
             got = f"it is for host {shorten(host, 60)}, by a page of {shorten(origin, 60)}"
-            raise ApiError(403, "forbidden", f"{got}; see --allowed-host")
+            raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
 
 
 def digest_of(key: bytes) -> str:

@@ -14,6 +14,8 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -101,7 +103,12 @@ class Service:
             Route("/docs", self.docs),
         ]
         handled = [ApiError, InputError, ClientDisconnect, Exception]
-        return Starlette(routes=routes, exception_handlers=dict.fromkeys(handled, refuse))
+        sites = {"allow_origins": self.access.allow_origin, "allow_methods": "*"}
+        return Starlette(
+            routes=routes,
+            middleware=[Middleware(CORSMiddleware, **sites, allow_headers="*")],
+            exception_handlers=dict.fromkeys(handled, refuse),
+        )
 
     async def complete(self, request: Request) -> Response:
         """Texts are counted from before a prompt is tokenized to the end of the answer."""
@@ -203,13 +210,15 @@ class Service:
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def health(self, _: Request) -> Response:
+    async def health(self, request: Request) -> Response:
+        self.access.check_site(request.headers)
         problem = self.worker.problem
         content = {"status": problem or "ok", "requests": self.num_open}
         return JSONResponse(content, 503 if problem else 200)
 
-    async def docs(self, _: Request) -> Response:
+    async def docs(self, request: Request) -> Response:
         """The endpoints by their paths, with the JSON schemas of their bodies."""
+        self.access.check_site(request.headers)
         bodies = {**TEXTS, **TOKENS}
         return JSONResponse({path: kind.model_json_schema() for path, kind in bodies.items()})
 

@@ -119,22 +119,42 @@ def test_a_server_that_all_may_ask_warns(call):
         ("", None, False),
         ("localhost:8000", "http://localhost:8000", True),
         ("localhost:8000", "http://localhost:3000", False),
+        ("localhost:8000", "https://a.example", True),
         ("localhost:8000", "https://b.example", False),
         ("evil.example:8000", "http://evil.example:8000", False),
         ("localhost:8000", "null", False),
     ],
 )
 def test_pages_of_other_sites_may_not_ask(engine, host, origin, is_allowed):
-    with serving(engine, allowed_host=["llm.example"]) as server:
+    names = {"allowed_host": ["llm.example"], "allow_origin": ["https://a.example"]}
+    with serving(engine, **names) as server:
         sent = {"host": host} | ({"origin": origin} if origin else {})
         paths = ("/v1/models", "/", "/docs", "/health", "/v1/completions", "/v2")
         answers = [server.http.get(path, headers=sent) for path in paths]
         fields = {"prompt": "She had", "max_tokens": 1}
         answers.append(server.http.post("/v1/completions", json=fields, headers=sent))
     code = 200 if is_allowed else 403
-    assert [it.status_code for it in answers] == [code, 200, 200, 200, 405, 404, code]
+    codes = [answer.status_code for answer in answers]
+    assert codes == [code, 200, code, code, 405, 404, code]  # the page itself asks nothing
     if not is_allowed:
-        assert "see --allowed-host" in answers[-1].json()["error"]["message"]
+        assert "see --allowed-host and --allow-origin" in answers[-1].json()["error"]["message"]
+    allowed = answers[0].headers.get("access-control-allow-origin")
+    assert allowed == (origin if origin == "https://a.example" else None)
+
+
+def test_a_preflight_is_answered_for_the_origins_that_may_ask(engine):
+    asked = {"access-control-request-method": "POST", "origin": "https://a.example"}
+    asked |= {"access-control-request-headers": "authorization, content-type"}
+    url = "/v1/chat/completions"
+    with serving(engine, allow_origin=["https://a.example"], api_key="x") as server:
+        answer = server.http.options(url, headers=asked)
+        assert answer.status_code == 200
+        assert answer.headers["access-control-allow-origin"] == "https://a.example"
+        assert "authorization" in answer.headers["access-control-allow-headers"]
+    with serving(engine) as server:
+        answer = server.http.options(url, headers=asked)
+        assert answer.status_code == 400
+        assert "access-control-allow-origin" not in answer.headers
 
 
 def test_flags_are_the_fields_of_access():
