@@ -4,6 +4,7 @@ In addition to OpenAI's fields every answer has its `seed`; with `details` the c
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
 
+import itertools
 import json
 import secrets
 import time
@@ -17,6 +18,7 @@ from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 from minitri.core.requests import PrefillProgress
 from minitri.core.stats import LogProbs
+from minitri.text.text_stream import IncrementalDecoder
 
 LEAST_LOGPROB = -9999.0
 """OpenAI's number for a token that is practically impossible: JSON has no infinity."""
@@ -128,6 +130,9 @@ class Choice:
         assert not isinstance(request.prompt, str)
         self._prompt = request.prompt
         self._tokenizer = engine.tokenizer
+        is_ended = not request.generation.ignore_eos
+        self._end_tokens = engine.config.eos_token_ids if is_ended else ()
+        self._num_characters = 0
         self._has_role = False  # the message so far
 
     def whole(self, end: End, prompt_scores: Sequence[LogProbs]) -> Json:
@@ -136,9 +141,13 @@ class Choice:
         tokens = end.tokens
         if self._asked.has_echo:
             text = self._tokenizer.decode(self._prompt) + text
+            decoder = IncrementalDecoder(self._tokenizer, [])
             scores: list[Any] = [(None, ()), *prompt_scores]  # none of the first token
             pairs = zip(self._prompt, scores, strict=False)
-            tokens = (*(Token(0, token, "", "prompt", *score) for token, score in pairs), *tokens)
+            echo = [
+                Token(0, token, decoder.push(token), "prompt", *score) for token, score in pairs
+            ]
+            tokens = (*echo, *tokens)
         return self.piece(text, tokens, end)
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
@@ -190,19 +199,26 @@ class Choice:
         return message
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
-        """Log-probabilities of tokens, with one that ends the text."""
+        """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
+        tokens = [
+            token
+            for token in tokens
+            if token.origin == "prompt" or token.token_id not in self._end_tokens
+        ]
         entries = [self._entry(token.token_id, token.logprob) for token in tokens]
         tops = [[self._entry(*pair) for pair in token.top_logprobs] for token in tokens]
         pairs = zip(entries, tops, strict=True)
         if self._asked.is_chat:
             return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
+        lengths = (len(token.text) for token in tokens)
+        *offsets, self._num_characters = itertools.accumulate(lengths, initial=self._num_characters)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": [
                 {other["token"]: other["logprob"] for other in top} or None for top in tops
             ],
-            "text_offset": [],
+            "text_offset": offsets,
         }
 
     def _entry(self, token_id: int, logprob: float | None) -> Json:
