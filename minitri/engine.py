@@ -224,11 +224,13 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Generation:
         """Runs at most `batch_size` requests at a time, as memory allows; None: all at once."""
         rows = make_rows(requests, self.model, self.tokenizer)
+        # No seed has to repeat its text, so the autotuner may use measured times.
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
         longest = max(row.request.generation.max_new_tokens for row in rows)
         run = replace(run, max_new_tokens=longest)
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
+        # For captured graphs; without them each row samples by its own settings.
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         if batch_size is not None:
@@ -271,7 +273,7 @@ class Engine(AbstractContextManager["Engine"]):
         return list(self._pool.held.tokens) if self._pool.held else []
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
-        """Writes K and V of `held_tokens` to a file for `load_kv`; returns how many tokens."""
+        """Writes K and V of the longest kept text to a file; returns its number of tokens."""
         with running(self.models):
             return save_held(self._pool, os.fsdecode(path), note)
 

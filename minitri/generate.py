@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateFlags:
-    """The flags of this program alone."""
+    """The flags that only `minitri generate` has."""
 
     prompts: str | None = None
     """Many prompts: a file with a JSON object per line, such as {"prompt": "Once", "id": 7, "seed":
@@ -55,7 +55,7 @@ class GenerateFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the program."""
+    """The command-line parser of `minitri generate`."""
     parser = arguments.OneLineParser(
         "generate",
         "'The sea was' -n 40",

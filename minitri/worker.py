@@ -120,7 +120,7 @@ class Worker:
             report(error, job)
 
     def _renew(self, kind: Any) -> Generation:
-        """Replaces the run by a new one of a kind."""
+        """Closes the current run and opens one for jobs of this kind."""
         self._end_run()
         self._run = self._open(kind)
         self._kind = kind

@@ -294,7 +294,7 @@ files/reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_
   guesses in flight count as certain | PrefixCache.keep: self._num_exact(b) => self._full.lengths[b]
 files/reuse/test_prefixes.py::test_on_compiled_kernels_texts_are_equal_to_the_bit[bfloat16]
   K and V of decoding taken for those of a prompt
-    PrefixCache._num_exact: self._reads_alike => True
+    PrefixCache._num_exact: self._reuses_generated => True
 devices/cpu/test_pass.py::test_chunks_may_begin_anywhere_on_three_threads
   SiLU of a prompt by all threads in float32
     use_kernels: model.dtype == torch.float32 => False

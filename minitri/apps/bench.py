@@ -67,7 +67,7 @@ class BenchFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The command-line parser of `minitri bench`."""
     parser = arguments.OneLineParser(
         "bench",
         "--prompt-tokens 8000 --new-tokens 64 --method triforce",

@@ -15,7 +15,7 @@ half is. Assumed."""
 
 
 class Site(NamedTuple):
-    """A GPU for a model."""
+    """A GPU to plan for: its name, memory and speeds, and where these numbers come from."""
 
     name: str
     gib: float

@@ -56,7 +56,7 @@ class PlanFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The command-line parser of `minitri plan`."""
     parser = arguments.OneLineParser(
         "plan",
         "--model llama2-7b-128k --context 124928 --gpu-memory 24",
@@ -115,7 +115,7 @@ def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
 
 
 def run_command(args: argparse.Namespace) -> None:
-    """Prints the plan. Raises `InputError` if no placement fits."""
+    """Runs `minitri plan`: prints what fits where. Raises `InputError` if no placement fits."""
     if args.gpu == "list":
         print(TABLE)
         return

@@ -1,11 +1,12 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
 A `Generation` works only while it is asked for the next event. Requests are rows of a batch; when
-one ends, the next one takes its place. Whatever the order, each row's text is what it is alone.
+one ends, the next one takes its place. Whatever the order, each row's text follows the model's
+distribution.
 
-    Scheduler   what to do next: admit a request, read a chunk of a prompt, start rows, or step
+    Scheduler   what to do next: admit a request, read a chunk of a prompt, start rows, and step
     Stack       doing it: passes of the models over their caches, which commit tokens
-    Row         the output of one request: its tokens, their text, and why it ended
+    Row         one request: its prompt, its tokens and their text, and why it ended
 """
 
 import time
@@ -134,7 +135,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        # What was captured has a form even if it is greedy: at 0 it would not be compared.
+        # `filters_of` skips greedy filters; a temperature of 1 makes it compare the captured ones.
         captured = replace(self.shape.sampling, temperature=1.0)
         filters_of([captured, request.sampling], self._pool.models.target, run)
         self._num_requests += 1
@@ -183,7 +184,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             self._prompts[b] = self._prefill(stack, b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
-        """Ends row b; if its K and V are sound, later prompts may reuse them."""
+        """Takes row b out of the batch; if its K and V are sound, later prompts may reuse them."""
         stack.retire(b, is_sound=is_sound)
         self._scheduler.remove(b)
         del self._prompts[b]

@@ -111,7 +111,7 @@ def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
 
 
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The filters to capture for all of a run. Raises `InputError` if they differ in form."""
+    """Sampling settings for captured graphs. Raises `InputError` if they differ in form."""
     forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
     first, *others = forms.values() or wanted[:1]
     if others and model.device.type == "cuda" and run.cuda_graphs:

@@ -1,6 +1,6 @@
 """The memory of a run, allocated once: KV caches, model runners over them, captured graphs.
 
-A `Memory` is frozen and holds no text: `stack.py` builds the stages of the cascade over it.
+A `Memory` has no state of a run: `stack.py` builds the stages of the cascade over it.
 `MemoryPool` keeps the memory of the last run, for a next one that it fits.
 """
 
@@ -49,7 +49,7 @@ class Models:
     retrieval: Llama
     """Proposes with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
-    """The first level of the cascade."""
+    """The lowest level of the cascade."""
     drafter: Drafter | None = None
     """Proposes instead of a draft model; without either, the text is searched for repetitions."""
     level_type: LevelType = chain_level
@@ -84,7 +84,7 @@ def check_process(models: Models) -> None:
 
 @contextlib.contextmanager
 def running(models: Models) -> Iterator[None]:
-    """One thread at a time computes, on the models' device; errors are those of `as_fault`."""
+    """Context for all computation: holds the models' lock, and maps errors by `as_fault`."""
     check_process(models)
     try:
         with models.lock, torch.inference_mode(), torch.cuda.device_of(models.target.norm.weight):
@@ -161,8 +161,8 @@ def allocate(
     draft = models.draft if shape.uses_drafter else None
     if full is None:
         full = allocate_full_cache(target, draft.config if draft else None, shape, host)
-    reads_alike = not target.execution.is_row_invariant
-    prefix = PrefixCache(full, speculation.max_block, reads_alike=reads_alike)
+    reuses_generated = not target.execution.is_row_invariant
+    prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held is not None:  # before captures write to the slots of rows without a text
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
@@ -237,7 +237,7 @@ class MemoryPool:
         return kept
 
     def fitting(self, shape: MemoryShape) -> MemoryShape:
-        """The shape with as many of its rows as there is room for; the longest come first."""
+        """The shape with as many of its rows as fit into memory, the longest first."""
         needs = demand_of(self.models, shape)
         on_device, on_host = room_for(self.models.target, needs)
         on_host += self.host.num_free_bytes
@@ -282,7 +282,7 @@ class MemoryPool:
 
 
 def fits(kept: Memory, new: MemoryShape) -> bool:
-    """Whether the full cache serves a run of another shape."""
+    """Whether a kept full KV cache is large enough, and rightly placed, for another run."""
     placement = operator.attrgetter("num_rows", *PLACEMENT)
     return new.capacity <= kept.full.capacity and placement(new) == placement(kept.shape)
 

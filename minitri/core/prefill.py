@@ -1,7 +1,8 @@
 """Prefill: reads a prompt into a row of a full cache, chunk by chunk.
 
-The last token of a prompt is not read here: it is the input of the first step. Legend: T tokens of
-a chunk, N some of them, E hidden size, V vocab, L layers, B rows, H query heads, D head dim.
+The last token of a prompt is not read here: `Stack.start` reads it, and samples the first
+token. Legend: T tokens of a chunk, N some of them, E hidden size, V vocab, L layers, B rows, H
+query heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator

@@ -133,7 +133,7 @@ CANCELLED = "cancelled"
 
 
 class Row:
-    """The output of one request: its tokens so far, and why it ended."""
+    """One request in a run: its prompt ids, its tokens so far, and why it ended."""
 
     def __init__(
         self,
@@ -205,7 +205,7 @@ def settings_of(
     speculation: SpeculationConfig | bool = True,
     **fields: Any,
 ) -> list[Any]:
-    """The three settings with `fields` replaced; speculation on or off. Raises `InputError`."""
+    """Sampling, generation and speculation settings with `fields` replaced. Raises `InputError`."""
     if speculation is False and (names := fields.keys() & vars(ALONE).keys() - {"coupled"}):
         raise InputError(f"{min(names)} is given with speculation=False; leave one of them out")
     if isinstance(speculation, bool):

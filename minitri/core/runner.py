@@ -5,7 +5,7 @@ shorter rows are padded at the end, and nothing reads the padding. `Passes` are 
 the device, which CUDA graphs replay.
 
 Legend: B rows, T tokens of a block, N proposed tokens, E hidden size, V vocab, L layers, H query
-heads, D head dim.
+heads, D head dim. packed_4BT: tokens, positions, slots and output places, see `model/block.py`.
 """
 
 import copy
@@ -73,7 +73,7 @@ class Passes:
         return self.model.logits(hidden_BNE)[..., : self.vocab_size]
 
     def probs(self, logits_BNV: Tensor) -> Tensor:
-        """Distributions (B, N, V) by the filters whose numbers are on the device."""
+        """Distributions (B, N, V) of logits; temperature, top-p and min-p are in `numbers_3`."""
         probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
@@ -127,7 +127,7 @@ class ModelRunner:
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Distributions (B, N + 1, V); see `decoding.level.Runner`."""
+        """Reads unread tokens and N guesses: distributions (B, N + 1, V) after them."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
@@ -143,7 +143,7 @@ class ModelRunner:
         return output
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Distributions (B, V); see `decoding.level.Runner`."""
+        """Reads the last drafted token of each row; returns the distributions (B, V) after it."""
         packed_4B1 = pack_block(self.model, [[0]] * len(active), self.cache, 1)
         paths = None
         if any(self.text_filters):
@@ -186,7 +186,7 @@ class ModelRunner:
         ]
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
-        """Distributions after one forward pass; `paths` lead to them, for filters of the text."""
+        """Runs one pass: logits and distributions; text filters see the guesses in `paths`."""
         if self.graphs is not None:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:
@@ -206,7 +206,7 @@ class ModelRunner:
     def _paths(
         self, sequences: Rows, active: Active, blocks: Rows, above: Rows | None = None
     ) -> list[Rows] | None:
-        """See `paths_of`; None if no row has filters that depend on its text."""
+        """For each row and place, the guesses before it; None if no row has text filters."""
         if not any(self.text_filters):
             return None
         return paths_of(self.text_filters, sequences, active, blocks, above)

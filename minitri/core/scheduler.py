@@ -134,7 +134,8 @@ class Scheduler:
         has_started = [*active]
         if self.unread:
             yield Chunk(self._next_to_read())
-            # A closed run reads on where no row waits, or where whole prompts are read at once.
+            # Unless a started row waits for its next token, a run that takes no more requests reads
+            # all prompts before it starts rows; an offloaded one always does.
             interleaves = any(has_started) and not self._is_offloaded
             if self.unread and not (self._is_open or interleaves):
                 return

@@ -201,7 +201,7 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """Stages of the cascade and how far each guesses ahead; the text does not depend on it."""
+    """Settings of speculative decoding; the text's distribution does not depend on them."""
 
     method: str = one_of("auto", *METHODS)
     """Who guesses. auto: the fastest, chosen before every step; autoregressive: nobody; naive: a

@@ -44,7 +44,8 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # Passes in graphs, and those that stream K and V from host memory, are over all rows.
+        # Whether a pass may be over some rows only: captured ones, and those that stream K and V
+        # from host memory, are over all.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
@@ -140,6 +141,7 @@ class Stack:
         run = self.shape.generation
         chunk = run.prefill_chunk
         is_by_layers = type(memory.full) is not FullCache and not self._is_open and score is None
+        # Lazy: offloaded prompts are read layer by layer, the others by `read_chunk`.
         by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
             if is_by_layers:
@@ -193,7 +195,7 @@ class Stack:
             self.tuner.prior_seconds = prior
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """The cascade of the span of these rows, or of all rows; and its first row."""
+        """The cascade over the shortest span with all these rows, or all; and its first."""
         span = slice(min(rows), max(rows) + 1)
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
@@ -205,7 +207,8 @@ class Stack:
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache is not None and row.tokens:
-                # The pass read the token before and the guesses; len(row.tokens) of them stay.
+                # Of the inputs of the target's pass, the last committed token and the guesses, the
+                # first len(row.tokens) stay in its cache.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)

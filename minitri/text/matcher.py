@@ -62,8 +62,9 @@ class GrammarMatcher:
         return error_of(self._matcher)
 
     def _mask(self, path: list[int]) -> Tensor | None:
-        """The mask after a path. Only end tokens follow a complete text, another end token, or a
-        guess that the grammar does not allow."""
+        """Which tokens (V,) the grammar forbids after the guesses `path`; None: it has given up.
+        Only end tokens follow a complete text, another end token, or a guess that the grammar does
+        not allow."""
         is_over = self._is_over or not self._read(path)
         mask = bytearray(self._matcher.compute_logit_bias())
         if self._matcher.is_error():

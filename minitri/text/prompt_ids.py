@@ -85,7 +85,7 @@ def next_seed(seed: int, number: int = 1) -> int:
 
 
 def fold_seed(seed: int) -> int:
-    """A seed for an integer of 64 bits or a negative one; a seed is its own."""
+    """Maps any integer to a valid seed of 32 bits; a valid seed stays as it is."""
     seed %= 1 << 64
     return (seed ^ seed >> 32) & MAX_SEED
 

@@ -44,7 +44,8 @@ class StopScanner:
         self.found = False
 
     def push(self, text: str) -> str:
-        """Takes the next piece; returns text to show. Sets `found` at the first stop string."""
+        """Takes the next piece of text; returns what can be shown, up to any stop string. Sets
+        `found` at the first stop string."""
         if self.found:
             return ""
         text = self._held + text

@@ -45,7 +45,7 @@ class TreeLevel(Level):
         return shape_of(plan) if plan.tree else None
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """A tree for every active row, if the plan has one and this is the lowest level."""
+        """Guesses a tree per active row if this is the lowest level and the plan has a tree."""
         shape = self.shape()
         if shape is None or self.below is not None:
             return super().propose(sequences, active)

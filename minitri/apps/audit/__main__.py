@@ -17,7 +17,7 @@ COLUMNS = "check verdict statistic p_value num_tokens"
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The command-line parser of `minitri audit`."""
     about = "Do texts follow the log-probabilities that a server reports, speculation or not?"
     parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
     parser.usage = "minitri audit URL [flags]"

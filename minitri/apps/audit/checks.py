@@ -68,13 +68,13 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
 
 
 def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
-    """Row of the table; `fault` describes the fault, and is empty if there is none."""
+    """A row of the audit's report; `fault` says what is wrong, and is empty if nothing is."""
     verdict = {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault}
     return verdict | {"statistic": statistic, "num_tokens": num_tokens}
 
 
 def tested(check: str, fault: str, test: Martingale) -> Row:
-    """Row of a statistical test."""
+    """A row of the audit's report on a statistical test, with its p-value."""
     return row(check, fault, test.mean, test.num_tokens) | {"p_value": test.p_value}
 
 

@@ -45,7 +45,7 @@ Bursts = Sequence[tuple[str, Sequence[Text]]]
 
 @dataclass
 class Client:
-    """Connection to one model of a server, with the fields of every request."""
+    """Client of one model on an OpenAI-compatible server; `fields` go into every request."""
 
     url: str
     key: str | None

@@ -216,7 +216,7 @@ COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.star
 
 @dataclass(frozen=True)
 class ChatFlags:
-    """The flags of this program alone."""
+    """The flags that only `minitri chat` has."""
 
     fit: bool = False
     """Keep as much of the documents as fits the context, with room for questions and answers."""
@@ -227,7 +227,7 @@ class ChatFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the program."""
+    """The command-line parser of `minitri chat`."""
     parser = arguments.OneLineParser(
         "chat",
         "--document novel.txt",

@@ -262,8 +262,8 @@ def taken(
     base: Settings | None = None,
     **others: Any,
 ) -> Settings:
-    """Settings with the values of the flags named after their fields, and of `others`; the rest is
-    as in `base`, by default as in the class. Raises `InputError`."""
+    """Settings from the flags named after their fields, and from `others`; the rest is as in
+    `base`, by default as in the class. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 

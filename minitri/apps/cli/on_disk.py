@@ -102,7 +102,7 @@ def remove_model(args: argparse.Namespace) -> None:
 
 
 def build_parser(run: Callable[[argparse.Namespace], None], name: str) -> OneLineParser:
-    """The flags of one of the programs."""
+    """The command-line parser of `minitri pull`, `list` or `remove`."""
     examples = [""] if name == "list" else ["smollm2-360m", "Qwen/Qwen3-0.6B"]
     parser = OneLineParser(name, *examples, description=f"{run.__doc__}\n{places()}")
     if name != "list":

@@ -12,7 +12,7 @@ from minitri.apps.cli.report import where
 
 
 def build_parser() -> arguments.OneLineParser:
-    """The flags of the program."""
+    """The command-line parser of `minitri score`."""
     parser = arguments.OneLineParser(
         "score",
         "novel.txt --max-prompt-tokens 4000",

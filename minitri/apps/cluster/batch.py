@@ -62,7 +62,7 @@ def run_on_replicas(args: argparse.Namespace) -> None:
 
 
 def key_and_prompt(line: Line) -> tuple[str, str]:
-    """Key and prompt of a line, if it is JSON; if it is not, a replica says what is wrong."""
+    """Key and prompt in a line of the prompts file; a line that is no JSON fails in a replica."""
     try:
         fields = {**json.loads(line.text)}
     except (TypeError, ValueError, RecursionError):

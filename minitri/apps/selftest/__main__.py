@@ -45,7 +45,7 @@ class SelfTestFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The command-line parser of `minitri selftest`."""
     parser = arguments.OneLineParser(
         "selftest",
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",

@@ -64,7 +64,7 @@ def add_text(
     emitted: Sequence[Token],
     sampling: SamplingParams,
 ) -> None:
-    """Adds the emitted tokens to the test of each score."""
+    """Adds the tokens of a generated text to the statistical test of every score."""
     new = [event.token_id for event in emitted]
     text = prompt + new
     V = engine.config.vocab_size

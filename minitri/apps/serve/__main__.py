@@ -56,7 +56,7 @@ class ServeFlags:
 
 
 def build_parser() -> arguments.OneLineParser:
-    """All flags of the program."""
+    """The command-line parser of `minitri serve`."""
     parser = arguments.OneLineParser(
         "serve",
         "--context 32768 --batch-size 2 --port 8080 --api-key secret",

@@ -27,17 +27,17 @@ ALIVE = b": still at work\n\n"
 
 
 def to_json(content: Json) -> bytes:
-    """UTF-8, where lone surrogates become question marks."""
+    """JSON in UTF-8, where lone surrogates become question marks."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def in_stream(content: Json) -> bytes:
-    """JSON as an event of a stream."""
+    """An object of JSON as one server-sent event."""
     return b"data: %b\n\n" % to_json(content)
 
 
 def new_call_id() -> str:
-    """Id of a call of a function, as all chat templates allow it."""
+    """A random id for a tool call: nine hexadecimal digits, which all chat templates accept."""
     return secrets.token_hex(5)[1:]
 
 
@@ -86,7 +86,7 @@ class Writer:
         return in_stream({**self._head, "choices": choices, **others})
 
     def _tail(self) -> bytes:
-        """End of a stream."""
+        """The last events of a stream: token counts, if asked for, and [DONE]."""
         has_usage = self._asked.stream_options.include_usage
         usage = self._chunk([], usage=self._usage()) if has_usage else b""
         return usage + b"data: [DONE]\n\n"

@@ -15,7 +15,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Error for the client; the traceback of a bug is in the log."""
+    """The HTTP error that reports an exception to the client; a bug's traceback is in the log."""
     match error:
         case ApiError():
             return error

@@ -10,8 +10,8 @@ the paper's and the default. The whole of another one, which keeps the chunks wi
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It changes the speed, and no text. One that raises, or whose scores have another shape or are NaN,
-ends the run with an `InputError`.
+It changes the speed, not the distribution of the text. One that raises, or whose scores have
+another shape or are NaN, ends the run with an `InputError`.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
 D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.

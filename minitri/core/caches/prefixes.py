@@ -30,13 +30,14 @@ class Store(Protocol):
 class PrefixCache:
     """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
 
-    def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
+    def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
         """Passes of other rows write to at most `num_guarded` slots of a row without a text. With
-        `reads_alike`, K and V of generated tokens are reused as well; compiled kernels decode with
-        other rounding, and texts must be bit-identical with and without this cache."""
+        `reuses_generated`, K and V of generated tokens are reused, too: not with compiled kernels,
+        which round otherwise when they decode than when they read a prompt, and whose texts must be
+        the same to the bit with and without this cache."""
         self._full = full
         self._num_guarded = num_guarded
-        self._reads_alike = reads_alike
+        self._reuses_generated = reuses_generated
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_committed = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
@@ -52,7 +53,7 @@ class PrefixCache:
     def _num_exact(self, b: int) -> int:
         """Tokens of row b whose K and V may be reused."""
         held = self._num_committed[b]
-        return held if self._reads_alike else min(held, self._num_prompt[b] - 1)
+        return held if self._reuses_generated else min(held, self._num_prompt[b] - 1)
 
     @property
     def longest(self) -> HeldRow | None:

@@ -4,9 +4,10 @@ Per layer and KV head it holds `budget` tokens of the full cache, chosen by a po
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
 V of committed tokens overwrite the least important ones, so output can be of any length.
 
-It is rebuilt when half of it has been overwritten, and at a stride. The queries are those of the
-latest tokens (an observation window, as in SnapKV) and of the first token of a pass of the target,
-so a rebuild needs no pass. If the full cache is in host memory, `select` rebuilds layer by layer.
+It is rebuilt when half of it has been overwritten, and after every `rebuild_stride` tokens. The
+queries are those of the latest tokens (an observation window, as in SnapKV) and of the last
+committed token, which the target's verification pass has just read: a rebuild needs no pass of its
+own. If the full cache is in host memory, `select` rebuilds layer by layer.
 
 Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
 chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
@@ -27,11 +28,12 @@ from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
 @dataclass
 class RetrievedRow:
-    """State of one row; all counts are tokens, each of which takes one slot."""
+    """State of one row of a `RetrievalCache`; all counts are tokens, of one slot each."""
 
     budget: int
     num_overwritten: int
-    """Slots overwritten since the last build. It starts with the sinks, which so are kept."""
+    """Slots overwritten since the last build, from the first one on. Before the first build it is
+    the number of sinks, which are in the first slots and so are kept; a build puts them last."""
     num_committed: int = 0
     """Committed tokens of the text that this cache stands for."""
     built_at: float = -math.inf
@@ -41,7 +43,7 @@ class RetrievedRow:
 
 
 class RetrievalCache(Cache):
-    """`budget` tokens of each row of a full cache, and room for a block after them."""
+    """A KV cache of selected tokens, `budget` of each row of a full cache, and of one block."""
 
     def __init__(
         self,
@@ -101,6 +103,7 @@ class RetrievalCache(Cache):
         """Brings row b up to date with the full cache and drops its block; returns whether the row
         was rebuilt. The queries are those of the last T tokens, which the target has just read."""
         row = self.rows[b]
+        # Drops the guessed block: only slots of committed tokens stay valid.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # length before that pass
         if not row.is_planned and self._is_due(row, known):

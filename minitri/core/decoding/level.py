@@ -91,16 +91,17 @@ class Runner(Protocol):
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Distributions (B, N + 1, V), or more, after each row's last token and each guess, which
-        are read; those of rows that are not active are undefined."""
+        """Reads the tokens that the cache lacks, and the guesses; returns distributions (B, N + 1,
+        V) after the last token and after each guess. Captured passes return more places, to be
+        ignored, as are rows that are not active."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Distributions (B, V) after the last of the tokens (B,) that were drafted after the
-        sequences, which is read; they may be on the device."""
+        """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
+        distributions (B, V) after it. The tokens may be on the device."""
 
 
 class Level(Stage):
-    """One level of the cascade: verifies the stage below it, proposes to the level above."""
+    """One level of the cascade: verifies the stage below it, proposes to the one above, if any."""
 
     def __init__(
         self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
@@ -178,7 +179,7 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that replace guesses of the stage below, where a grammar leaves one text."""
+        """Tokens that a grammar forces next in each row, instead of guesses of the stage below."""
         assert self.below is not None
         rows = forced_of(self.runner.text_filters, sequences, guessing)
         return [row[: self.below.gamma] for row in rows]

@@ -58,7 +58,7 @@ class RandomSource:
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """The tokens that each active row emits from position `starts[b]` on, see `decide`."""
+        """Verifies a proposal with random numbers: the tokens of each active row, see `decide`."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 

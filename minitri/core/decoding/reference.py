@@ -1,8 +1,8 @@
 """Algorithm 1 of TriForce as one function: for one text, in plain Python, every decision visible.
 
 Models are functions from the tokens of a text to the distribution of the next one. The cascade
-(`cascade.py`) is the fast form, for any number of stages and rows. Given the same random numbers
-and `verification="token"`, it emits the same tokens; its default accepts more guesses.
+(`cascade.py`) is the fast form, for one to three stages and any number of rows. Given the same
+random numbers and `verification="token"`, it emits the same tokens; its default accepts more.
 """
 
 from bisect import bisect_right

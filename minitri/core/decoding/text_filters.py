@@ -36,7 +36,7 @@ class Matcher(Protocol):
         """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """The text that must follow `path`, as the tokenizer would cut it into tokens."""
+        """Tokens of the text that the grammar forces after `path`; none if it has a choice."""
 
 
 class TextFilters:
@@ -133,7 +133,7 @@ class TextFilters:
         logits_NV.index_copy_(1, ids_U, x_NU)
 
     def _place(self, token: int) -> int:
-        """The place of a token, a new one if needed; a rejected guess keeps one, with zeros."""
+        """Index of a token in the tensors of counts; a token not seen before gets the next one."""
         place = self._places.setdefault(token, len(self._places))
         self._ids_V[place] = token
         return place
@@ -174,8 +174,9 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """The paths of each active row with text filters, none for others. Place n follows the first n
-    guesses of a row's block, or in a tree those at the places `above[n]`."""
+    """For each row and place of its block, the tokens between the committed text and that place.
+    Place n follows the first n guesses of a row's block, or in a tree those at the places
+    `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()
@@ -188,7 +189,7 @@ def paths_of(
 
 
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Tokens that the grammar of each active row forces, as guesses: there are other cuts."""
+    """Tokens that each active row's grammar forces next; they are guesses, as other cuts may do."""
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
     matchers = [row.matcher if row is not None else None for row in filters]
     pairs = zip(matchers, paths, strict=True)

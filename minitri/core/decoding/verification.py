@@ -75,7 +75,7 @@ class Proposal:
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def depth(self, b: int) -> int:
-        """The largest number of guesses about row b that can be accepted."""
+        """The largest number of guesses of row b that can be accepted."""
         return self.counts[b]
 
 
@@ -132,7 +132,7 @@ Run = Callable[[Rule, Tensor, Tensor, Guesses], Verdict]
 
 
 def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> Verdict:
-    """The verdict of a rule, whose inputs are moved to the device."""
+    """Applies a verification rule at once, after moving its inputs to the device."""
     numbers_BN, *tensors = (
         tensor.to(p_BNV.device, non_blocking=True) for tensor in (numbers_BN, *guesses)
     )
@@ -158,10 +158,11 @@ def decide(
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
-    """x_i is accepted while u_i q_i(x_i) < p_i(x_i) (Leviathan et al. 2023, algorithm 1).
+    """Tests guesses one by one (Leviathan et al. 2023, algorithm 1).
 
-    The recovered token of the first rejection comes from norm(max(p_i - q_i, 0)), or from p_i if
-    that vanishes in floating point; the bonus token, if all n are accepted, from p_{n+1}.
+    x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
+    from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point; the bonus token,
+    if all n are accepted, from p_{n+1}.
     `uniforms_BN` are independent numbers in [0, 1): one per test, and the last for that token.
     """
     p_BN = guesses.token_probs_BN(p_BNV)
@@ -171,7 +172,7 @@ def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
 
 
 def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
-    """`verify` for all guesses of a row together: no fewer are accepted in expectation.
+    """Block verification: tests a row's guesses jointly; on average accepts no fewer than `verify`.
 
     Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) accepts x_1 .. x_i for the
     largest i with u_i < h_i. They are kept with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i),
@@ -199,7 +200,9 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
 
 
 def verify_coupled(p_BNV: Tensor, keys_BN: Tensor, guesses: Guesses) -> Verdict:
-    """Emits argmax(log p_i + g_i) at every position; accepts a guess iff it is that very token.
+    """Verification under common Gumbel noise g: emits argmax(log p_i + g_i) at every position.
+
+    A guess is accepted iff it is that very token.
     `keys_BN` name the Gumbel noise g of the positions."""
     choices_BN = gumbel_argmax(p_BNV, keys_BN)
     num_accepted_B = guesses.num_passed_B(choices_BN[:, :-1] == guesses.tokens_BN)

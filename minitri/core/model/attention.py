@@ -42,7 +42,7 @@ def attend_math(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (part of the contract)
 ) -> Tensor:
-    """The oracle: textbook attention in float32, or in float64 for float64 tensors."""
+    """Reference attention in plain PyTorch: float32, or float64 for float64 tensors."""
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_math, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
     T, H, D = q_BTHD.shape[1:]
@@ -70,7 +70,7 @@ def row_by_row(
 
 
 def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
-    """The rule as a boolean tensor (T, T); causal if None."""
+    """Which tokens of a block see which, boolean (T, T): `rule_TT`, or causal if that is None."""
     if rule_TT is not None:
         return rule_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()

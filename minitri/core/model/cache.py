@@ -55,14 +55,14 @@ class BlockKV(NamedTuple):
 
 @dataclass
 class Filled:
-    """The fill of one row of a cache."""
+    """How many slots of a cache's row are valid, and how many tokens of its text are in none."""
 
     num_slots: int = 0  # valid ones, which come first
     num_left_out: int = 0  # tokens of the row's text, read or skipped, that are in no slot
 
 
 class Cache:
-    """`keys` and `values` (L, B, K, S, D) of B rows."""
+    """A KV cache: `keys` and `values` (L, B, K, S, D) of B rows, each with its own length."""
 
     def __init__(self, keys: Slots, values: Slots, lengths: list[int] | None = None) -> None:
         self.keys = keys

@@ -95,7 +95,7 @@ class OffloadedFullCache(FullCache):
     def update_hosted(
         self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Writes a block into a buffer, from `starts` on; queues its copies to host memory."""
+        """Writes new K and V into a layer's buffer on the device; queues copies to the host."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]

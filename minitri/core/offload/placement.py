@@ -124,7 +124,7 @@ class Demand:
         return is_possible and self.on_device(on_chip) <= device_bytes
 
     def has_room(self, device_bytes: float, host_bytes: float) -> bool:
-        """Whether the KV of any number of layers that may be on the device fits."""
+        """Whether the run fits with any allowed split of the KV cache between device and host."""
         choices = placements(self.shape.generation, self.config.num_layers)
         return any(self.fits(device_bytes, host_bytes, n) for n in choices)
 

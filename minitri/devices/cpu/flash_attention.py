@@ -24,7 +24,7 @@ def attend_cpu(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
-    """Attention of a block on a CPU; the contract is `model.attention.Attend`."""
+    """Attention of new tokens to cached ones and each other by PyTorch's flash kernel on a CPU."""
     prefix = min(prefix_lengths)
     if prefix < max(prefix_lengths):
         return row_by_row(attend_cpu, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)

@@ -296,9 +296,10 @@ def keep_quantized(
 
 
 def quantized_copy(model: Llama) -> Llama:
-    """A copy of a model on kernels with linear layers of 4 bits, which proposes for the model.
+    """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
 
-    The LM head has 8 bits: with 4, SmolLM2's copy agrees with it on 79 % of the tokens, not 99."""
+    The LM head has 8 bits: with 4, SmolLM2's copy agrees with it on 79 % of the tokens, not 99.
+    """
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4

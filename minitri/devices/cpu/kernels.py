@@ -73,7 +73,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """All threads for PyTorch."""
+        """Context for reading prompts: PyTorch uses all threads."""
         with self._one_at_a_time:
             torch.set_num_threads(self.num_threads)
             yield

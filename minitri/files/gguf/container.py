@@ -40,7 +40,7 @@ class _Reader:
         self.position = 0
 
     def numbers(self, kind: str, count: int) -> np.ndarray:
-        """A view of the file."""
+        """The next `count` numbers of the file, as a view of it."""
         view = np.frombuffer(self.pages, kind, count, self.position)
         self.position += view.nbytes
         return view

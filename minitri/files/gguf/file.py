@@ -97,7 +97,8 @@ class GgufFile:
         return read_vocabulary(self.metadata)
 
     def config(self, name: str) -> ModelConfig:
-        """The model's shape. Raises `InputError` for a model of another family."""
+        """The model's configuration, from the metadata. Raises `InputError` for a model of
+        another family."""
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             prefix = f"{self._architecture}."
             settings = {key.removeprefix(prefix): value for key, value in self.metadata.items()}

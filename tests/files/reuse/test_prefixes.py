@@ -160,13 +160,13 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
         slots.normal_(generator=torch.Generator().manual_seed(0))
     exact = [slots.clone() for slots in full.tokens(0, 0, 30)]
     full.advance([30, 0])
-    prefix = PrefixCache(full, 5, reads_alike=True)
+    prefix = PrefixCache(full, 5, reuses_generated=True)
     prefix.keep(0, text)
     full.reset(0)
     full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
     if adopted:
         old, full = prefix, full if adopted == "in place" else new_cache(tiny_config(), 2, 128)
-        prefix = PrefixCache(full, 5, reads_alike=True)
+        prefix = PrefixCache(full, 5, reuses_generated=True)
         prefix.adopt(old)
         full.keys[..., :5, :] = full.values[..., :5, :] = math.nan
     texts = [text if b == taken_by else [] for b in range(2)]

@@ -40,7 +40,7 @@ class ToolCall(Body, extra="ignore"):
 
 
 def joined(content: str | tuple[Part, ...]) -> str:
-    """Text of a content."""
+    """The text of a message's content, its parts joined."""
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
@@ -93,7 +93,7 @@ class Tool(Body, extra="ignore"):
 
 
 def choice_of(choice: object) -> object:
-    """The name of a function that is chosen by an object; other choices are words."""
+    """The name in a `tool_choice` that is an object; a word such as `auto` is returned as it is."""
     match choice:
         case {"type": "function", "function": {"name": name}}:
             return name

@@ -52,7 +52,7 @@ B = TypeVar("B", bound=Body)
 
 
 def says(advice: str) -> WrapValidator:
-    """Annotation of a type: the advice for the client, whatever is wrong with the value."""
+    """A pydantic validator: any error of a value becomes this advice for the client."""
 
     def check(value: Any, validate: Callable[[Any], Any]) -> Any:
         try:

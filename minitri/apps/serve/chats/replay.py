@@ -52,7 +52,7 @@ class Replay:
                 self._num_tokens -= len(self._kept.popitem(last=False)[1].token_ids)
 
     def find(self, keys: Sequence[bytes]) -> tuple[int, Kept] | None:
-        """The last of these that is kept, with its index."""
+        """The last of these keys that has a kept conversation: its index, and the tokens."""
         with self._lock:
             for index in reversed(range(len(keys))):
                 if kept := self._kept.get(keys[index]):

@@ -71,7 +71,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
     BITS: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """(ROWS, COLUMNS) of x W^T, added up in float32; all tensors are contiguous."""
+    """Triton kernel: a tile of x W^T with W in 4 or 8 bits, summed in float32; all contiguous."""
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     WIDTH: tl.constexpr = GROUP * BITS // 8
@@ -105,8 +105,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """The tile that a program computes. All stages take 99 KiB of shared memory at most, which
-    every GPU from compute capability 8.0 on has."""
+    """Tile sizes and launch options of the kernel for M rows and weights of 4 or 8 bits. All stages
+    take 99 KiB of shared memory at most, which every GPU from compute capability 8.0 on has."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
     tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
