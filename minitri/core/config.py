@@ -10,7 +10,6 @@ from typing import Self
 from minitri.core.errors import InputError
 from minitri.core.fields import between, check_fields, one_of, refuse
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
 SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
 """Sizes that are divided among GPUs."""
 
@@ -22,7 +21,7 @@ class RopeConfig:
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)
     """Base of the geometric series of wavelengths."""
-    kind: str = one_of("default", *ROPE_KINDS)
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn")
     factor: float = between(1.0, 1.0, 1e6)
     """Context length divided by `original_context`."""
     original_context: int | None = between(None, 1)

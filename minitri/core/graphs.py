@@ -1,9 +1,8 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed as one launch.
 
-A captured function takes and returns tensors alone. `GraphPool.run` captures it for these shapes
-when a run starts; later it copies inputs into static buffers and replays the graph. **Its
-output is overwritten by the next run** of any function. Weights and caches must keep their
-addresses. On a CPU the function runs eagerly over static buffers, as the graph would.
+`GraphPool.run` captures a function of tensors when a run starts; later it copies inputs into static
+buffers and replays the graph. **Its output is overwritten by the next run** of any function;
+weights and caches must keep their addresses. On a CPU functions run eagerly over static buffers.
 """
 
 import functools

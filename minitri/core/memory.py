@@ -1,7 +1,6 @@
 """The memory of a run, allocated once: KV caches, model runners over them, captured graphs.
 
-A `Memory` is frozen and holds no text: `stack.py` builds the stages of the cascade over it.
-`MemoryPool` keeps the memory of the last run, for a next one that it fits.
+A `Memory` holds no text: `stack.py` builds the cascade over it. `MemoryPool` keeps the latest one.
 """
 
 import contextlib
@@ -151,11 +150,8 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
-
-    `full` is a cache to take over instead of a new one; `held` are texts of an earlier run; `host`
-    lends memory. On a GPU all passes are captured but those that stream K and V from the host.
-    """
+    """Allocates and captures for runs of this shape: `full` is a cache to take over, `held` are
+    texts of an earlier run. Passes that stream K and V are not captured. Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None

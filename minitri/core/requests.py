@@ -118,8 +118,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields` are the others above, and those to replace in `sampling` and `generation`.
-        Raises `InputError`."""
+        """`fields`: the others above, and new ones of the two settings. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:

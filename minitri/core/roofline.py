@@ -45,8 +45,7 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
-    """A GPU by bytes and FLOPs per second: 16 us are 12 launches in a CUDA graph, 150 us a verdict
-    and a copy to the host."""
+    """A GPU by bytes and FLOPs per second; 16 us: 12 launches in a graph, 150 us: a verdict."""
     return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 

@@ -1,11 +1,9 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
-`ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass; the blocks of
-shorter rows are padded at the end, and nothing reads the padding. `Passes` are the computations on
-the device, which CUDA graphs replay.
+`ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
+are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
 
-Legend: B rows, T tokens of a block, N proposed tokens, E hidden size, V vocab, L layers, H query
-heads, D head dim.
+Legend: B rows, T tokens of a block, N guesses, E hidden size, V vocab, L layers, H heads, D dim.
 """
 
 import copy
@@ -23,7 +21,7 @@ from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, prob
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.graphs import Function, GraphPool
-from minitri.core.model.block import pack_block, take_rows, unpack_block
+from minitri.core.model.block import pack_block, unpack_block
 from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import LONGEST_BLOCK, SamplingParams
@@ -32,9 +30,7 @@ from minitri.core.settings import LONGEST_BLOCK, SamplingParams
 @dataclass(eq=False)
 class Passes:
     """Computations of a model over a cache, as functions of tensors that a CUDA graph can hold.
-
-    The graphs refer to them, and they to no graph: a cycle would keep the cache after its run.
-    """
+    They refer to no graph: a cycle would keep the cache after its run."""
 
     model: Llama
     cache: Cache
@@ -59,7 +55,8 @@ class Passes:
         if len(guesses_BN[0]):
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
-        return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
+        places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
+        return hidden_BTE.gather(1, places_BN1.expand(-1, -1, hidden_BTE.shape[2]))
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Final hidden states (B, 1, E) after one token, which replaces that of the block."""

@@ -35,7 +35,6 @@ SLIDE = 32
 MIN_BUDGET, MAX_BUDGET = 256, 4096
 """Limits of the default retrieval budget, in tokens."""
 
-
 Bias = Mapping[int, float] | Sequence[tuple[int, float]]
 
 
@@ -279,8 +278,7 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens per row that the target reads in a step: the last committed one, gamma2 - 1
-        guesses, and a whole inner round."""
+        """Most tokens per row in a pass of the target: one, gamma2 - 1 guesses, an inner round."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property

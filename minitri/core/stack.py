@@ -1,8 +1,4 @@
-"""The stack of stages over a memory, and the texts of the rows that they extend.
-
-`admit` gives a row to a request; `prefill` reads its prompt; `start` and `step` generate tokens;
-`retire` ends its text.
-"""
+"""The stack of stages over a memory, and the texts of the rows that they extend."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,6 +1,6 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
-The first `lengths[b]` slots hold exactly what a fresh prefill of the row's inputs would write.
+The first `lengths[b]` slots hold what a fresh prefill of the row's inputs would write.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
 """

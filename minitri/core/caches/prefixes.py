@@ -31,9 +31,8 @@ class PrefixCache:
     """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reads_alike: bool) -> None:
-        """Passes of other rows write to at most `num_guarded` slots of a row without a text. With
-        `reads_alike`, K and V of generated tokens are reused as well; compiled kernels decode with
-        other rounding, and texts must be bit-identical with and without this cache."""
+        """Passes of other rows write to at most `num_guarded` slots of a row without a text. Where
+        decoding rounds as a prefill does (`reads_alike`), its K and V are reused as well."""
         self._full = full
         self._num_guarded = num_guarded
         self._reads_alike = reads_alike
@@ -90,8 +89,8 @@ class PrefixCache:
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills row b, which is empty, with the longest cached prefix of its prompt that its owner
-        may share, at most `most` tokens; returns how many. `texts` are those of all rows."""
+        """Fills row b, which is empty, with the longest cached prefix of its prompt, at most `most`
+        tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
         owner = self.owners[b]
         begun = [

@@ -8,8 +8,7 @@ It is rebuilt when half of it has been overwritten, and at a stride. The queries
 latest tokens (an observation window, as in SnapKV) and of the first token of a pass of the target,
 so a rebuild needs no pass. If the full cache is in host memory, `select` rebuilds layer by layer.
 
-Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
-chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
+Legend: as in `policies.py`; B batch, C chunks that are kept, W observation window.
 """
 
 import math
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.caches.policies import make_policy
+from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
 from minitri.core.settings import SpeculationConfig, round_up_to_stride
@@ -52,10 +51,11 @@ class RetrievalCache(Cache):
         num_heads: int,
         make_slots: MakeSlots | None = None,
     ) -> None:
-        """Empty; `commit` fills it. `make_slots` allocates K and V, by default as tensors."""
+        """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
-        self._policy = make_policy(speculation.policy)
+        is_default = speculation.policy == "retrieval"
+        self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
@@ -88,8 +88,8 @@ class RetrievalCache(Cache):
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Selects from a layer of the full cache, in a pass of the target that has written this
-        layer's queries, for the rows that are due; layer 0 decides which."""
+        """Selects from a layer of the full cache for the rows that are due, which layer 0 decides;
+        the pass has written this layer's queries."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)
@@ -126,9 +126,8 @@ class RetrievalCache(Cache):
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks among the first `end` tokens of the full
-        cache, best last; sinks and recent tokens are always kept. `query_HD` is appended to the
-        observed queries."""
+        """Fills the slots of a layer with the best chunks of the first `end` tokens, best last, for
+        the observed queries and `query_HD`; sinks and recent tokens are always kept."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         N, C = end // M, self.rows[b].budget // M

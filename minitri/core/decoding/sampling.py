@@ -40,8 +40,7 @@ def probs_of_rows(
     params: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """The distributions (B, N, V) of B rows, each with its own filters, by `probs`: by default
-    `probs_from_logits`."""
+    """The distributions (B, N, V) of B rows, each with its own filters."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if all(row == params[0] for row in params):

@@ -52,8 +52,7 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`bad_words` are token sequences that must not come; `end_tokens` must not come before
-        `params.min_tokens` others."""
+        """`bad_words` must not come, and no `end_tokens` before `params.min_tokens` others."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -70,9 +69,8 @@ class TextFilters:
         for token, bias in dict(params.logit_bias).items():
             self._bias_V[self._place(token)] = bias
         is_repetition = params.repetition_penalty != 1
-        self._counts_output = bool(
-            is_repetition or params.presence_penalty or params.frequency_penalty
-        )
+        penalties = (params.presence_penalty, params.frequency_penalty)
+        self._counts_output = is_repetition or any(penalties)
         for token in sorted({*prompt}) if is_repetition else ():
             self._in_prompt_V[self._place(token)] = 1
 

@@ -59,8 +59,7 @@ class Llama(nn.Module):
         target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`);
-        `attend` computes attention."""
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
         super().__init__()
         self.config = config
         self.attend = attend
