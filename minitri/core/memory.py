@@ -35,7 +35,6 @@ E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
 """Block sizes for which passes of the target are captured, cut to the longest of a run."""
 PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
-"""Settings of a run on which the place of its full cache depends."""
 WORTH_COPYING = 64
 """Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
 
@@ -48,15 +47,12 @@ class Models:
     retrieval: Llama
     """Proposes with the retrieval cache: the target, or a copy of it in fewer bits."""
     draft: Llama | None = None
-    """The first level of the cascade."""
     drafter: Drafter | None = None
     """Proposes instead of a draft model; without either, the text is searched for repetitions."""
     level_type: LevelType = chain_level
     """Chooses the class of each level; `minitri.trees` has one with trees."""
-    lock: Any = field(default_factory=threading.RLock)
-    """Held by the thread that computes."""
-    process: int = field(default_factory=os.getpid)
-    """Id of the process that loaded the models."""
+    lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
+    process: int = field(default_factory=os.getpid)  # that loaded the models
 
     @property
     def drafter_name(self) -> str:
@@ -124,7 +120,6 @@ class Memory:
     """The largest run that it serves."""
     full: FullCache
     prefix: PrefixCache
-    """Finds in the full cache what earlier texts have left there."""
     target: ModelRunner
     graphs: GraphPool | None
     retrieval: ModelRunner | None = None
@@ -211,8 +206,7 @@ class MemoryPool:
         self.snapshot: HeldRow | None = None
         """A text from a file, with which later texts may begin."""
         self.store: Store | None = None
-        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The runs that use this pool."""
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # that use this pool
         self._kept: Memory | None = None
         self._latest: int | None = None  # an id, as only the run may keep its memory alive
 
@@ -242,8 +236,8 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which has ended; but no K and V in host memory after
-        an interruption, in which buffers may be half written, or placed to fit one text."""
+        """Keeps the memory of the latest run, which has ended; but no K and V in host memory that
+        an interruption may have left half written, or that were placed to fit one text."""
         run = memory.shape.generation
         is_fitted = run.on_chip is None and not run.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)

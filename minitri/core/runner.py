@@ -35,15 +35,13 @@ class Passes:
     model: Llama
     cache: Cache
     filters: SamplingParams
-    """Graphs keep their form; temperature, top-p and min-p are read from `numbers_3`."""
-    vocab_size: int
-    """Vocabulary size of the target, and so of every distribution."""
-    queries_LBTHD: Tensor | None
-    """Filled with the rotated queries of the latest block."""
+    """Graphs keep their form, and read their values from `numbers_3`."""
+    vocab_size: int  # of the target, and so of every distribution
+    queries_LBTHD: Tensor | None  # filled with the rotated queries of the latest block
 
     def __post_init__(self) -> None:
-        self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
-        self.numbers_3 = self.numbers_3.to(self.model.device)
+        numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
+        self.numbers_3 = numbers_3.to(self.model.device)
 
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
@@ -75,8 +73,7 @@ class Passes:
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
     def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, guessed one after the other, and the distributions (B, N, V) that
-        they were sampled from; see `sample_by_number`."""
+        """N guesses of each row, one after the other, and their distributions (B, N, V)."""
         last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -110,7 +107,6 @@ class ModelRunner:
         self.cache = cache
         self.sampling = [sampling] * B
         self.text_filters: list[TextFilters | None] = [None] * B
-        """The filters of each row that depend on its text, if it has any."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         # Longer blocks go by lengths on the host, which a graph would freeze.
@@ -160,8 +156,8 @@ class ModelRunner:
         *,
         has_root: bool,
     ) -> Output:
-        """Distributions (B, T, V), or more, after each token of a block in which `rule_TT` says who
-        sees whom, at positions `depths_T`. With `has_root` its first token is the last of the
+        """Distributions (B, T, V), or more, after each token of a block at positions `depths_T`, in
+        which `rule_TT` says who sees whom. With `has_root` its first token is the last of the
         sequences, else it follows them. Lengths of the cache stay as they are."""
         above = None
         if any(self.text_filters):
@@ -219,7 +215,6 @@ class ModelRunner:
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
-        """Empties row b."""
         self.cache.reset(b)
         self.text_filters[b] = None
 

@@ -27,12 +27,10 @@ class MemoryShape:
 
     @property
     def uses_drafter(self) -> bool:
-        """Whether any plan of a step guesses with the lowest stage."""
         return any(plan.uses_drafter for plan in self.speculation.plans)
 
     @property
     def uses_retrieval(self) -> bool:
-        """Whether any plan of a step guesses with the retrieval cache."""
         return any(plan.uses_retrieval for plan in self.speculation.plans)
 
     @property

@@ -102,7 +102,6 @@ class Stats:
     steps_per_plan: Counter[str] = field(default_factory=Counter)
     """Steps by plan (method and gammas)."""
     num_graphs: int = 0
-    """CUDA graphs captured for this run."""
 
     def note_commit(self, seconds: float) -> None:
         self.commit_seconds += seconds

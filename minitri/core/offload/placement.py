@@ -50,7 +50,6 @@ class Demand:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the weights of all models."""
         return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
