@@ -18,8 +18,7 @@ from minitri.core.errors import InputError, shorten
 from minitri.core.model.llama import Llama
 from minitri.core.settings import GenerationConfig, SamplingParams
 
-NUM_WARMUPS = 2
-"""Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
+NUM_WARMUPS = 2  # before a capture: libraries choose kernels and allocate their workspaces
 
 Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
@@ -29,8 +28,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
-        self.is_open = True
-        """Whether new shapes are captured, which takes long; else they run eagerly."""
+        self.is_open = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
         if device.type == "cuda":

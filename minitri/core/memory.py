@@ -32,8 +32,7 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
-TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes for which passes of the target are captured, cut to the longest of a run."""
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # captured, each cut to the longest of a run
 PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
 WORTH_COPYING = 64
 """Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
@@ -44,19 +43,16 @@ class Models:
     """The models of an engine."""
 
     target: Llama
-    retrieval: Llama
-    """Proposes with the retrieval cache: the target, or a copy of it in fewer bits."""
+    retrieval: Llama  # the target, or a copy of it in fewer bits
     draft: Llama | None = None
-    drafter: Drafter | None = None
-    """Proposes instead of a draft model; without either, the text is searched for repetitions."""
-    level_type: LevelType = chain_level
-    """Chooses the class of each level; `minitri.trees` has one with trees."""
+    drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
+    level_type: LevelType = chain_level  # `minitri.trees` has one with trees
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
     process: int = field(default_factory=os.getpid)  # that loaded the models
 
     @property
     def drafter_name(self) -> str:
-        """Name of the drafter from outside, or of the draft model, or `suffix`."""
+        """Name of the user's drafter, or of the draft model, or `suffix`."""
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
@@ -116,8 +112,7 @@ class Memory:
     """KV caches, model runners and captured graphs of a run."""
 
     models: Models
-    shape: MemoryShape
-    """The largest run that it serves."""
+    shape: MemoryShape  # of the largest run that it serves
     full: FullCache
     prefix: PrefixCache
     target: ModelRunner

@@ -16,8 +16,7 @@ from minitri.core.model.llama import Llama
 from minitri.core.offload.layer_major import read_by_layers
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 
-SCORED_AT_ONCE = 256
-"""Rows of logits in memory at once while a text is scored."""
+SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
 Score = Callable[[Tensor, list[int]], None]
 """Called with logits (N, V), and the N tokens of the text that follow them."""
 

@@ -13,8 +13,7 @@ from minitri.core.config import ModelConfig
 if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
 
-GROUP = 128
-"""Weights of a row that share a scale of 4 bytes, in a quantized copy on a GPU."""
+GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized copy on a GPU
 
 
 @dataclass(frozen=True)

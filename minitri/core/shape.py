@@ -14,10 +14,8 @@ from minitri.core.settings import (
 class MemoryShape:
     """Lengths and settings that decide how much memory a run needs."""
 
-    prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row."""
-    sampling: SamplingParams
-    """The filters that captured steps apply."""
+    prompt_lengths: tuple[int, ...]  # of the longest prompt of each row
+    sampling: SamplingParams  # filters that captured steps apply
     generation: GenerationConfig
     speculation: SpeculationConfig
 

@@ -39,8 +39,7 @@ class PrefixCache:
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_committed = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
-        self.owners = [""] * len(full.lengths)
-        """Owner of the text of each row, set before `take`."""
+        self.owners = [""] * len(full.lengths)  # of each row's text, set before `take`
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 

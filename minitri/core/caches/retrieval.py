@@ -29,14 +29,10 @@ class RetrievedRow:
     """State of one row; all counts are tokens, each of which takes one slot."""
 
     budget: int
-    num_overwritten: int
-    """Slots overwritten since the last build. It starts with the sinks, which so are kept."""
-    num_committed: int = 0
-    """Committed tokens of the text that this cache stands for."""
-    built_at: float = -math.inf
-    """Length of the text at the last build, in tokens."""
-    is_planned: bool = False
-    """Whether it is rebuilt in the latest pass of the target."""
+    num_overwritten: int  # since the last build; starts with the sinks, which so are kept
+    num_committed: int = 0  # committed tokens of the text that this cache stands for
+    built_at: float = -math.inf  # length of the text at the last build
+    is_planned: bool = False  # whether it is rebuilt in the latest pass of the target
 
 
 class RetrievalCache(Cache):
@@ -64,7 +60,7 @@ class RetrievalCache(Cache):
         shape = (L, B, speculation.max_block, num_heads, D)
         self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         """Rotated queries of the latest block of the target, whose passes write them."""
-        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
+        # Of each row's observation window, (L, W, H, D); fewer at first.
         self._queries = [*self.queries_LBTHD[:, :, :0].unbind(1)]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
@@ -98,8 +94,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Brings row b up to date with the full cache and drops its block; returns whether the row
-        was rebuilt. The queries are those of the last T tokens, which the target has just read."""
+        """Brings row b up to date with the full cache, by the queries of the T tokens that the
+        target has just read; returns whether the row was rebuilt."""
         row = self.rows[b]
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # length before that pass

@@ -14,23 +14,19 @@ from minitri.core.settings import LONGEST_BLOCK, SLIDE, GenerationConfig, round_
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
-CONTEXT = int(0.8 * GIB)
-"""Bytes that driver and CUDA context take of a card: 24 GB cards have 23.2 GiB free."""
-RESERVE = GIB // 2
-"""Device bytes left free for workspaces of libraries, graphs and fragmentation."""
+CONTEXT = int(0.8 * GIB)  # taken by driver and CUDA context: 24 GB cards have 23.2 GiB free
+RESERVE = GIB // 2  # left free for workspaces of libraries, graphs and fragmentation
 
 
 @dataclass(frozen=True)
 class Demand:
     """Bytes that a run needs on each of its GPUs."""
 
-    config: ModelConfig
-    """Config of the model, or of each GPU's share of it."""
+    config: ModelConfig  # of the model, or of each GPU's share of it
     draft: ModelConfig | None
     shape: MemoryShape
     itemsize: int = 2
-    copy_bits: int = 0
-    """Bits per weight of a copy that proposes with the retrieval cache; 0 without one."""
+    copy_bits: int = 0  # per weight of a copy that proposes with the retrieval cache, if any
 
     @property
     def kv_slot(self) -> int:
