@@ -20,7 +20,7 @@ class Clock:
         return time.perf_counter()
 
     def since(self, start: Any, take: Callable[[float], None]) -> None:
-        """Calls `take` with the seconds since `start`: now, or as soon as they are known."""
+        """Calls `take` with the seconds since `start`, as soon as they are known."""
         take(time.perf_counter() - start)
 
     def settle(self) -> None:
@@ -84,12 +84,10 @@ class Stats:
     num_prompt_tokens: int = 0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
-    num_decoded_tokens: int = 0
-    """Generated tokens less the first of each prompt, which comes from the prefill."""
+    num_decoded_tokens: int = 0  # all but the first of each prompt, which comes from the prefill
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    """The part of decoding that updates and rebuilds small caches outside verification passes."""
+    commit_seconds: float = 0.0  # part of decoding: updates of small caches outside verification
     num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
     kv_cache_bytes: int = 0
     stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
