@@ -22,8 +22,7 @@ Score = Callable[[Tensor, list[int]], None]
 
 
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
-    """Natural log-probabilities (N - 1,) of the tokens of a text after the first, each given those
-    before it; float32 on the CPU. The cache must be empty."""
+    """Natural log-probabilities (N - 1,) of a text's tokens after the first, float32 on the CPU."""
     scores: list[float] = []
 
     def take(logits_NV: Tensor, tokens: list[int]) -> None:

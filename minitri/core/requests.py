@@ -40,14 +40,12 @@ class Token:
     __repr__ = brief
     row: int
     token_id: int
-    text: str
-    """Text that is final with this token; empty inside a character or a possible stop string."""
-    origin: str
-    """Stage that guessed it, `draft` or `retrieval`; or `recovered` or `bonus`, by the target."""
-    logprob: float | None = None
-    """Target's log-probability before all filters, if `GenerationConfig.logprobs` is set."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """Ids and log-probabilities of the likeliest tokens at this position, the best first."""
+    text: str  # that is final now; empty inside a character or a possible stop string
+    origin: (
+        str  # stage that guessed it, `draft` or `retrieval`; `recovered` or `bonus` by the target
+    )
+    logprob: float | None = None  # before all filters, if `GenerationConfig.logprobs` is set
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # token ids, the likeliest first
 
 
 @dataclass(frozen=True)
@@ -86,14 +84,12 @@ class Request:
     prompt: Prompt
     seed: int | None  # None: a seed is drawn
     sampling: SamplingParams
-    generation: GenerationConfig
-    """Only `max_new_tokens`, `stop`, `ignore_eos` and `logprobs` count; the rest is of a run."""
+    generation: GenerationConfig  # of which the `TEXT_FIELDS` count; the rest is of a run
     speculation: bool = True  # whether stages guess tokens for this text, if the run speculates
     owner: str = ""  # K and V of a prompt are reused only for requests of the same owner
     client: str = ""  # places in the batch are shared out fairly between clients
     shown: Container[int] = ()  # control tokens that the text spells out
-    score_prompt: bool = False
-    """Report log-probabilities of the prompt, too; then no cached part of it is used."""
+    score_prompt: bool = False  # report its log-probabilities, too; no cached part is used then
 
     def __init__(
         self,

@@ -34,7 +34,7 @@ CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, sha
 # Without AVX-512 a CPU is bound by arithmetic sooner.
 NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
-"""Nominal machines: of the right order of magnitude, and the same in every run."""
+# Nominal machines: of the right order of magnitude, and the same in every run.
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
@@ -118,8 +118,7 @@ class Workload:
 
     target: ModelConfig
     """The target; with several GPUs the share of each, see `ModelConfig.share`."""
-    draft: ModelConfig | None
-    """None: guesses are looked up in the text, which takes no pass."""
+    draft: ModelConfig | None  # None: guesses are looked up in the text, which takes no pass
     num_tokens: int  # in the full cache, all rows together
     num_retrieved: int  # in the retrieval cache, all rows together
     itemsize: int = 2

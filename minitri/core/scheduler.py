@@ -14,8 +14,7 @@ from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
-"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest, so
-that a long prompt is read though short ones never end."""
+"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
 
 
 @dataclass(frozen=True)

@@ -26,24 +26,21 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.errors import explain
 
-NEIGHBOR = 0.99
-"""Least share of a chunk's score that the next chunk gets; below 1, so that they never tie."""
+NEIGHBOR = 0.99  # least share of a chunk's score that the next one gets; below 1: no ties
 
 
 class Policy:
     """Scores chunks: derive from it, write `scores`, and give an object to
     `SpeculationConfig(policy=...)`. Every run works with a deep copy."""
 
-    wants_prompt: bool = False
-    """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
+    wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         """Importance (K, N) of chunks of a layer of row b to the latest queries, all rotated."""
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """Called when row b's text has grown to `end` tokens, with queries of its last T ones.
-        `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
+        """Called when row b's text has grown to `end` tokens, with queries of its last T ones."""
 
     def reset(self, b: int) -> None:
         """Drops all state of row b: another text begins there."""

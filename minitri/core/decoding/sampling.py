@@ -1,8 +1,7 @@
 """From logits to next-token distributions, and samples from them.
 
-Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Each
-filter compares with a cut-off value: tokens of equal probability are kept or dropped together. Pure
-functions: all randomness is an argument.
+Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Tokens of
+equal probability are kept or dropped together. Pure functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
 """

@@ -4,8 +4,7 @@ They change the logits before `probs_from_logits` makes a distribution of them. 
 is a function of its history alone, the same at every level, and speculation stays exact.
 
 All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
-after those are given as a *path* for each place of a block; in a tree, a node's ancestors. The few
-tokens that bias and penalties can change are gathered, changed and put back.
+after those are given as a *path* for each place of a block; in a tree, a node's ancestors.
 
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
@@ -140,8 +139,8 @@ class TextFilters:
 def penalised(
     x_NU: Tensor, params: SamplingParams, bias_U: Tensor, in_prompt_U: Tensor, counts_NU: Tensor
 ) -> Tensor:
-    """Logits after bias and penalties, in the order of vLLM and `transformers`, with OpenAI's
-    meaning; `in_prompt_U` is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
+    """Logits after bias and penalties, in the order of vLLM, with OpenAI's meaning; `in_prompt_U`
+    is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
     x_NU = x_NU + bias_U
     if (penalty := params.repetition_penalty) != 1:
         is_new_NU = (counts_NU == 0) & (in_prompt_U == 0)

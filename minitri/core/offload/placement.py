@@ -29,6 +29,11 @@ class Demand:
     copy_bits: int = 0  # per weight of a copy that proposes with the retrieval cache, if any
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens of the longest prompt, or reserve, of a row."""
+        return max(self.shape.reserved_lengths)
+
+    @property
     def kv_slot(self) -> int:
         """Bytes of a token of every row in one layer of the full cache."""
         config = self.config
@@ -56,7 +61,7 @@ class Demand:
         if self.drafter is not None:
             proposing += num_weights(self.drafter) * self.itemsize
         # Layer-major prefill keeps those of the whole prompt.
-        hidden_states = max(self.shape.reserved_lengths) * config.hidden_size * self.itemsize
+        hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
             "weights that only propose": proposing,

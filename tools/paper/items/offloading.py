@@ -59,8 +59,7 @@ def predicted(flags: str) -> Json:
     host_bytes = args.host_memory * GIB / args.gpus
     on_chip = most_on_chip(needs, site, host_bytes)
     ms = placement(needs, site, host_bytes, on_chip)["predicted_ms"]
-    num_tokens = max(needs.shape.reserved_lengths)
-    kv_bytes = args.gpus * num_tokens * needs.config.kv_values_per_token * needs.itemsize
+    kv_bytes = args.gpus * needs.num_tokens * needs.config.kv_values_per_token * needs.itemsize
     weight_bytes = args.gpus * needs.parts(0)["weights"]
     weight_ms = 1e3 * weight_bytes / site.machine.weight_bytes_per_second
     return {
