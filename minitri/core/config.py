@@ -15,13 +15,10 @@ class RopeConfig:
     """Rotary position embedding, scaled to longer contexts; the bounds keep all angles finite."""
 
     label = "RoPE "  # begins error messages
-    theta: float = between(10000.0, 1.001, 1e15)
-    """Base of the geometric series of wavelengths."""
+    theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
     kind: str = one_of("default", "default", "linear", "llama3", "yarn")
-    factor: float = between(1.0, 1.0, 1e6)
-    """Context length divided by `original_context`."""
-    original_context: int | None = between(None, 1)
-    """Context length of the pre-training in tokens, for llama3 and yarn."""
+    factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
+    original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
     """llama3: wavelengths above original_context / low_freq_factor are interpolated fully."""
     high_freq_factor: float = between(4.0, 1e-6, 1e6)
@@ -30,8 +27,7 @@ class RopeConfig:
     """yarn: dimensions that rotate more often than this in original_context are unchanged."""
     beta_slow: float = between(1.0, 1e-6, 1e6)
     """yarn: dimensions that rotate less often than this in it are interpolated fully."""
-    attention_factor: float | None = between(None, 1e-3, 1e3)
-    """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
+    attention_factor: float | None = between(None, 1e-3, 1e3)  # yarn; None: 0.1 ln(factor) + 1
     truncate: bool = True
     """yarn: round the two borders of the ramp outwards to whole dimensions."""
     frequency_divisors: tuple[float, ...] | None = None

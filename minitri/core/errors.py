@@ -9,8 +9,7 @@ MAX_COUNT = 2**31 - 1
 
 class InputError(ValueError):
     """Bad input: a file, a flag, a setting or a prompt. Settings are named as in `budget=30`, or
-    first, as in `budget is 30`. `ways` are what a user can do, named last; a program drops those
-    that it has no flags for."""
+    first, as in `budget is 30`. A program drops those of the `ways` that it has no flags for."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

@@ -37,8 +37,7 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on tensors, or tuples of them, by a graph for their shapes if there is
-        one. Raises `InputError` if a capture fails."""
+        """Calls the function on tensors, by a graph if it can. Raises `InputError`."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)

@@ -41,9 +41,7 @@ class Token:
     row: int
     token_id: int
     text: str  # that is final now; empty inside a character or a possible stop string
-    origin: (
-        str  # stage that guessed it, `draft` or `retrieval`; `recovered` or `bonus` by the target
-    )
+    origin: str  # `draft` or `retrieval`, which guessed it; `recovered` or `bonus` by the target
     logprob: float | None = None  # before all filters, if `GenerationConfig.logprobs` is set
     top_logprobs: tuple[tuple[int, float], ...] = ()  # token ids, the likeliest first
 

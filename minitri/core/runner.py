@@ -46,8 +46,7 @@ class Passes:
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states (B, N + 1, E) after the last committed token of each row, and after
-        each of the guesses that follow it; for `rule_TT` see `Llama.forward`."""
+        """Final hidden states (B, N + 1, E) after the last committed token and each guess."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
         block = unpack_block(packed_4BT)
         if len(guesses_BN[0]):
@@ -99,9 +98,8 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs`, passes over blocks of
-        `block_sizes` are captured now; other blocks are padded to the next of these sizes, and
-        trees to the last. Raises `InputError` if a capture fails."""
+        """With `graphs`, passes over blocks of `block_sizes` are captured now, and other blocks are
+        padded to the next of them, trees to the last. Raises `InputError` if a capture fails."""
         B = len(cache.lengths)
         self.model = model
         self.cache = cache

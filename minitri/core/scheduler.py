@@ -128,8 +128,7 @@ class Scheduler:
             del self.unread[b]
 
     def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
-        """The work of one turn; each piece must be done before the next is asked for. `active` says
-        which rows have started."""
+        """The work of one turn, piece by piece. `active` says which rows have started."""
         has_started = [*active]
         if self.unread:
             yield Chunk(self._next_to_read())

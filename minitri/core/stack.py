@@ -32,8 +32,7 @@ class Stack:
     """The texts of a run, and the cascade that extends them."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """The memory must fit the `shape`, and have no text. An open run takes requests while it
-        goes on. Raises `InputError` if a capture fails."""
+        """The memory must fit the `shape`, and have no text. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory

@@ -84,8 +84,7 @@ class RetrievalCache(Cache):
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Selects from a layer of the full cache for the rows that are due, which layer 0 decides;
-        the pass has written this layer's queries."""
+        """Selects, for the rows that are due, from a layer whose queries the pass has written."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)

@@ -9,7 +9,8 @@ import math
 import torch
 from torch import Tensor
 
-# SplitMix64's constants 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB, signed.
+# SplitMix64's constants 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9 and 0x94D049BB133111EB as signed
+# numbers: int64 tensors wrap around as unsigned arithmetic does.
 _STEP = -7046029254386353131
 _MIX1 = -4658895280553007687
 _MIX2 = -7723592293110705685

@@ -1,7 +1,4 @@
-"""The draft model: guesses chains with a streaming cache, a whole round at once where it can.
-
-Legend: B rows, N guesses, V vocab.
-"""
+"""The draft model: guesses chains with a streaming cache, a whole round at once where it can."""
 
 from collections.abc import Callable, Iterable
 

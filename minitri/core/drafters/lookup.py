@@ -18,8 +18,7 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if it is accepted with a larger probability, about the share of a pass of
-the target that it costs: see tools/RESULTS.md."""
+"""A token is guessed only if it is accepted with a larger probability, see tools/RESULTS.md."""
 LONGEST = 64  # tokens of a match; bounds the cost in a text that is one long loop
 MOST_PLACES = 1000  # the latest, which a lookup compares; a frequent pair costs 0.1 ms at most
 

@@ -19,8 +19,7 @@ class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
     The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the block; later
-    ones, even NaN, change nothing. `lengths_B` are the prefix lengths on the device; None if T is
-    large."""
+    ones, even NaN, change nothing. `lengths_B`: the prefix lengths on the device, if T is small."""
 
     def __call__(
         self,

@@ -51,8 +51,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
 def allocate_full_cache(
     target: Llama, draft: ModelConfig | None, shape: MemoryShape, host: HostMemory | None = None
 ) -> FullCache:
-    """An empty full cache, on the device or partly in memory that `host` lends. Raises
-    `InputError`."""
+    """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
     config = target.config
     device = target.device
     on_chip = config.num_layers

@@ -38,8 +38,7 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """`prefill` for a cache in host memory: yields whenever the work of one more chunk is done;
-    calls `watch` at the end."""
+    """`prefill` for a cache in host memory; yields after the work of each chunk."""
     L = model.config.num_layers
     end = len(prompt) - 1
     starts = range(full.lengths[b], end, chunk)
