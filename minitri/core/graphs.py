@@ -37,7 +37,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on tensors, by a graph if it can. Raises `InputError`."""
+        """Calls the function on tensors or tuples of them, by a graph if one was captured for their
+        shapes. Raises `InputError` if a capture fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)

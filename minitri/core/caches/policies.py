@@ -40,7 +40,8 @@ class Policy:
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
-        """Called when row b's text has grown to `end` tokens, with queries of its last T ones."""
+        """Called when row b's text has grown to `end` tokens, with queries of its last T ones.
+        `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
 
     def reset(self, b: int) -> None:
         """Drops all state of row b: another text begins there."""

@@ -77,19 +77,18 @@ class Demand:
         """Bytes of the retrieval cache, its queries, and the draft model's window."""
         config = self.config
         speculation = self.shape.speculation
-        num_rows = self.shape.num_rows
         num_bytes = 0
         if self.shape.uses_retrieval:
             slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
-            width = config.num_heads * config.head_dim
-            num_bytes += num_rows * config.num_layers * num_queries * width * self.itemsize
+            num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim
+            num_bytes += self.shape.num_rows * num_numbers * self.itemsize
         if (drafter := self.drafter) is not None:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
             window += speculation.room + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-            num_bytes += 3 * num_rows * width * window * self.itemsize
+            num_bytes += 3 * self.shape.num_rows * width * window * self.itemsize
         return num_bytes
 
     def _activations(self) -> int:
