@@ -1,7 +1,4 @@
-"""Configuration of a model: sizes, norms and RoPE, whatever file they come from. No tensors.
-
-The bounds of the fields are far wider than any known model, and keep all angles finite.
-"""
+"""Configuration of a model: sizes, norms and RoPE, whatever file they come from. No tensors."""
 
 import dataclasses
 from dataclasses import MISSING, dataclass, field
@@ -10,23 +7,18 @@ from typing import Self
 from minitri.core.errors import InputError
 from minitri.core.fields import between, check_fields, one_of, refuse
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
-SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")
-"""Sizes that are divided among GPUs."""
+SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")  # divided among GPUs
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding, and how its frequencies are scaled to longer contexts."""
+    """Rotary position embedding, scaled to longer contexts; the bounds keep all angles finite."""
 
     label = "RoPE "  # begins error messages
-    theta: float = between(10000.0, 1.001, 1e15)
-    """Base of the geometric series of wavelengths."""
-    kind: str = one_of("default", *ROPE_KINDS)
-    factor: float = between(1.0, 1.0, 1e6)
-    """Context length divided by `original_context`."""
-    original_context: int | None = between(None, 1)
-    """Context length of the pre-training in tokens, for llama3 and yarn."""
+    theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn")
+    factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
+    original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
     """llama3: wavelengths above original_context / low_freq_factor are interpolated fully."""
     high_freq_factor: float = between(4.0, 1e-6, 1e6)
@@ -35,8 +27,7 @@ class RopeConfig:
     """yarn: dimensions that rotate more often than this in original_context are unchanged."""
     beta_slow: float = between(1.0, 1e-6, 1e6)
     """yarn: dimensions that rotate less often than this in it are interpolated fully."""
-    attention_factor: float | None = between(None, 1e-3, 1e3)
-    """yarn: scale of cos and sin; None means 0.1 ln(factor) + 1."""
+    attention_factor: float | None = between(None, 1e-3, 1e3)  # yarn; None: 0.1 ln(factor) + 1
     truncate: bool = True
     """yarn: round the two borders of the ramp outwards to whole dimensions."""
     frequency_divisors: tuple[float, ...] | None = None
@@ -44,8 +35,7 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        low = self.low_freq_factor
-        if self.high_freq_factor < 1.001 * low:
+        if self.high_freq_factor < 1.001 * (low := self.low_freq_factor):
             refuse(self, "high_freq_factor", f"it must be more than the low one, {low}")
         if self.beta_fast < self.beta_slow:
             refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
@@ -69,26 +59,20 @@ class ModelConfig:
     num_kv_heads: int = between(MISSING, 1)
     head_dim: int = between(MISSING, 1)
     vocab_size: int = between(MISSING, 1)
-    context_length: int = between(MISSING, 1)
-    """Longest sequence in tokens, prompt and output together."""
+    context_length: int = between(MISSING, 1)  # tokens of prompt and output together
     rope: RopeConfig = field(default_factory=RopeConfig)
     rms_norm_eps: float = between(1e-6, 1e-12, 0.1)
     tie_word_embeddings: bool = False
-    """The LM head is the embedding table."""
-    attention_bias: bool = False
-    """The q, k, v projections have biases; see `output_bias` for the o projection."""
+    attention_bias: bool = False  # of the q, k and v projections
     bos_token_id: int | None = between(None, 0)
     eos_token_ids: tuple[int, ...] = ()
     name: str = "llama"
     draft_of: str | None = None
-    """Name of the target whose embedding table this drafter shares; None: it has its own."""
+    """Name of the target whose embedding table this drafter shares, if any."""
     head_size: int | None = between(None, 1)
-    """With `draft_of`: size of the drafter's LM head, which covers the most frequent tokens of the
-    vocabulary. It never guesses the others; that is faster, and cannot change a text."""
-    output_bias: bool | None = None
-    """The o projection has a bias; None: if q, k and v have one."""
-    head_norm: bool = False
-    """Each head of q and k has an RMSNorm before RoPE, as in Qwen3."""
+    """With `draft_of`: number of most frequent tokens that the drafter's LM head covers."""
+    output_bias: bool | None = None  # of the o projection; None: if q, k and v have one
+    head_norm: bool = False  # RMSNorm of each head of q and k before RoPE, as in Qwen3
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -1,8 +1,5 @@
-"""Exceptions: `InputError` for bad input, with a message of one line in three parts.
-
-The parts are what is wrong, what was got, and what to do. Programs print the message and exit with
-code 2. Any other exception that leaves minitri is a bug.
-"""
+"""Exceptions: `InputError` for bad input, with a message of one line: what is wrong, what was got,
+and what to do. Programs print it and exit with 2; any other exception out of minitri is a bug."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting or a prompt.
-
-    Settings are named as in `budget=30`, or first, as in `budget is 30`. `ways` are what a user can
-    do, named last; a program drops those that it has no flags for.
-    """
+    """Bad input: a file, a flag, a setting or a prompt. Settings are named as in `budget=30`, or
+    first, as in `budget is 30`. A program drops those of the `ways` that it has no flags for."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

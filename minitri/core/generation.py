@@ -32,8 +32,7 @@ CLOSED = "the engine is closed; load it again"
 
 
 class Generation(Iterator[Event], AbstractContextManager["Generation"]):
-    """A run in progress: iterate for its events, or ask for its `result`; read `stats` at any time;
-    `close` ends it early."""
+    """A run in progress: iterate for its events, or ask for its `result`; `close` ends it early."""
 
     _stack: Stack | None = None
 
@@ -112,8 +111,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return self.results()[0]
 
     def results(self) -> list[End]:
-        """The whole outputs in the order of the prompts; runs to the end. Raises `InputError` if
-        the run was closed before."""
+        """The whole outputs in the order of the prompts; runs to the end. Raises `InputError`."""
         if self._make_row is not None:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:

@@ -1,9 +1,8 @@
 """CUDA graphs: a computation of fixed shapes is captured once and replayed as one launch.
 
-A captured function takes and returns tensors alone. `GraphPool.run` captures it for these shapes
-when a run starts; later it copies inputs into static buffers and replays the graph. **Its
-output is overwritten by the next run** of any function. Weights and caches must keep their
-addresses. On a CPU the function runs eagerly over static buffers, as the graph would.
+`GraphPool.run` captures a function of tensors when a run starts; later it copies inputs into static
+buffers and replays the graph. **Its output is overwritten by the next run** of any function;
+weights and caches must keep their addresses. On a CPU functions run eagerly over static buffers.
 """
 
 import functools
@@ -19,8 +18,7 @@ from minitri.core.errors import InputError, shorten
 from minitri.core.model.llama import Llama
 from minitri.core.settings import GenerationConfig, SamplingParams
 
-NUM_WARMUPS = 2
-"""Runs before a capture, in which libraries choose kernels and allocate their workspaces."""
+NUM_WARMUPS = 2  # before a capture: libraries choose kernels and allocate their workspaces
 
 Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
@@ -30,8 +28,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
-        self.is_open = True
-        """Whether new shapes are captured, which takes long; else they run eagerly."""
+        self.is_open = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
         if device.type == "cuda":
@@ -40,8 +37,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on these tensors, or tuples of them, on the device: by a graph, if one
-        was captured for their shapes. Raises `InputError` if a capture fails."""
+        """Calls the function on tensors or tuples of them, by a graph if one was captured for their
+        shapes. Raises `InputError` if a capture fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)

@@ -1,7 +1,7 @@
 """The memory of a run, allocated once: KV caches, model runners over them, captured graphs.
 
-A `Memory` has no state of a run: `stack.py` builds the stages of the cascade over it.
-`MemoryPool` keeps the memory of the last run, for a next one that it fits.
+A `Memory` has no state of a run: `stack.py` builds the cascade over it. `MemoryPool` keeps the
+latest one.
 """
 
 import contextlib
@@ -33,10 +33,8 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
-TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)
-"""Block sizes for which passes of the target are captured, cut to the longest of a run."""
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # captured, each cut to the longest of a run
 PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
-"""Settings of a run on which the place of its full cache depends."""
 WORTH_COPYING = 64
 """Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
 
@@ -46,22 +44,16 @@ class Models:
     """The models of an engine."""
 
     target: Llama
-    retrieval: Llama
-    """Proposes with the retrieval cache: the target, or a copy of it in fewer bits."""
+    retrieval: Llama  # the target, or a copy of it in fewer bits
     draft: Llama | None = None
-    """The lowest level of the cascade."""
-    drafter: Drafter | None = None
-    """Proposes instead of a draft model; without either, the text is searched for repetitions."""
-    level_type: LevelType = chain_level
-    """Chooses the class of each level; `minitri.trees` has one with trees."""
-    lock: Any = field(default_factory=threading.RLock)
-    """Held by the thread that computes."""
-    process: int = field(default_factory=os.getpid)
-    """Id of the process that loaded the models."""
+    drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
+    level_type: LevelType = chain_level  # `minitri.trees` has one with trees
+    lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
+    process: int = field(default_factory=os.getpid)  # that loaded the models
 
     @property
     def drafter_name(self) -> str:
-        """Name of the drafter from outside, or of the draft model, or `suffix`."""
+        """Name of the user's drafter, or of the draft model, or `suffix`."""
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
@@ -121,11 +113,9 @@ class Memory:
     """KV caches, model runners and captured graphs of a run."""
 
     models: Models
-    shape: MemoryShape
-    """The largest run that it serves."""
+    shape: MemoryShape  # of the largest run that it serves
     full: FullCache
     prefix: PrefixCache
-    """Finds in the full cache what earlier texts have left there."""
     target: ModelRunner
     graphs: GraphPool | None
     retrieval: ModelRunner | None = None
@@ -151,11 +141,8 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates and captures for runs of this shape. Raises `InputError` if there is no room.
-
-    `full` is a cache to take over instead of a new one; `held` are texts of an earlier run; `host`
-    lends memory. On a GPU all passes are captured but those that stream K and V from the host.
-    """
+    """Allocates and captures for runs of this shape: `full` is a cache to take over, `held` are
+    texts of an earlier run. Passes that stream K and V are not captured. Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None
@@ -215,8 +202,7 @@ class MemoryPool:
         self.snapshot: HeldRow | None = None
         """A text from a file, with which later texts may begin."""
         self.store: Store | None = None
-        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()
-        """The runs that use this pool."""
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # that use this pool
         self._kept: Memory | None = None
         self._latest: int | None = None  # an id, as only the run may keep its memory alive
 
@@ -246,8 +232,8 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which has ended; but no K and V in host memory after
-        an interruption, in which buffers may be half written, or placed to fit one text."""
+        """Keeps the memory of the latest run, which has ended; but no K and V in host memory that
+        an interruption may have left half written, or that were placed to fit one text."""
         run = memory.shape.generation
         is_fitted = run.on_chip is None and not run.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)

@@ -17,15 +17,13 @@ from minitri.core.model.llama import Llama
 from minitri.core.offload.layer_major import read_by_layers
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 
-SCORED_AT_ONCE = 256
-"""Rows of logits in memory at once while a text is scored."""
+SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
 Score = Callable[[Tensor, list[int]], None]
 """Called with logits (N, V), and the N tokens of the text that follow them."""
 
 
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
-    """Natural log-probabilities (N - 1,) of the tokens of a text after the first, each given those
-    before it; float32 on the CPU. The cache must be empty."""
+    """Natural log-probabilities (N - 1,) of a text's tokens after the first, float32 on the CPU."""
     scores: list[float] = []
 
     def take(logits_NV: Tensor, tokens: list[int]) -> None:

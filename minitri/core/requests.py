@@ -1,8 +1,7 @@
 """Requests and events: what a run is asked for, and what it reports while it runs.
 
 A `Request` is a prompt with its settings; in a run a `Row` collects its output. The caller sees
-typed events: `PrefillProgress` and `Token`, one `End` per request, `Idle` while an open run has
-nothing to do. The core knows no tokenizer: its caller hands in a `Reader`, which makes text.
+typed events. The core knows no tokenizer: its caller hands in a `Reader`, which makes text.
 """
 
 import dataclasses
@@ -18,24 +17,20 @@ from minitri.core.stats import LogProbs, RowStats, Stats
 if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
     from minitri.core.decoding.text_filters import TextFilters
 
-Prompt = str | Sequence[int]
-"""A text, or token ids; the core itself reads token ids only."""
+Prompt = str | Sequence[int]  # a text, or token ids; the core itself reads token ids only
 Reader = Callable[[int | None], tuple[str, bool]]
-"""Called with each token of a row in order, then with None at the end of its output. Returns the
-text that is now final, and whether a stop string is complete; None releases what was held back."""
+"""Called with each token of a row, then with None at its end, which releases what was held back.
+Returns the text that is now final, and whether a stop string is complete."""
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
     """A chunk of a prompt has been read."""
 
-    row: int
-    """Number of the request, in all events."""
-    num_done: int
-    """Tokens of the prompt read so far, with cached ones."""
+    row: int  # number of the request, in all events
+    num_done: int  # tokens of the prompt read so far, with cached ones
     num_tokens: int
-    num_cached: int
-    """Tokens whose K and V were cached."""
+    num_cached: int  # tokens whose K and V were cached
 
 
 @dataclass(frozen=True)
@@ -45,14 +40,10 @@ class Token:
     __repr__ = brief
     row: int
     token_id: int
-    text: str
-    """Text that is final with this token; empty inside a character or a possible stop string."""
-    origin: str
-    """Stage that guessed it, `draft` or `retrieval`; or `recovered` or `bonus`, by the target."""
-    logprob: float | None = None
-    """Target's log-probability before all filters, if `GenerationConfig.logprobs` is set."""
-    top_logprobs: tuple[tuple[int, float], ...] = ()
-    """Ids and log-probabilities of the likeliest tokens at this position, the best first."""
+    text: str  # that is final now; empty inside a character or a possible stop string
+    origin: str  # `draft` or `retrieval`, which guessed it; `recovered` or `bonus` by the target
+    logprob: float | None = None  # before all filters, if `GenerationConfig.logprobs` is set
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # token ids, the likeliest first
 
 
 @dataclass(frozen=True)
@@ -63,15 +54,11 @@ class End:
     row: int
     finish_reason: str
     """`eos`, `stop` or `length`; `failed` in an open run that goes on without it: see `error`."""
-    text: str
-    """Texts of all `tokens`, joined."""
-    token_ids: tuple[int, ...]
-    """All generated tokens, with an end-of-sequence token."""
-    seed: int
-    """The request's seed, or the one that was drawn."""
+    text: str  # texts of all `tokens`, joined
+    token_ids: tuple[int, ...]  # all generated tokens, with an end-of-sequence token
+    seed: int  # the request's seed, or the one that was drawn
     tokens: tuple[Token, ...] = field(repr=False)
-    stats: Stats = field(repr=False)
-    """Statistics of the whole run, updated while it goes on."""
+    stats: Stats = field(repr=False)  # of the whole run, updated while it goes on
     row_stats: RowStats = field(repr=False)
     error: Exception | None = None
     prompt_scores: tuple[LogProbs, ...] = field(default=(), repr=False)
@@ -83,8 +70,7 @@ class Idle:
     """An open run (`Engine.open`) has nothing to do until a request is submitted."""
 
 
-Completion = End
-"""Result of `Engine.complete`."""
+Completion = End  # result of `Engine.complete`
 Event = PrefillProgress | Token | End | Idle
 
 
@@ -94,21 +80,14 @@ class Request:
 
     __repr__ = brief
     prompt: Prompt
-    seed: int | None
-    """None: a seed is drawn."""
+    seed: int | None  # None: a seed is drawn
     sampling: SamplingParams
-    generation: GenerationConfig
-    """Only `max_new_tokens`, `stop`, `ignore_eos` and `logprobs` count; the rest is of a run."""
-    speculation: bool = True
-    """Whether stages guess tokens for this text, if the run speculates."""
-    owner: str = ""
-    """K and V of a prompt are reused only for requests of the same owner."""
-    client: str = ""
-    """Places in the batch are shared out fairly between clients."""
-    shown: Container[int] = ()
-    """Control tokens that the text spells out; others are left out of it."""
-    score_prompt: bool = False
-    """Report log-probabilities of the prompt, too; then no cached part of it is used."""
+    generation: GenerationConfig  # of which the `TEXT_FIELDS` count; the rest is of a run
+    speculation: bool = True  # whether stages guess tokens for this text, if the run speculates
+    owner: str = ""  # K and V of a prompt are reused only for requests of the same owner
+    client: str = ""  # places in the batch are shared out fairly between clients
+    shown: Container[int] = ()  # control tokens that the text spells out
+    score_prompt: bool = False  # report its log-probabilities, too; no cached part is used then
 
     def __init__(
         self,
@@ -118,8 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields` are the others above, and those to replace in `sampling` and `generation`.
-        Raises `InputError`."""
+        """`fields`: the others above, and new ones of the two settings. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:

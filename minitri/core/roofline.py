@@ -1,7 +1,6 @@
 """Roofline model: predicts the seconds of a forward pass from the bytes that it reads.
 
-A pass reads every weight and all cached K and V once, however few tokens it computes. Used by the
-autotuner before it has measured anything, and by `minitri plan`.
+A pass reads every weight and all cached K and V once, however few tokens it computes.
 """
 
 from collections.abc import Mapping
@@ -14,8 +13,7 @@ from minitri.core.config import ModelConfig
 if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
 
-GROUP = 128
-"""Weights of a row that share a scale of 4 bytes, in a quantized copy on a GPU."""
+GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized copy on a GPU
 
 
 @dataclass(frozen=True)
@@ -24,29 +22,23 @@ class Machine:
 
     weight_bytes_per_second: float
     kv_bytes_per_second: float
-    link_bytes_per_second: float
-    """From host memory to the device."""
-    seconds_per_layer: float = 0.0
-    """Launches, small operations, Python."""
-    seconds_per_pass: float = 0.0
-    """Sampling and the verdict."""
-    share_per_extra_token: float = 0.0
-    """Time that each further token of a row's block adds, as a share of the pass."""
-    share_in_four_bits: float = 0.0
-    """The same for a copy in 4 bits, whose weights take less time to read."""
+    link_bytes_per_second: float  # from host memory to the device
+    seconds_per_layer: float = 0.0  # launches, small operations, Python
+    seconds_per_pass: float = 0.0  # sampling and the verdict
+    share_per_extra_token: float = 0.0  # time that each further token adds, as a share of the pass
+    share_in_four_bits: float = 0.0  # as the one before, for a copy in 4 bits
     flops_per_second: float = 1e18
 
 
 CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_four_bits=0.2)
+# Without AVX-512 a CPU is bound by arithmetic sooner.
 NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
-"""A CPU without AVX-512, which is bound by arithmetic sooner."""
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
-"""Nominal machines: of the right order of magnitude, and the same in every run."""
+# Nominal machines: of the right order of magnitude, and the same in every run.
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
-    """A GPU by bytes and FLOPs per second: 16 us are 12 launches in a CUDA graph, 150 us a verdict
-    and a copy to the host."""
+    """A GPU by bytes and FLOPs per second; 16 us: 12 launches in a graph, 150 us: a verdict."""
     return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
@@ -102,8 +94,7 @@ class PassCost:
     num_layers: int
     weight_bytes: float
     kv_bytes: float
-    link_bytes: float
-    """K and V copied from host memory meanwhile: the slower of the two is the time of the pass."""
+    link_bytes: float  # K and V copied from host memory meanwhile
     flops: float
     num_extra_tokens: float
     is_in_four_bits: bool
@@ -114,8 +105,9 @@ class PassCost:
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        is_small = self.is_in_four_bits
-        share = machine.share_in_four_bits if is_small else machine.share_per_extra_token
+        share = machine.share_per_extra_token
+        if self.is_in_four_bits:
+            share = machine.share_in_four_bits
         seconds *= 1 + share * self.num_extra_tokens
         return max(seconds, self.flops / machine.flops_per_second)
 
@@ -126,15 +118,11 @@ class Workload:
 
     target: ModelConfig
     """The target; with several GPUs the share of each, see `ModelConfig.share`."""
-    draft: ModelConfig | None
-    """None: guesses are looked up in the text, which takes no pass."""
-    num_tokens: int
-    """Tokens in the full cache, all rows together."""
-    num_retrieved: int
-    """Tokens in the retrieval cache, all rows together."""
+    draft: ModelConfig | None  # None: guesses are looked up in the text, which takes no pass
+    num_tokens: int  # in the full cache, all rows together
+    num_retrieved: int  # in the retrieval cache, all rows together
     itemsize: int = 2
-    hosted_share: float = 0.0
-    """Share of the full cache that is in host memory, 0 to 1."""
+    hosted_share: float = 0.0  # of the full cache, that is in host memory
     pass_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
     batch_size: int = 1

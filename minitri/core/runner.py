@@ -1,11 +1,10 @@
 """Model runners: a model with a cache, from token lists to next-token distributions.
 
-`ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass; the blocks of
-shorter rows are padded at the end, and nothing reads the padding. `Passes` are the computations on
-the device, which CUDA graphs replay.
+`ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
+are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
 
-Legend: B rows, T tokens of a block, N proposed tokens, E hidden size, V vocab, L layers, H query
-heads, D head dim. packed_4BT: tokens, positions, slots and output places, see `model/block.py`.
+Legend: B rows, T tokens of a block, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
+packed_4BT: tokens, positions, slots and output places, see `model/block.py`.
 """
 
 import copy
@@ -23,7 +22,7 @@ from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, prob
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.graphs import Function, GraphPool
-from minitri.core.model.block import pack_block, take_rows, unpack_block
+from minitri.core.model.block import pack_block, unpack_block
 from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
 from minitri.core.settings import LONGEST_BLOCK, SamplingParams
@@ -32,34 +31,30 @@ from minitri.core.settings import LONGEST_BLOCK, SamplingParams
 @dataclass(eq=False)
 class Passes:
     """Computations of a model over a cache, as functions of tensors that a CUDA graph can hold.
-
-    The graphs refer to them, and they to no graph: a cycle would keep the cache after its run.
-    """
+    They refer to no graph: a cycle would keep the cache after its run."""
 
     model: Llama
     cache: Cache
     filters: SamplingParams
-    """Graphs keep their form; temperature, top-p and min-p are read from `numbers_3`."""
-    vocab_size: int
-    """Vocabulary size of the target, and so of every distribution."""
-    queries_LBTHD: Tensor | None
-    """Filled with the rotated queries of the latest block."""
+    """Graphs keep their form, and read their values from `numbers_3`."""
+    vocab_size: int  # of the target, and so of every distribution
+    queries_LBTHD: Tensor | None  # filled with the rotated queries of the latest block
 
     def __post_init__(self) -> None:
-        self.numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
-        self.numbers_3 = self.numbers_3.to(self.model.device)
+        numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
+        self.numbers_3 = numbers_3.to(self.model.device)
 
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states (B, N + 1, E) after the last committed token of each row, and after
-        each of the guesses that follow it; for `rule_TT` see `Llama.forward`."""
+        """Final hidden states (B, N + 1, E) after the last committed token and each guess."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
         block = unpack_block(packed_4BT)
         if len(guesses_BN[0]):
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
-        return take_rows(hidden_BTE, places_BN.clamp(max=packed_4BT.shape[2] - 1))
+        places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
+        return hidden_BTE.gather(1, places_BN1.expand(-1, -1, hidden_BTE.shape[2]))
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Final hidden states (B, 1, E) after one token, which replaces that of the block."""
@@ -78,8 +73,7 @@ class Passes:
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
     def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, guessed one after the other, and the distributions (B, N, V) that
-        they were sampled from; see `sample_by_number`."""
+        """N guesses of each row, one after the other, and their distributions (B, N, V)."""
         last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -105,15 +99,13 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """For `vocab_size` and `queries_LBTHD` see `Passes`. With `graphs`, passes over blocks of
-        `block_sizes` are captured now; other blocks are padded to the next of these sizes, and
-        trees to the last. Raises `InputError` if a capture fails."""
+        """With `graphs`, passes over blocks of `block_sizes` are captured now, and other blocks are
+        padded to the next of them, trees to the last. Raises `InputError` if a capture fails."""
         B = len(cache.lengths)
         self.model = model
         self.cache = cache
         self.sampling = [sampling] * B
         self.text_filters: list[TextFilters | None] = [None] * B
-        """The filters of each row that depend on its text, if it has any."""
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         # Longer blocks go by lengths on the host, which a graph would freeze.
@@ -163,8 +155,8 @@ class ModelRunner:
         *,
         has_root: bool,
     ) -> Output:
-        """Distributions (B, T, V), or more, after each token of a block in which `rule_TT` says who
-        sees whom, at positions `depths_T`. With `has_root` its first token is the last of the
+        """Distributions (B, T, V), or more, after each token of a block at positions `depths_T`, in
+        which `rule_TT` says who sees whom. With `has_root` its first token is the last of the
         sequences, else it follows them. Lengths of the cache stay as they are."""
         above = None
         if any(self.text_filters):
@@ -222,7 +214,6 @@ class ModelRunner:
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
-        """Empties row b."""
         self.cache.reset(b)
         self.text_filters[b] = None
 

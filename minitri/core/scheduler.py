@@ -14,8 +14,7 @@ from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
-"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest, so
-that a long prompt is read though short ones never end."""
+"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +128,7 @@ class Scheduler:
             del self.unread[b]
 
     def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
-        """The work of one turn; each piece must be done before the next is asked for. `active` says
-        which rows have started."""
+        """The work of one turn, piece by piece. `active` says which rows have started."""
         has_started = [*active]
         if self.unread:
             yield Chunk(self._next_to_read())

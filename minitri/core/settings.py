@@ -16,25 +16,17 @@ from minitri.core.fields import between, brief, check_fields, one_of, refuse
 METHODS = ("auto", "autoregressive", "naive", "retrieval", "triforce")
 VERIFICATIONS = ("block", "token")
 DTYPES = ("float32", "bfloat16", "float16")
-BACKENDS = ("triton", "flash", "math")
-"""Attention backends on a GPU, see `devices/gpu/attention_backends.py`."""
-MAX_ROWS = 8
-"""Requests of a stream that run at the same time by default, if memory allows."""
+BACKENDS = ("triton", "flash", "math")  # of attention on a GPU
+MAX_ROWS = 8  # requests of a stream that run at the same time by default, if memory allows
 MAX_GAMMA = 64
-LONGEST_BLOCK = 1 + 2 * MAX_GAMMA
-"""Most tokens per row in a pass of decoding: the last committed one, and all guesses."""
+LONGEST_BLOCK = 1 + 2 * MAX_GAMMA  # tokens per row in a pass of decoding: the last, and guesses
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
-OPEN_DEPTHS = (2, 4)
-"""Candidates of the autotuner where a gamma, or the depth of a tree, is not set."""
+OPEN_DEPTHS = (2, 4)  # candidates of the autotuner where a gamma, or a depth, is not set
 MIN_TEMPERATURE = 1e-6
-STRIDE = 64
-"""Slots per row of a cache are a multiple of this, so that all rows have the same alignment."""
-SLIDE = 32
-"""Tokens by which the window of a drafter's cache may exceed `num_recent_tokens`."""
-MIN_BUDGET, MAX_BUDGET = 256, 4096
-"""Limits of the default retrieval budget, in tokens."""
-
+STRIDE = 64  # of which a cache's slots are a multiple, so that all rows have the same alignment
+SLIDE = 32  # tokens by which the window of a drafter's cache may exceed `num_recent_tokens`
+MIN_BUDGET, MAX_BUDGET = 256, 4096  # limits of the default retrieval budget, in tokens
 
 Bias = Mapping[int, float] | Sequence[tuple[int, float]]
 
@@ -158,8 +150,8 @@ class GenerationConfig:
         )
 
 
+# Settings of one text. All others belong to a run, which many texts may share.
 TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", "logprobs")
-"""Settings of one text. All others belong to a run, which many texts may share."""
 
 
 def parse_tree(tree: str) -> tuple[int, int]:
@@ -179,12 +171,9 @@ class StepPlan:
     """Plan of one decoding step: which stages take part, and how many tokens they guess."""
 
     method: str
-    gamma1: int = 0
-    """Tokens that the drafter guesses per round; 0 without a drafter."""
-    gamma2: int = 0
-    """Tokens that the retrieval level collects; 0 without that level."""
-    tree: str = ""
-    """Shape of the lowest stage's guesses, as in `SpeculationConfig.tree`; a chain if empty."""
+    gamma1: int = 0  # tokens that the drafter guesses per round; 0 without a drafter
+    gamma2: int = 0  # tokens that the retrieval level collects; 0 without that level
+    tree: str = ""  # of the lowest stage's guesses, as in `SpeculationConfig`; a chain if empty
 
     def __str__(self) -> str:
         _, *gammas = vars(self).items()
@@ -279,8 +268,7 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens per row that the target reads in a step: the last committed one, gamma2 - 1
-        guesses, and a whole inner round."""
+        """Most tokens per row in a pass of the target: one, gamma2 - 1 guesses, an inner round."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property

@@ -14,10 +14,8 @@ from minitri.core.settings import (
 class MemoryShape:
     """Lengths and settings that decide how much memory a run needs."""
 
-    prompt_lengths: tuple[int, ...]
-    """Tokens of the longest prompt of each row."""
-    sampling: SamplingParams
-    """The filters that captured steps apply."""
+    prompt_lengths: tuple[int, ...]  # of the longest prompt of each row
+    sampling: SamplingParams  # filters that captured steps apply
     generation: GenerationConfig
     speculation: SpeculationConfig
 
@@ -27,12 +25,10 @@ class MemoryShape:
 
     @property
     def uses_drafter(self) -> bool:
-        """Whether any plan of a step guesses with the lowest stage."""
         return any(plan.uses_drafter for plan in self.speculation.plans)
 
     @property
     def uses_retrieval(self) -> bool:
-        """Whether any plan of a step guesses with the retrieval cache."""
         return any(plan.uses_retrieval for plan in self.speculation.plans)
 
     @property

@@ -1,8 +1,4 @@
-"""The stack of stages over a memory, and the texts of the rows that they extend.
-
-`admit` gives a row to a request; `prefill` reads its prompt; `start` and `step` generate tokens;
-`retire` ends its text.
-"""
+"""The stack of stages over a memory, and the texts of the rows that they extend."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,8 +32,7 @@ class Stack:
     """The texts of a run, and the cascade that extends them."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """The memory must fit the `shape` of the run; no row of it has a text. An open run takes
-        requests while it goes on. Raises `InputError` if a capture fails."""
+        """The memory must fit the `shape`, and have no text. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory
@@ -120,9 +115,8 @@ class Stack:
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Reads the prompt of row b; yields how many of its tokens are cached: first those from the
-        prefix cache (none with `score`), then the count after every chunk; at the end all, though
-        `start` reads the last token. Other rows may decode between two chunks, unless K and V are
-        in host memory and the run takes no requests."""
+        prefix cache (none with `score`), then after every chunk; at the end all, though `start`
+        reads the last token. Other rows may decode meanwhile, unless it reads layer by layer."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -202,8 +196,7 @@ class Stack:
         return self.cascade.of_rows(span), span.start
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates or rebuilds the retrieval cache with exact K and V of accepted tokens; a row for
-        which memory is short loses its tokens and gets the error."""
+        """Updates the retrieval cache with accepted tokens; a row that fails gets the error."""
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache is not None and row.tokens:
@@ -234,8 +227,7 @@ def pass_bytes(models: Models) -> dict[str, int]:
 def prior_seconds(
     memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
 ) -> Callable[[str, float], float]:
-    """Predicted seconds of a round of each stage, over texts with such prompts, by the roofline; a
-    pass of a stage reads weights of `pass_bytes`."""
+    """Predicts the seconds of a round of each stage, over texts with such prompts."""
     target = memory.models.target
     work = Workload(
         target.config,
@@ -253,8 +245,7 @@ def prior_seconds(
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
     """Whether the autotuner may use measured times: if all plans give the same text, or if `timed`
-    allows different ones; never on several ranks, which must choose alike. Unless the model is
-    row-invariant, the size of a block may decide a near-tie outside float32 on a CPU."""
+    allows different ones; never on several ranks, which must choose alike."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:
@@ -262,6 +253,7 @@ def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) 
     # Later requests may have other filters.
     is_greedy = shape.sampling.temperature == 0 and not is_open
     is_same_text = speculation.coupled or is_greedy
+    # Outside float32 on a CPU, the size of a block may decide a near-tie.
     is_float32 = target.dtype == torch.float32 and target.device.type == "cpu"
     # The slots of a path, and so the order in which attention adds, depend on the tree.
     is_exact = (is_float32 or target.execution.is_row_invariant) and not speculation.tree

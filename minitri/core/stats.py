@@ -20,7 +20,7 @@ class Clock:
         return time.perf_counter()
 
     def since(self, start: Any, take: Callable[[float], None]) -> None:
-        """Calls `take` with the seconds since `start`: now, or as soon as they are known."""
+        """Calls `take` with the seconds since `start`, as soon as they are known."""
         take(time.perf_counter() - start)
 
     def settle(self) -> None:
@@ -35,11 +35,9 @@ class LevelStats:
     name: str
     num_rounds: int = 0
     num_draft_tokens: int = 0
-    num_tested_tokens: int = 0
-    """Drafted tokens up to the first rejection: those after it are not tested."""
+    num_tested_tokens: int = 0  # drafted tokens up to the first rejection
     num_accepted_tokens: int = 0
-    seconds: float = 0.0
-    """Seconds in this level's own forward passes and verdicts, without the stages below."""
+    seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
 
     def record(self, num_draft: int, num_accepted: int) -> int:
         """Counts a verdict about one row; returns how many guesses were tested."""
@@ -73,11 +71,9 @@ class RowStats:
 
     __repr__ = brief
     num_prompt_tokens: int
-    num_cached_tokens: int = 0
-    """Tokens of the prompt whose K and V were cached, so that they were not read."""
+    num_cached_tokens: int = 0  # of the prompt, which were not read
     num_generated_tokens: int = 0
-    by_origin: Counter[str] = field(default_factory=Counter)
-    """Generated tokens by `Token.origin`."""
+    by_origin: Counter[str] = field(default_factory=Counter)  # generated tokens, by `Token.origin`
 
 
 @dataclass
@@ -88,21 +84,15 @@ class Stats:
     num_prompt_tokens: int = 0
     num_prefilled_tokens: int = 0
     num_generated_tokens: int = 0
-    num_decoded_tokens: int = 0
-    """Generated tokens less the first of each prompt, which comes from the prefill."""
+    num_decoded_tokens: int = 0  # all but the first of each prompt, which comes from the prefill
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
-    commit_seconds: float = 0.0
-    """The part of decoding that updates and rebuilds small caches outside verification passes."""
-    num_rebuilds: int = 0
-    """Builds of the retrieval cache, with the first one after the prompt."""
+    commit_seconds: float = 0.0  # part of decoding: updates of small caches outside verification
+    num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
     kv_cache_bytes: int = 0
-    stages: list[LevelStats] = field(default_factory=list)
-    """All stages of the cascade, from the lowest upwards."""
+    stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
     steps_per_plan: Counter[str] = field(default_factory=Counter)
-    """Steps by plan (method and gammas)."""
     num_graphs: int = 0
-    """CUDA graphs captured for this run."""
 
     def note_commit(self, seconds: float) -> None:
         self.commit_seconds += seconds

@@ -1,7 +1,6 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
-The first `lengths[b]` slots hold, up to rounding, what a fresh prefill of the row's inputs would
-write.
+The first `lengths[b]` slots hold what a fresh prefill of the inputs would write, up to rounding.
 
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
 """
@@ -47,8 +46,7 @@ class FullCache(Cache):
         """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
-    held_layers = layers
-    """Keys and values of all slots of row b, whatever its length."""
+    held_layers = layers  # of all slots of row b, whatever its length
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
@@ -76,10 +74,8 @@ class HeldRow:
     full: FullCache
     b: int
     tokens: list[int]
-    owner: str | None = None
-    """Who may share it; None: everybody."""
-    first_LPKTD: Tensor | tuple[()] = ()
-    """Saved K and V of the first tokens, where they may be overwritten."""
+    owner: str | None = None  # who may share it; None: everybody
+    first_LPKTD: Tensor | tuple[()] = ()  # saved K and V, where slots may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """As `FullCache.layers`, of the first T tokens; restores slots that were overwritten."""

@@ -1,8 +1,8 @@
 """Policies: which tokens of the full cache the retrieval cache holds.
 
 At every rebuild a policy scores, for each layer and row, chunks of the full cache for the queries
-of the latest tokens; the best fill the budget, next to sinks and latest tokens. `ChunkRetrieval` is
-the paper's and the default. The whole of another one, which keeps the chunks with the largest key:
+of the latest tokens; the best fill the budget. `ChunkRetrieval` is the paper's and the default. The
+whole of another one, which keeps the chunks with the largest key:
 
     class Largest(minitri.Policy):
         def scores(self, layer, b, q_KRD, chunks_KNMD):
@@ -10,17 +10,16 @@ the paper's and the default. The whole of another one, which keeps the chunks wi
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It changes the speed, not the distribution of the text. One that raises, or whose scores have
-another shape or are NaN, ends the run with an `InputError`.
+It changes the speed, not the distribution of the text. If it fails, the run ends with an
+`InputError`.
 
-Legend: L layers, B batch, T tokens, S slots, K KV heads, G query heads per KV head, H = K G,
-D head dim, N chunks, M tokens of a chunk, R = G times tokens in the observation window.
+Legend: L layers, T tokens, S slots, K KV heads, H query heads, D head dim, N chunks, M tokens of a
+chunk, R = H / K times tokens in the observation window.
 """
 
 import copy
 import functools
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +27,14 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.errors import explain
 
-NEIGHBOR = 0.99
-"""Least share of a chunk's score that the next chunk gets; below 1, so that they never tie."""
+NEIGHBOR = 0.99  # least share of a chunk's score that the next one gets; below 1: no ties
 
 
 class Policy:
-    """Scores chunks: derive from it, and give an object to `SpeculationConfig(policy=...)`. Only
-    `scores` must be written. Every run works with a deep copy, so it has a state of its own."""
+    """Scores chunks: derive from it, write `scores`, and give an object to
+    `SpeculationConfig(policy=...)`. Every run works with a deep copy."""
 
-    wants_prompt: bool = False
-    """Whether `observe` must see the queries of the whole prompt, not of its last tokens alone."""
+    wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         """Importance (K, N) of chunks of a layer of row b to the latest queries, all rotated."""
@@ -49,11 +46,6 @@ class Policy:
 
     def reset(self, b: int) -> None:
         """Drops all state of row b: another text begins there."""
-
-
-def make_policy(policy: Any) -> Policy:
-    """The policy object of `SpeculationConfig.policy`."""
-    return ChunkRetrieval() if policy == "retrieval" else CheckedPolicy(policy)
 
 
 class ChunkRetrieval(Policy):

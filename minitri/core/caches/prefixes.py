@@ -41,8 +41,7 @@ class PrefixCache:
         self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
         self._num_committed = list(full.lengths)
         self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
-        self.owners = [""] * len(full.lengths)
-        """Owner of the text of each row, set before `take`."""
+        self.owners = [""] * len(full.lengths)  # of each row's text, set before `take`
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 
@@ -91,8 +90,8 @@ class PrefixCache:
         return max(rows, key=lambda row: 2 * row.num_shared(prompt, owner) - len(row.tokens)).b
 
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
-        """Fills row b, which is empty, with the longest cached prefix of its prompt that its owner
-        may share, at most `most` tokens; returns how many. `texts` are those of all rows."""
+        """Fills row b, which is empty, with the longest cached prefix of its prompt, at most `most`
+        tokens; returns how many. `texts` are those of all rows."""
         self._num_prompt[b] = len(texts[b])
         owner = self.owners[b]
         begun = [

@@ -9,8 +9,7 @@ queries are those of the latest tokens (an observation window, as in SnapKV) and
 committed token, which the target's verification pass has just read: a rebuild needs no pass of its
 own. If the full cache is in host memory, `select` rebuilds layer by layer.
 
-Legend: L layers, B batch, T tokens, S slots, K KV heads, H query heads, D head dim, M tokens of a
-chunk, N chunks, C of them kept, W observation window, R = H / K times the tokens in it.
+Legend: as in `policies.py`; B batch, C chunks that are kept, W observation window.
 """
 
 import math
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.caches.policies import make_policy
+from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
 from minitri.core.settings import SpeculationConfig, round_up_to_stride
@@ -34,12 +33,9 @@ class RetrievedRow:
     num_overwritten: int
     """Slots overwritten since the last build, from the first one on. Before the first build it is
     the number of sinks, which are in the first slots and so are kept; a build puts them last."""
-    num_committed: int = 0
-    """Committed tokens of the text that this cache stands for."""
-    built_at: float = -math.inf
-    """Length of the text at the last build, in tokens."""
-    is_planned: bool = False
-    """Whether it is rebuilt in the latest pass of the target."""
+    num_committed: int = 0  # committed tokens of the text that this cache stands for
+    built_at: float = -math.inf  # length of the text at the last build
+    is_planned: bool = False  # whether it is rebuilt in the latest pass of the target
 
 
 class RetrievalCache(Cache):
@@ -54,10 +50,11 @@ class RetrievalCache(Cache):
         num_heads: int,
         make_slots: MakeSlots | None = None,
     ) -> None:
-        """Empty; `commit` fills it. `make_slots` allocates K and V, by default as tensors."""
+        """Empty; `commit` fills it."""
         L, B, K, _, D = full.shape
         self._full = full
-        self._policy = make_policy(speculation.policy)
+        is_default = speculation.policy == "retrieval"
+        self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
@@ -66,7 +63,7 @@ class RetrievalCache(Cache):
         shape = (L, B, speculation.max_block, num_heads, D)
         self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         """Rotated queries of the latest block of the target, whose passes write them."""
-        # Of each row's tokens in the observation window, (L, W, H, D); fewer at first.
+        # Of each row's observation window, (L, W, H, D); fewer at first.
         self._queries = [*self.queries_LBTHD[:, :, :0].unbind(1)]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
@@ -90,8 +87,7 @@ class RetrievalCache(Cache):
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Selects from a layer of the full cache, in a pass of the target that has written this
-        layer's queries, for the rows that are due; layer 0 decides which."""
+        """Selects, for the rows that are due, from a layer whose queries the pass has written."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)
@@ -100,8 +96,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Brings row b up to date with the full cache and drops its block; returns whether the row
-        was rebuilt. The queries are those of the last T tokens, which the target has just read."""
+        """Brings row b up to date with the full cache, by the queries of the T tokens that the
+        target has just read; returns whether the row was rebuilt."""
         row = self.rows[b]
         # Drops the guessed block: only slots of committed tokens stay valid.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
@@ -129,9 +125,8 @@ class RetrievalCache(Cache):
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks among the first `end` tokens of the full
-        cache, best last; sinks and recent tokens are always kept. `query_HD` is appended to the
-        observed queries."""
+        """Fills the slots of a layer with the best chunks of the first `end` tokens, best last, for
+        the observed queries and `query_HD`; sinks and recent tokens are always kept."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         N, C = end // M, self.rows[b].budget // M

@@ -21,7 +21,7 @@ class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """Raises `InputError` if the drafter cannot serve a window of this size."""
+        """Raises `InputError` if the window is too large for the drafter."""
         config = model.config
         kept = speculation.num_sink_tokens + speculation.num_recent_tokens
         slots = kept + SLIDE + speculation.room
@@ -44,7 +44,6 @@ class StreamingCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of raw keys, rotated keys and values."""
         return super().num_bytes + self.raw_keys.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:

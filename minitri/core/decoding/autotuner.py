@@ -29,8 +29,8 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` predicts a round of the current rows; without
-        `use_clock` no measured time counts. The first of `plans` is used to time the target."""
+        """`prior_seconds(stage, num_guesses)` predicts a round; without `use_clock` no measured
+        time counts. The first of `plans` is used to time the target."""
         self.plan = plans[0]
         self._plans = plans
         self.prior_seconds = prior_seconds
@@ -71,8 +71,7 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Records a verdict about one row, by the retrieval level or by the target: their rates
-        differ by less than 0.03, see tools/RESULTS.md."""
+        """Records a verdict about one row, by any level: their rates differ by less than 0.03."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 

@@ -156,8 +156,7 @@ class Level(Stage):
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """Lets the stage below guess for the rows that are `guessing`, and verifies all active
-        rows."""
+        """Lets the stage below guess for rows that are `guessing`, and verifies all active rows."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):

@@ -1,7 +1,4 @@
-"""The meter: times the rounds of a cascade, for its statistics and for the autotuner.
-
-On a CPU the seconds of a round are known at once, on a GPU when the device has finished it.
-"""
+"""The meter: times the rounds of a cascade, for its statistics and for the autotuner."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

@@ -73,7 +73,6 @@ class IndependentSource(RandomSource):
     """Fresh uniform numbers for every decision, from one generator per row."""
 
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
-        """`kind` is `SpeculationConfig.verification`: `block` or `token`."""
         super().__init__(verify_block if kind == "block" else verify)
 
     def restart(self, b: int, seed: int) -> None:

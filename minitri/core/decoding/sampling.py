@@ -1,8 +1,7 @@
 """From logits to next-token distributions, and samples from them.
 
-Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Each
-filter compares with a cut-off value: tokens of equal probability are kept or dropped together. Pure
-functions: all randomness is an argument.
+Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Tokens of
+equal probability are kept or dropped together. Pure functions: all randomness is an argument.
 
 Legend: N rows, V vocab.
 """
@@ -40,8 +39,7 @@ def probs_of_rows(
     params: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """The distributions (B, N, V) of B rows, each with its own filters, by `probs`: by default
-    `probs_from_logits`."""
+    """The distributions (B, N, V) of B rows, each with its own filters."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if all(row == params[0] for row in params):

@@ -4,8 +4,7 @@ They change the logits before `probs_from_logits` makes a distribution of them. 
 is a function of its history alone, the same at every level, and speculation stays exact.
 
 All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
-after those are given as a *path* for each place of a block; in a tree, a node's ancestors. The few
-tokens that bias and penalties can change are gathered, changed and put back.
+after those are given as a *path* for each place of a block; in a tree, a node's ancestors.
 
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
@@ -52,8 +51,7 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`bad_words` are token sequences that must not come; `end_tokens` must not come before
-        `params.min_tokens` others."""
+        """`bad_words` must not come, and no `end_tokens` before `params.min_tokens` others."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -70,9 +68,8 @@ class TextFilters:
         for token, bias in dict(params.logit_bias).items():
             self._bias_V[self._place(token)] = bias
         is_repetition = params.repetition_penalty != 1
-        self._counts_output = bool(
-            is_repetition or params.presence_penalty or params.frequency_penalty
-        )
+        penalties = (params.presence_penalty, params.frequency_penalty)
+        self._counts_output = is_repetition or any(penalties)
         for token in sorted({*prompt}) if is_repetition else ():
             self._in_prompt_V[self._place(token)] = 1
 
@@ -142,8 +139,8 @@ class TextFilters:
 def penalised(
     x_NU: Tensor, params: SamplingParams, bias_U: Tensor, in_prompt_U: Tensor, counts_NU: Tensor
 ) -> Tensor:
-    """Logits after bias and penalties, in the order of vLLM and `transformers`, with OpenAI's
-    meaning; `in_prompt_U` is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
+    """Logits after bias and penalties, in the order of vLLM, with OpenAI's meaning; `in_prompt_U`
+    is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
     x_NU = x_NU + bias_U
     if (penalty := params.repetition_penalty) != 1:
         is_new_NU = (counts_NU == 0) & (in_prompt_U == 0)

@@ -125,8 +125,7 @@ class Verdict(NamedTuple):
 
 
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
-"""Verifies guesses by the verifier's p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1);
-it asks nothing of the host."""
+"""Verifies guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers, without a host sync."""
 Run = Callable[[Rule, Tensor, Tensor, Guesses], Verdict]
 """Calls a rule with inputs of which only p is on the device: `run_now` or `GraphPool.run`."""
 
@@ -142,8 +141,7 @@ def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> 
 def decide(
     rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """The tokens that each row emits: accepted guesses and one more; none if p or q is not finite,
-    here or in a stage below."""
+    """The tokens that each row emits: accepted guesses and one more, or none if not finite."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]

@@ -1,7 +1,4 @@
-"""The draft model: guesses chains with a streaming cache, a whole round at once where it can.
-
-Legend: B rows, N guesses, V vocab.
-"""
+"""The draft model: guesses chains with a streaming cache, a whole round at once where it can."""
 
 from collections.abc import Callable, Iterable
 
@@ -85,8 +82,7 @@ LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """A level that guesses chains, a draft model by whole rounds where it can. Raises `InputError`
-    for trees, which are no part of the core."""
+    """A level that guesses chains, by whole rounds if it can. Raises `InputError` for trees."""
     if speculation.tree:
         raise InputError(
             f"tree is {speculation.tree!r} but these models have no levels for trees; give "

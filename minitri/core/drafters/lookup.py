@@ -1,7 +1,7 @@
 """The lookup drafter, without a model: guesses what followed the last tokens earlier in the text.
 
-The longest match in the row's text wins. Its length, and how many of the row's earlier guesses were
-accepted, decide the number of guesses. The distribution of a guess is one-hot.
+The longest match wins. Its length, and how many earlier guesses of the row were accepted, decide
+the number of guesses. The distribution of a guess is one-hot.
 """
 
 import copy
@@ -18,8 +18,7 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if it is accepted with a larger probability: about the share of a pass of
-the target that one more token costs. 0.03 and 0.1 do as well, see tools/RESULTS.md."""
+"""A token is guessed only if it is accepted with a larger probability, see tools/RESULTS.md."""
 LONGEST = 64  # tokens of a match; bounds the cost in a text that is one long loop
 MOST_PLACES = 1000  # the latest, which a lookup compares; a frequent pair costs 0.1 ms at most
 

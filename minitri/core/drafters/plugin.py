@@ -4,8 +4,7 @@
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-It cannot change a text. If it raises, or returns neither a token nor a distribution, the run ends
-with an `InputError`.
+It cannot change a text. If it fails, the run ends with an `InputError`.
 """
 
 import copy
@@ -32,15 +31,12 @@ class Drafter(Protocol):
 
     def guess(self, tokens: list[int], row: int) -> int | Tensor | Sequence[float] | None:
         """The next token: an id, or a distribution over the vocabulary (V,); None ends the round.
-
         `tokens` are the prompt, the output and the guesses so far of text number `row`. A later
-        call for the row may continue them, drop rejected guesses, or begin another text.
-        """
+        call for the row may continue them, drop rejected guesses, or begin another text."""
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows. Tokens are sampled here, from its distributions as filtered by each
-    request's settings: so q is what a guess was really sampled from."""
+    """A `Drafter` for B rows: samples guesses from its distributions after each row's filters."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 """Attention by prefix + block: a query sees the prefix and, by a rule, a part of the block.
 
 A forward pass has T new tokens per row, whose keys and values are in the cache already, right after
-the row's prefix. So prefill, decoding, verification and trees are one call with different T and
-rules. The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key
-of the block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
+the row's prefix: prefill, decoding, verification and trees are one call with different T and rules.
+The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key of the
+block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -18,10 +18,8 @@ from torch import Tensor
 class Attend(Protocol):
     """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
 
-    The first `prefix_lengths[b] + T` slots of row b are valid, and the last T of these are the
-    block; later slots, even NaN, change nothing. `lengths_B` are the prefix lengths on the device;
-    None if the block is long, as in a prefill.
-    """
+    The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the block; later
+    ones, even NaN, change nothing. `lengths_B`: the prefix lengths on the device, if T is small."""
 
     def __call__(
         self,

@@ -19,8 +19,7 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """Final hidden states (B, T, E) of one block per row after the cached tokens, padded to the
-    longest; see `Llama.forward`."""
+    """`Llama.forward` of one block per row after the cached tokens, padded to the longest."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
@@ -59,11 +58,6 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)
-
-
-def take_rows(rows_BTX: Tensor, index_BN: Tensor) -> Tensor:
-    """The vectors (B, N, X) at these places of each row, copied."""
-    return rows_BTX.gather(1, index_BN.unsqueeze(2).expand(-1, -1, rows_BTX.shape[2]))
 
 
 def reads_slots(device: torch.device, size: int) -> bool:

@@ -1,8 +1,8 @@
 """KV caches: slots for K and V, and how many of them are valid per row.
 
 A cache holds K and V of the tokens that were *inputs* of the model. In a forward pass each layer
-writes those of its block right after every row's prefix, and attends to both. Lengths change only
-by `advance`, `crop`, `hold` and `reset`. Slots past a row's length are undefined.
+writes those of its block right after every row's prefix, and attends to both. Only `advance`,
+`crop`, `hold` and `reset` change lengths; slots past them are undefined.
 
 Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
@@ -22,17 +22,12 @@ class Slots(Protocol):
 
     @property
     def shape(self) -> torch.Size: ...
-
     @property
     def device(self) -> torch.device: ...
-
     @property
     def nbytes(self) -> int: ...
-
     def stride(self) -> tuple[int, ...]: ...
-
     def __getitem__(self, index: Any, /) -> Any: ...
-
     def __setitem__(self, index: Any, values: Any, /) -> None: ...
 
 

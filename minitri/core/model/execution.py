@@ -19,8 +19,8 @@ Round = Callable[
 """One round of a draft model: from its cache, a block and the settings of each row, uniform numbers
 (B, N) and V, N guesses (B, N) and their distributions (B, N, V). It advances no cache."""
 
+# Allocates keys and values of a shape (..., S, D).
 MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
-"""Allocates keys and values of a shape (..., S, D)."""
 
 
 class Ranks:
@@ -50,9 +50,8 @@ class Execution:
     """How a model is computed; decided when it is loaded."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered around every step, and around every chunk of a prompt."""
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt's chunks
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`

@@ -59,8 +59,7 @@ class Llama(nn.Module):
         target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`);
-        `attend` computes attention."""
+        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
         super().__init__()
         self.config = config
         self.attend = attend
@@ -103,12 +102,9 @@ class Llama(nn.Module):
         is_prompt: bool = False,
     ) -> Tensor:
         """Final hidden states (B, T, E) of a block, whose K and V it writes into the cache; call
-        `cache.advance` with the tokens to keep.
-
-        `rule_TT` says which tokens of the block see which, see `attention.py`. `queries_LBTHD` is
-        filled with every layer's rotated queries of the block's last tokens. With `is_prompt` short
-        blocks are computed like long ones: to the bit, K and V do not depend on the chunks.
-        """
+        `cache.advance` with the tokens to keep. For `rule_TT` see `attention.py`. `queries_LBTHD`
+        is filled with rotated queries of the block's last tokens. With `is_prompt` short blocks are
+        computed like long ones: to the bit, K and V do not depend on the chunks."""
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
         return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))

@@ -1,7 +1,7 @@
 """Rotary position embeddings: plain, linear, llama3 and YaRN.
 
-`Rope` turns positions into the cosines and sines of one block (`Rotary`), once per forward pass;
-no table of the context is kept. Angles and rotation are float32 whatever the model's dtype.
+`Rope` turns positions into cosines and sines (`Rotary`) once per forward pass, without a table.
+Angles and rotation are float32 whatever the model's dtype.
 
 Legend: B batch, T new tokens, H heads, D head dim.
 """
@@ -47,11 +47,9 @@ class Rope:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin.
-
-    Sources: RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1
-    release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn).
-    """
+    """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin:
+    RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1 release
+    (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn)."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
     scale = 1.0

@@ -20,8 +20,7 @@ from minitri.core.shape import MemoryShape
 
 
 def free_host_bytes() -> float:
-    """Available host memory, by the system and by the container's limit, page cache included; or
-    $MINITRI_HOST_GIB. Raises `InputError` if that is no number."""
+    """Available host memory of the system or container, with page cache; or $MINITRI_HOST_GIB."""
     if wanted := os.environ.get("MINITRI_HOST_GIB"):
         with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
             return GIB * float(wanted)
@@ -52,8 +51,7 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
 def allocate_full_cache(
     target: Llama, draft: ModelConfig | None, shape: MemoryShape, host: HostMemory | None = None
 ) -> FullCache:
-    """An empty full cache, on the device or partly in memory that `host` lends. Raises `InputError`
-    if there is no room for it and what else a run needs."""
+    """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
     config = target.config
     device = target.device
     on_chip = config.num_layers

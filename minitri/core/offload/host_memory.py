@@ -24,8 +24,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, given back when the borrower is freed: the block that is kept, or
-        a new one if that is too small."""
+        """Uninitialised memory, given back when the borrower is freed; the kept block if it can."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
@@ -44,8 +43,7 @@ class HostMemory:
 
 @torch.inference_mode(False)  # it may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation.
-    PyTorch's pinned allocator, which rounds up to powers of two, is the second choice."""
+    """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -59,7 +57,7 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
         return block
     with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # this allocator rounds up to powers of two
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     problem = "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow"
     log.warning(problem, num_bytes / 1e9, error)

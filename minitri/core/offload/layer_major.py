@@ -1,9 +1,8 @@
 """Layer-major prefill, for a full cache in host memory: each layer reads all chunks of a prompt.
 
 Chunk by chunk, every layer would fetch K and V of all earlier chunks, 3.8 TB for 122,880 tokens of
-a 7B model. Here each layer's K and V, the same bits, are copied once, to the host, while the hidden
-states of the whole prompt stay on the device. Until the last layer is done the row counts as empty,
-and no other pass may run.
+a 7B model. Here each layer's K and V are copied once, to the host; hidden states of the prompt stay
+on the device. Until the last layer is done the row counts as empty, and no other pass may run.
 
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
@@ -39,8 +38,7 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """Does what `prefill.prefill` does, for a cache in host memory: yields whenever the work of one
-    more chunk is done; calls `watch` at the end, with the last `max_queries` tokens."""
+    """`prefill` for a cache in host memory; yields after the work of each chunk."""
     L = model.config.num_layers
     end = len(prompt) - 1
     starts = range(full.lengths[b], end, chunk)

@@ -2,9 +2,8 @@
 
 K and V of the first `on_chip` layers stay on the device. Those of the others are in page-locked
 host memory, and are copied to one of two staging buffers: while layer l computes, layer l + 1 is
-copied; after a pass, the first two layers of the next one, while the lower stages propose. Only
-valid tokens are copied. New K and V are copied to the host meanwhile, and stay on the device until
-the next pass, so that the retrieval cache reads them without a wait.
+copied; after a pass, the first two layers of the next one, while the lower stages propose. New K
+and V are copied to the host meanwhile, and stay on the device until the next pass.
 
 All copies run on one stream, each after the work that was queued before it. The computation waits
 until a buffer is `ready`: its layer has arrived, and so have earlier copies to the host.
@@ -70,7 +69,7 @@ class OffloadedFullCache(FullCache):
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
         """Lets a retrieval cache, or none, select from every layer that is on the device."""
-        # It refers to this cache; a cycle of strong references would keep both after the run.
+        # A cycle of strong references would keep both after the run.
         self._subscriber = None if cache is None else weakref.ref(cache)
 
     @property
@@ -80,7 +79,6 @@ class OffloadedFullCache(FullCache):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of K and V on the device and the host."""
         return super().num_bytes + self.host_LBSPKD.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
@@ -196,8 +194,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """One row of an offloaded cache up to some length, for layer-major prefill: new K and V stay in
-    the buffer of their layer, which may read block after block before the next layer does."""
+    """One row of an offloaded cache up to some length, for layer-major prefill: a layer may read
+    block after block, whose K and V stay in its buffer, before the next layer does."""
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])

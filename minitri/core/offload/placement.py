@@ -1,9 +1,7 @@
 """Placement: the bytes that a run needs, and how many layers keep their KV cache on the device.
 
 Computed before anything is allocated; `python -m minitri plan` prints the numbers. The KV cache of
-the first `on_chip` layers is on the device, that of the others in host memory.
-
-Legend: L layers, B batch.
+the first `on_chip` of L layers is on the device, that of the others in host memory.
 """
 
 from collections.abc import Sequence
@@ -16,24 +14,19 @@ from minitri.core.settings import LONGEST_BLOCK, SLIDE, GenerationConfig, round_
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
-CONTEXT = int(0.8 * GIB)
-"""Bytes that driver and CUDA context take of a card: 24 GB cards have 23.2 GiB free."""
-RESERVE = GIB // 2
-"""Device bytes left free for workspaces of libraries, graphs and fragmentation."""
+CONTEXT = int(0.8 * GIB)  # taken by driver and CUDA context: 24 GB cards have 23.2 GiB free
+RESERVE = GIB // 2  # left free for workspaces of libraries, graphs and fragmentation
 
 
 @dataclass(frozen=True)
 class Demand:
     """Bytes that a run needs on each of its GPUs."""
 
-    config: ModelConfig
-    """Config of the model, or of each GPU's share of it."""
+    config: ModelConfig  # of the model, or of each GPU's share of it
     draft: ModelConfig | None
-    """Config of the draft model; None without one."""
     shape: MemoryShape
     itemsize: int = 2
-    copy_bits: int = 0
-    """Bits per weight of a copy that proposes with the retrieval cache; 0 without one."""
+    copy_bits: int = 0  # per weight of a copy that proposes with the retrieval cache, if any
 
     @property
     def num_tokens(self) -> int:
@@ -58,7 +51,6 @@ class Demand:
 
     @property
     def num_weight_bytes(self) -> int:
-        """Bytes of the weights of all models."""
         return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
@@ -85,19 +77,18 @@ class Demand:
         """Bytes of the retrieval cache, its queries, and the draft model's window."""
         config = self.config
         speculation = self.shape.speculation
-        B = self.shape.num_rows
         num_bytes = 0
         if self.shape.uses_retrieval:
             slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
-            width = config.num_heads * config.head_dim
-            num_bytes += B * config.num_layers * num_queries * width * self.itemsize
+            num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim
+            num_bytes += self.shape.num_rows * num_numbers * self.itemsize
         if (drafter := self.drafter) is not None:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
             window += speculation.room + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-            num_bytes += 3 * B * width * window * self.itemsize
+            num_bytes += 3 * self.shape.num_rows * width * window * self.itemsize
         return num_bytes
 
     def _activations(self) -> int:
@@ -139,8 +130,7 @@ def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
-    """The most layers whose KV fits on the device, weights included in `device_bytes`. Raises
-    `InputError` if nothing fits."""
+    """The most layers whose KV fits next to all else on the device. Raises `InputError` if none."""
     L = needs.config.num_layers
     choices = placements(generation, L)
     room = device_bytes if generation.offload else device_bytes + RESERVE
