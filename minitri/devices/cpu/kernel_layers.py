@@ -31,8 +31,8 @@ from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quan
 from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
+# Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself.
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
-"""Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself."""
 
 
 class KernelLinear(Linear):
@@ -70,8 +70,7 @@ class KernelLinear(Linear):
 
 
 def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
-    """`model.llama.gate` on one thread: in float32 PyTorch's SiLU has other last bits at the ends
-    of each thread's share, which depends on the number of rows."""
+    """`gate` on one thread; on more, last bits in float32 would depend on the number of rows."""
     with kernels.decoding():
         return gate(gate_up)
 
@@ -157,8 +156,8 @@ class KernelLayers(Layers):
         assert isinstance(first, Layer)
         H, held_K, _ = first.self_attn.heads
         raw_keys = getattr(cache, "raw_keys", None)
-        slots = [cache.keys, cache.values, *([] if raw_keys is None else [raw_keys])]
-        turns = (rotary.cos, rotary.signed_sin) if rotary is not None else ()
+        slots = [part for part in (cache.keys, cache.values, raw_keys) if part is not None]
+        turns = () if rotary is None else (rotary.cos, rotary.signed_sin)
         like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
         require(
             *((part.shape, part.stride(), part.dtype) == like for part in slots),
@@ -199,10 +198,11 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
     weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
-    weights.fill(o=matrix_of(attention.o_proj), down=matrix_of(layer.mlp.down_proj))
-    weights.fill(gate_up=matrix_of(layer.mlp.gate_up_proj))
-    weights.fill(input_norm=layer.input_layernorm.weight)
-    weights.fill(post_norm=layer.post_attention_layernorm.weight)
+    weights.o = matrix_of(attention.o_proj)
+    weights.gate_up = matrix_of(layer.mlp.gate_up_proj)
+    weights.down = matrix_of(layer.mlp.down_proj)
+    weights.input_norm = layer.input_layernorm.weight
+    weights.post_norm = layer.post_attention_layernorm.weight
     if attention.q_norm is not None and attention.k_norm is not None:
         weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
     return weights
@@ -264,16 +264,11 @@ def split_projections(
 
 
 def keep_quantized(
-    model: Llama,
-    places: Mapping[str, Tensor],
-    stored: Mapping[tuple[str, tuple[int, ...]], Form],
+    model: Llama, places: Mapping[str, Tensor], stored: Mapping[tuple[str, tuple[int, ...]], Form]
 ) -> list[str]:
-    """Replaces linear layers by empty quantized ones where a file has their weights quantized.
-
-    The tensors of the file fill `places`, views of weights; several fill a fused projection, which
-    needs all of them in one form. `stored` are the forms of the file's matrices, by name and shape.
-    Returns the names of the tensors to load quantized.
-    """
+    """Replaces linear layers by empty quantized ones where a file has their weights quantized;
+    returns the names of the tensors to load so. They fill `places`, views of weights; several fill
+    a fused projection, which needs one form. `stored` has each matrix's form, by name and shape."""
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
     num_kept = 0

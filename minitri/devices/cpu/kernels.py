@@ -26,14 +26,12 @@ from minitri.core.settings import SamplingParams
 from minitri.devices.cpu import abi
 from minitri.devices.cpu.build import SOURCE, architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
-from minitri.devices.cpu.tiles import Tiles, can_tile, tiled_slots
+from minitri.devices.cpu.tiles import COLUMNS, PANEL, Tiles, tiled_slots
 
 MAX_HEAD_DIM = 1024
-LOADING = threading.Lock()
-"""Held while kernels are loaded: all engines of a process share them."""
+LOADING = threading.Lock()  # all engines of a process share the kernels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in C++
-BLOCK = 64
-"""Slots whose scores are computed at once; the slots of a cache in tiles are a multiple of it."""
+BLOCK = 64  # slots whose scores are computed at once; a cache in tiles has a multiple of it
 
 
 class Kernels:
@@ -43,8 +41,7 @@ class Kernels:
         abi.check_sizes(library)
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
-        self.instructions = library.minitri_instructions().decode()
-        """The instruction set that the kernels use."""
+        self.instructions = library.minitri_instructions().decode()  # the set that is used
         has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
         """Numbers that a lane multiplies at once, by dtype; see `tiled_slots`."""
@@ -120,7 +117,8 @@ class Kernels:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
-        if self.pairs[dtype] and can_tile(shape):
+        *_, S, D = shape
+        if self.pairs[dtype] and D % COLUMNS == S % PANEL == 0:  # they fill whole tiles
             return tiled_slots(shape, dtype, self.pairs[dtype])
         return plain_slots(shape, dtype, device)
 
@@ -143,10 +141,8 @@ class Kernels:
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`.
-
-        `weight` is (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows.
-        """
+        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`. `weight` is
+        (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows."""
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)

@@ -40,10 +40,9 @@ class Form(IntEnum):
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
     """Shape (N, X) of a quantized matrix."""
     G = in_features // GROUP
-    bits = Form(form).bits
-    is_nested = Form(form).is_nested
-    num_halves = -(-G // 8) if is_nested else G
-    width = 4 * bits * G + 2 * num_halves * (1 + (bits < 6)) + 2 * G * is_nested
+    form = Form(form)
+    num_halves = -(-G // 8) if form.is_nested else G
+    width = 4 * form.bits * G + 2 * num_halves * (1 + (form.bits < 6)) + 2 * G * form.is_nested
     return -(-num_rows // PANEL) * PANEL, width
 
 

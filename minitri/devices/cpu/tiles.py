@@ -14,10 +14,8 @@ from torch import Tensor
 
 from minitri.core.model.cache import Slots
 
-PANEL = 16
-"""Slots of a tile of keys."""
-COLUMNS = 32
-"""Numbers of which a head dim must be a multiple."""
+PANEL = 16  # slots of a tile of keys
+COLUMNS = 32  # a head dim must be a multiple of it
 
 
 class Tiles(Slots):
@@ -90,12 +88,6 @@ class Tiles(Slots):
         slots, *numbers = index[num_axes - 2 :] or (None,)
         assert numbers in ([], [slice(None)])
         return rows, slots
-
-
-def can_tile(shape: tuple[int, ...]) -> bool:
-    """Whether slots of this shape, (..., S, D), fill whole tiles."""
-    *_, S, D = shape
-    return D % COLUMNS == S % PANEL == 0
 
 
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:

@@ -1,13 +1,9 @@
 """Attention on a GPU: backends for short blocks, and the choice of one.
 
-A backend reads row lengths on the device, so that a CUDA graph can capture it:
-
-- `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
-  go to our own kernel;
-- `math`: plain formulas over all slots with a mask, where our kernel does not work.
-
-Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
+A backend reads row lengths on the device, so that a CUDA graph can capture it: `triton`, our own
+kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-attn package, which
+takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
+work. Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -31,8 +27,8 @@ from minitri.devices.gpu.kernels import problem_with
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
 
+# Largest errors of outputs around 1 that rounding explains.
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
-"""Largest error of outputs around 1 that rounding explains, by dtype."""
 
 
 def attend_masked(
@@ -70,7 +66,7 @@ def attend_flash(
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
+    """The `flash` backend for chains: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
     if rule_TT is not None:
         return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))

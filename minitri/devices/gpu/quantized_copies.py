@@ -21,11 +21,8 @@ from minitri.core.roofline import GROUP
 from minitri.devices.gpu.kernels import problem_with
 from minitri.devices.replace import copy_with
 
-TOLERANCE = 0.02
-"""Largest error of a kernel, as a share of the largest result: what bfloat16 explains."""
-
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x W^T, (..., N), from x (..., E) and what `quantize` makes of W."""
+TOLERANCE = 0.02  # error of a kernel, as a share of the largest result, that bfloat16 explains
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # x W^T, from x and `quantize(W)`
 
 
 class QuantizedLinear(Linear):

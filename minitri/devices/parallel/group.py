@@ -21,10 +21,8 @@ from torch.distributed.rendezvous import rendezvous
 from minitri.core.errors import InputError, explain
 from minitri.core.model.execution import Answer, Ranks
 
-TIMEOUT = timedelta(minutes=30)
-"""Longest wait in a collective: rank 0 may be fetching. An ended rank is noticed at once."""
-JOIN_TIMEOUT = timedelta(minutes=2)
-"""Longest wait for ranks to start."""
+TIMEOUT = timedelta(minutes=30)  # in a collective: rank 0 may be fetching
+JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks to start
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 
@@ -32,8 +30,7 @@ class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
-        """`store` is the one of keys and values that torchrun keeps for its ranks."""
-        self.store = store
+        self.store = store  # of keys and values, which torchrun keeps for its ranks
         self.rank = rank
         self.count = count
 
