@@ -1,8 +1,8 @@
 """Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
 
 Each class has the name, and its fields the names and the order, of a struct in the C++ files, whose
-comments give shapes. Fields that are left out are 0 or null. Callers keep the tensors, since a
-struct has their addresses only. When a library is loaded its sizes are compared with these.
+comments give shapes. Fields that are left out are 0 or null. Callers keep the tensors: a struct has
+their addresses only.
 """
 
 import ctypes

@@ -1,8 +1,7 @@
 """Builds the CPU kernels: compiles a C++ file for this processor when it is first needed.
 
-A library's name has a digest of the sources, the flags, $CXX, and the processor with all its
-instructions, so that a library of another machine or version is not used. A built library needs no
-compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
+A library's name has a digest of the sources, flags, $CXX and instructions of the processor, so that
+one of another machine or version is not used. A built library needs no compiler.
 """
 
 import ctypes

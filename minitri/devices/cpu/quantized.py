@@ -4,8 +4,7 @@ Groups of 32 weights of a row share a scale and an offset: weight = scale q + of
 matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, which are stored together: q,
 scales, then offsets, each group by group, interleaved over the rows of the panel (`quantized.h`).
 
-Legend: N out_features, E in_features, X bytes of a row, G groups of a row, Q = 32 weights of a
-group, W words, P panels.
+Legend: N outputs, E inputs, X bytes of a row, G groups, Q weights of a group, W words, P panels.
 """
 
 from enum import IntEnum
@@ -16,8 +15,7 @@ from torch import Tensor
 
 GROUP = 32
 PANEL = 16
-NUMBERS_AT_ONCE = 1 << 19
-"""Weights that are quantized or dequantized at a time, so that they fit a cache."""
+NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized or dequantized at a time, in a cache
 
 
 class Form(IntEnum):

@@ -91,8 +91,7 @@ def attend_fused(
     T, H = q_BTHD.shape[1:3]
     K = keys_BKSD.shape[1]
     end = prefix_lengths[0] + T
-    k_BKSD = keys_BKSD[:, :, :end]
-    v_BKSD = values_BKSD[:, :, :end]
+    k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
     if q_BTHD.dtype == torch.float32:
         # Its only fused kernel knows no groups; plain formulas would hold all scores.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
@@ -140,8 +139,7 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The `wanted` backend; auto is our kernel, or, after a warning, the plain formulas. Raises
-    `InputError` if the backend does not work here."""
+    """The `wanted` backend; auto is `triton` or, after a warning, `math`. Raises `InputError`."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:
@@ -149,16 +147,14 @@ def choose_attention(
     if wanted == "auto":
         log.warning("attention triton is not used on %s (%s); it is slow", device, problem)
         return GpuAttention()
-    raise InputError(
-        f"attention={wanted} fails on {device} in {dtype} ({problem}); use attention=auto"
-    )
+    where = f"{device} in {dtype}"
+    raise InputError(f"attention={wanted} fails on {where} ({problem}); use attention=auto")
 
 
 def check_backend(
     attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
 ) -> None:
-    """Raises an error if a backend differs from plain formulas in float64, on long, short and
-    empty prefixes, of chains and of trees."""
+    """Raises an error if a backend differs from plain formulas in float64, on chains or trees."""
     lengths_B = torch.tensor([1900, 0, 700], device=device)
     generator = torch.Generator().manual_seed(0)
     for T in (1, 3, 9, LONGEST_BLOCK):

@@ -1,8 +1,7 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
 All draw the same random numbers and read the same gathered logits, so they take the same decisions;
-rank 0 sends what only one can know, such as a prompt from standard input. Tensors on CUDA
-go through NCCL, all others through gloo.
+rank 0 sends what only one can know, such as a prompt. Tensors on CUDA go through NCCL.
 """
 
 import atexit
@@ -35,7 +34,6 @@ class RankGroup(Ranks):
         self.count = count
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place, with the same bits everywhere."""
         self._call(dist.all_reduce, x)
         return x
 

@@ -5,8 +5,7 @@ heads of a KV head and the tokens of the block are rows of one tile. Prefix and 
 pieces, one for each program; a second kernel merges their results. Heads have 16, 32, 64, ...
 numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU, which is how the tests check it.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
-P pieces.
+Legend: B batch, S slots, K KV heads, H heads, G = H / K, D head dim, T tokens, R = G T, P pieces.
 """
 
 import math

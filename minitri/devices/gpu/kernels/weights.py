@@ -4,8 +4,7 @@ A program computes some columns of the output. Each of its warps reads another g
 `SHARES` and converts it in registers, once. W comes first in every product, as a tensor core takes
 16 rows of its first factor and 8 columns of its second.
 
-Legend: M rows, N out_features, E in_features, G groups of E, S shares, R rows, C columns and X
-bytes of a tile.
+Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
 
 import torch
@@ -102,8 +101,7 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """The tile that a program computes. All stages take 99 KiB of shared memory at most, which
-    every GPU from compute capability 8.0 on has."""
+    """The tile of a program, in the 99 KiB of shared memory of compute capability 8.0 or above."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
     tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
@@ -111,8 +109,7 @@ def tile_sizes(M: int, bits: int) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales. On a GPU
-    float32 rows are rounded to bfloat16 before."""
+    """x W^T, (..., N), of x (..., E); on a GPU float32 rows are rounded to bfloat16 before."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
