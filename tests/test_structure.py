@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = {
     "core": (6_000, {"core"}),
-    "devices": (2_450, {"core", "devices"}),
+    "devices": (2_350, {"core", "devices"}),
     "text": (900, {"core", "text"}),
     "files": (1_800, {"core", "devices", "text", "files"}),
     "trees": (380, {"core", "trees"}),

@@ -37,15 +37,12 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
         if device.type == "cuda" and (device.index or 0) < num_gpus:
             return device
     others = f" or cuda:0 to cuda:{num_gpus - 1}" if num_gpus else ""
-    raise InputError(
-        f"device={name!r} is not there (PyTorch {torch.__version__} sees {num_gpus} GPUs); use "
-        f"device=cpu{others}"
-    )
+    seen = f"PyTorch {torch.__version__} sees {num_gpus} GPUs"
+    raise InputError(f"device={name!r} is not there ({seen}); use device=cpu{others}")
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """A dtype by its name; `auto` is bfloat16 where the device computes in it, else float16 on CUDA
-    and float32 on a CPU."""
+    """A dtype by its name; `auto` is bfloat16 where the device computes in it."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
@@ -57,8 +54,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def attention_for(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, wanted: str = "auto"
 ) -> Attend:
-    """The attention for models of this shape; `wanted` may name a GPU backend. Raises `InputError`
-    if it cannot be used."""
+    """Attention for models of this shape; `wanted` is a GPU's backend. Raises `InputError`."""
     if device.type == "cuda":
         return choose_attention(device, dtype, config, wanted=wanted)
     if wanted != "auto":
@@ -81,10 +77,9 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
     if model.device.type == "cuda":
         return copy_in_few_bits(model, int(wanted.removeprefix("int")))
     if wanted == "int8" or not has_kernels:
-        raise InputError(
-            f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}: "
-            "int8 needs a GPU, int4 needs the compiled kernels; leave it out"
-        )
+        what = f"draft_weights={wanted} cannot be had of {model.config.name} on {model.device}"
+        needs = "int8 needs a GPU, int4 needs the compiled kernels"
+        raise InputError(f"{what}: {needs}; leave it out")
     copy = quantized_copy(model)
     return copy if copy.num_bytes else None  # the model has as few bits itself
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from minitri.core.errors import InputError
 
-CHECKOUT = Path(__file__).resolve().parents[2]
-"""The folder around the package, which may be a source checkout."""
+CHECKOUT = Path(__file__).resolve().parents[2]  # if that is where the package is
 
 
 def weights_folder() -> Path:

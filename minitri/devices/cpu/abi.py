@@ -1,9 +1,8 @@
 """Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
 
 Each class has the name, and its fields the names and the order, of a struct in the C++ files, whose
-comments give shapes. Fields that are left out are 0 or null; a name that is no field raises
-`AttributeError`. Callers keep the tensors, since a struct has their addresses only. When a library
-is loaded its sizes are compared with these, once.
+comments give shapes. Fields that are left out are 0 or null. Callers keep the tensors: a struct has
+their addresses only.
 """
 
 import ctypes
@@ -25,22 +24,17 @@ def fields(kind: type, names: str) -> Sequence[tuple[str, Any]]:
 class Struct(ctypes.Structure):
     """Base of all argument structs; a tensor stands for its address."""
 
-    __slots__ = ()  # so that only fields can be set
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field. Raises `AttributeError` if there is none of this name."""
+        getattr(self, name)
+        super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
-    def __init__(self, **values: Any) -> None:
-        for name, value in values.items():
-            if isinstance(value, Tensor):
-                values[name] = value.data_ptr()
-        super().__init__(**values)
-
-    fill = __init__
-    """Sets some fields, and leaves the others."""
+    fill = ctypes.Structure.__init__  # sets some fields, and leaves the others
 
 
 class AttentionArguments(Struct):
     """Attention of a block over a prefix and itself."""
 
-    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "q keys values out lengths rule"),
         *fields(INTEGER, "B T H K D q_batch q_token q_head kv_batch kv_head kv_slot"),
@@ -51,7 +45,6 @@ class AttentionArguments(Struct):
 class LinearArguments(Struct):
     """A linear layer over a few rows."""
 
-    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "x norm weights bias residual out"),
         *fields(INTEGER, "R E N stride is_gated is_wide num_threads"),
@@ -62,35 +55,30 @@ class LinearArguments(Struct):
 class ProductArguments(Struct):
     """A linear layer over many rows."""
 
-    __slots__ = ()
     _fields_ = [*fields(POINTER, "x weights bias out"), *fields(INTEGER, "R E N num_threads")]
 
 
 class DequantizeArguments(Struct):
     """Rows of a quantized matrix as plain numbers."""
 
-    __slots__ = ()
     _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E num_threads")]
 
 
 class RotateArguments(Struct):
     """RoPE of the first heads of each token."""
 
-    __slots__ = ()
     _fields_ = [*fields(POINTER, "x cos sin out"), *fields(INTEGER, "R total H D")]
 
 
 class NormArguments(Struct):
     """RMSNorm."""
 
-    __slots__ = ()
     _fields_ = [*fields(POINTER, "x weight out"), *fields(INTEGER, "R E"), ("eps", DOUBLE)]
 
 
 class FilterArguments(Struct):
     """Temperature, top-k, top-p and min-p."""
 
-    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "logits probs"),
         *fields(INTEGER, "N V top_k num_threads"),
@@ -101,14 +89,12 @@ class FilterArguments(Struct):
 class Matrix(Struct):
     """Weights and bias of a linear layer."""
 
-    __slots__ = ()
     _fields_ = [*fields(POINTER, "weights bias"), *fields(INTEGER, "N E form")]
 
 
 class LayerWeights(Struct):
     """Weights of a transformer block."""
 
-    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "input_norm post_norm q_norm k_norm"),
         ("qkv", Matrix * 3),
@@ -119,7 +105,6 @@ class LayerWeights(Struct):
 class PassArguments(Struct):
     """All layers of a model over a short block."""
 
-    __slots__ = ()
     _fields_ = [
         *fields(POINTER, "layers x cos sin keys values raw_keys queries lengths rule"),
         *fields(INTEGER, "L B T W E H K D"),
@@ -132,7 +117,6 @@ class PassArguments(Struct):
 class RoundArguments(Struct):
     """A round of a draft model: a pass over a block, then N guesses."""
 
-    __slots__ = ()
     _fields_ = [
         ("first", PassArguments),
         *fields(POINTER, "block num_read cos sin embeddings"),

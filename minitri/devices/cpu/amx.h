@@ -54,10 +54,8 @@ template <> struct MatrixUnit<Pairs> {
                          int num_columns, int steps, float* sums, bool from_zero, int64_t ahead) {
         int v = 0;
         auto call = [&](int V, auto product) {
-            for (; v + V * LANES <= num_columns;
-                 v += V * LANES, columns.advance(V * columns.panel)) {
+            for (; v + V * LANES <= num_columns; v += V * LANES, columns.advance(V * columns.panel))
                 product(rows, row_stride, columns, steps, sums + v, num_columns, from_zero, ahead);
-            }
         };
         asm volatile("" ::: "memory");  // compilers do not know that tiles are read from memory
         call(4, multiply_tiles<4>);

@@ -142,9 +142,8 @@ void score_block(const Work<Op>& w, int r, int M, int64_t s, const Columns<Op, N
     const Task& task = w.task;
     multiply_packed(M, w.queries + r * steps, steps, keys, BLOCK, scores, true);
     if (s + BLOCK <= w.a.lengths[task.b]) return;  // every token sees all of the prefix
-    for (int m = 0; m < M; ++m) {
+    for (int m = 0; m < M; ++m)
         mask_scores(w.a, task.b, (task.first + r + m) / w.G, s, task.end, scores + m * BLOCK);
-    }
 }
 
 constexpr float SLACK = 8.0f;  // powers of 2

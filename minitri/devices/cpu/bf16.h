@@ -174,9 +174,8 @@ void Pairs::interleave(const BFloat16* rows, int64_t stride, int n, int D, int w
             if (s < n) a = _mm512_maskz_loadu_epi16(some, row);
             if (s + 1 < n) b = _mm512_maskz_loadu_epi16(some, row + stride);
             _mm512_storeu_si512(to + d, _mm512_permutex2var_epi16(a, low, b));
-            if (left > LANES) {
+            if (left > LANES)
                 _mm512_storeu_si512(to + d + LANES, _mm512_permutex2var_epi16(a, high, b));
-            }
         }
     }
 }

@@ -1,8 +1,7 @@
 """Builds the CPU kernels: compiles a C++ file for this processor when it is first needed.
 
-A library's name has a digest of the sources, the flags, $CXX, and the processor with all its
-instructions, so that a library of another machine or version is not used. A built library needs no
-compiler. MINITRI_KERNELS=avx2 builds for fewer instructions than the processor has.
+A library's name has a digest of the sources, flags, $CXX and instructions of the processor, so that
+one of another machine or version is not used. A built library needs no compiler.
 """
 
 import ctypes
@@ -20,8 +19,8 @@ from minitri.devices.folders import weights_folder
 
 COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
+# The compiler's names of instruction sets, by the values of MINITRI_KERNELS.
 VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
-"""Names of instruction sets for the compiler, by the values of MINITRI_KERNELS."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -55,8 +54,14 @@ def has_kernels() -> bool:
 
 
 def built_library(source: Path) -> Path:
-    """Path of the library of a C++ file. Raises `OSError` or `InputError`."""
-    return _cache_folder() / f"{source.stem}-{identity(source)}.so"
+    """Path of the library of a C++ file, in a folder that no other user can write to. Raises
+    `OSError` or `InputError`."""
+    folder = weights_folder() / "kernels"
+    folder.mkdir(0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
+        raise PermissionError(f"others can write to {folder}; delete it, or set MINITRI_WEIGHTS")
+    return folder / f"{source.stem}-{identity(source)}.so"
 
 
 def identity(source: Path = SOURCE) -> str:
@@ -103,13 +108,3 @@ def _compile(compiler: list[str], *arguments: str) -> str:
             return done.stdout.decode(errors="replace")
     message = shorten(done.stderr.decode(errors="replace"))
     raise OSError(f"{compiler[0]}: {message or done.returncode}")
-
-
-def _cache_folder() -> Path:
-    """A folder that no other user can write to. Raises `OSError` or `InputError`."""
-    folder = weights_folder() / "kernels"
-    folder.mkdir(0o700, parents=True, exist_ok=True)
-    status = folder.stat()
-    if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
-        raise PermissionError(f"others can write to {folder}; delete it, or set MINITRI_WEIGHTS")
-    return folder

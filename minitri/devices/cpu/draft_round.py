@@ -1,7 +1,6 @@
 """Rounds of a draft model in one call of the compiled kernels.
 
-A round is embedding, layers, LM head, filters and sampling of N tokens, one after the other. Tokens
-and distributions have the bits of single passes.
+A round samples N tokens, one after the other, with the bits of single passes.
 
 Legend: B rows, T tokens of a block before the guesses, N guesses, E hidden size, V vocab, S slots.
 """
@@ -28,13 +27,12 @@ class DraftRound:
     def __init__(self, model: Llama, lender: Llama) -> None:
         """`lender` is the model whose embedding table is used, in the same dtype."""
         head = model.lm_head
-        layers = model.layers
         ids = head.token_ids if isinstance(head, TrimmedHead) else None
         head = head.linear if isinstance(head, TrimmedHead) else head
         assert isinstance(head, KernelHead)
-        assert isinstance(layers, KernelLayers)
+        assert isinstance(model.layers, KernelLayers)
         self._head = head
-        self._layers = layers
+        self._layers = model.layers
         self._ids_2N = None if ids is None else torch.stack((ids, ids.sort().values))
         tied = lender.lm_head if isinstance(lender.lm_head, TiedHead) else None
         self._table_VX: Tensor = lender.embed_tokens if tied is None else tied.weight

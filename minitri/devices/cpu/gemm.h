@@ -38,11 +38,9 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
     constexpr int LINE_VECTORS =
         std::clamp(64 / int(LANES * Op::STEP * sizeof(typename Op::Stored)), 1, PANEL / LANES);
     Vec sum[M][V];
-    for (int m = 0; m < M; ++m) {
-        for (int v = 0; v < V; ++v) {
+    for (int m = 0; m < M; ++m)
+        for (int v = 0; v < V; ++v)
             sum[m][v] = from_zero ? Vec{} : load(sums + m * sum_stride + v * LANES);
-        }
-    }
     for (int k = 0; k < steps; ++k, columns.advance(columns.step)) {
         if (columns.next) {
 #pragma GCC unroll 4
@@ -58,9 +56,8 @@ inline void multiply_tile(const typename Op::Unit* rows, int64_t row_stride,
             }
         }
     }
-    for (int m = 0; m < M; ++m) {
+    for (int m = 0; m < M; ++m)
         for (int v = 0; v < V; ++v) store(sums + m * sum_stride + v * LANES, sum[m][v]);
-    }
 }
 
 constexpr int TILE_ROWS = 6;

@@ -31,8 +31,9 @@ from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quan
 from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
+# Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself.
 WRITABLE = (FullCache, RetrievalCache, StreamingCache)
-"""Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself."""
+Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # a file's matrices, by name and shape
 
 
 class KernelLinear(Linear):
@@ -67,13 +68,6 @@ class KernelLinear(Linear):
         matrix = (self.weight, self.in_features, self.form, dtype)
         last = self.out_features if rows_R is None else None
         return self.kernels.dequantize(*matrix, rows_R)[:last]
-
-
-def gate_on_one_thread(kernels: Kernels, gate_up: Tensor) -> Tensor:
-    """`model.llama.gate` on one thread: in float32 PyTorch's SiLU has other last bits at the ends
-    of each thread's share, which depends on the number of rows."""
-    with kernels.decoding():
-        return gate(gate_up)
 
 
 class KernelParts(nn.ModuleDict):
@@ -133,21 +127,27 @@ class KernelLayers(Layers):
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        lengths = torch.tensor(shared.cache.lengths)
-        others = (shared.rotary, rule, shared.queries_LBTHD)
-        arguments = self.arguments(x_BTE, shared.cache, lengths, *others)
+        lengths_B = torch.tensor(shared.cache.lengths)
+        arguments = self.arguments(x_BTE, shared.cache, lengths_B)
+        L, _, _, _, D = shared.cache.keys.shape
+        B, T, _ = x_BTE.shape
+        turns = (shared.rotary.cos, shared.rotary.signed_sin)
+        queries = shared.queries_LBTHD
+        require(
+            *((turn.dtype, turn.numel()) == (torch.float32, B * T * D) for turn in turns),
+            all(turn.is_contiguous() for turn in turns),
+            rule is None or rule.shape == (T, T),
+            queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
+            queries is None or queries.shape == (L, B, queries.shape[2], arguments.H, D),
+            tensors=(*turns, queries),
+        )
+        arguments.fill(cos=turns[0], sin=turns[1], rule=rule)
+        if queries is not None:
+            arguments.fill(queries=queries, W=queries.shape[2], queries_layer=queries.stride(0))
         self.kernels.call("pass", arguments, x_BTE.dtype)
         return x_BTE
 
-    def arguments(
-        self,
-        x_BTE: Tensor,
-        cache: Cache,
-        lengths_B: Tensor,
-        rotary: Rotary | None = None,
-        rule: Tensor | None = None,
-        queries: Tensor | None = None,
-    ) -> PassArguments:
+    def arguments(self, x_BTE: Tensor, cache: Cache, lengths_B: Tensor) -> PassArguments:
         """The arguments of a pass that replaces the block x by its result."""
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
@@ -157,33 +157,24 @@ class KernelLayers(Layers):
         assert isinstance(first, Layer)
         H, held_K, _ = first.self_attn.heads
         raw_keys = getattr(cache, "raw_keys", None)
-        slots = [cache.keys, cache.values, *([] if raw_keys is None else [raw_keys])]
-        turns = (rotary.cos, rotary.signed_sin) if rotary is not None else ()
+        slots = [part for part in (cache.keys, cache.values, raw_keys) if part is not None]
         like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
         require(
             *((part.shape, part.stride(), part.dtype) == like for part in slots),
             cache.keys.stride()[4] == 1 and self.kernels.can_read(slots),
-            *((turn.dtype, turn.numel()) == (torch.float32, B * T * D) for turn in turns),
-            all(turn.is_contiguous() for turn in turns),
             len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
             (len(self), held_K, first.mlp.gate_up_proj.in_features) == (L, K, E),
-            x_BTE.is_contiguous() and (rule is None or rule.shape == (T, T)),
-            queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
-            queries is None or queries.shape == (L, B, queries.shape[2], H, D),
-            tensors=(x_BTE, *map(memory_of, slots), *turns, queries),
+            x_BTE.is_contiguous(),
+            tensors=(x_BTE, *map(memory_of, slots)),
         )
         keys, values = memory_of(cache.keys), memory_of(cache.values)
-        arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B, rule=rule)
+        arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B)
         arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
         arguments.fill(raw_keys=raw_keys, seconds=self.kernels.seconds)
         kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
         arguments.is_tiled = isinstance(cache.keys, Tiles)
-        if rotary is not None:
-            arguments.fill(cos=rotary.cos, sin=rotary.signed_sin)
-        if queries is not None:
-            arguments.fill(queries=queries, W=queries.shape[2], queries_layer=queries.stride(0))
         return arguments
 
     @cached_property
@@ -199,10 +190,11 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
     weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
-    weights.fill(o=matrix_of(attention.o_proj), down=matrix_of(layer.mlp.down_proj))
-    weights.fill(gate_up=matrix_of(layer.mlp.gate_up_proj))
-    weights.fill(input_norm=layer.input_layernorm.weight)
-    weights.fill(post_norm=layer.post_attention_layernorm.weight)
+    weights.o = matrix_of(attention.o_proj)
+    weights.gate_up = matrix_of(layer.mlp.gate_up_proj)
+    weights.down = matrix_of(layer.mlp.down_proj)
+    weights.input_norm = layer.input_layernorm.weight
+    weights.post_norm = layer.post_attention_layernorm.weight
     if attention.q_norm is not None and attention.k_norm is not None:
         weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
     return weights
@@ -219,9 +211,9 @@ def matrix_of(linear: nn.Module) -> Matrix:
 def use_kernels(model: Llama, kernels: Kernels) -> None:
     """Replaces a model's linear layers, attention, norm and blocks by compiled kernels."""
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
-    if model.dtype == torch.float32:
+    if model.dtype == torch.float32:  # SiLU on several threads depends on the number of rows
         for layer in layers:
-            layer.mlp.gate = partial(gate_on_one_thread, kernels)
+            layer.mlp.gate = kernels.decoding()(gate)
     head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
     heads: Factories = {
         Linear: partial(head, kernels=kernels),
@@ -241,9 +233,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     )
 
 
-def split_projections(
-    model: Llama, stored: Mapping[tuple[str, tuple[int, ...]], Form], kernels: Kernels
-) -> None:
+def split_projections(model: Llama, stored: Stored, kernels: Kernels) -> None:
     """Splits qkv projections into q, k and v, empty, where a file has them in different forms."""
     for path, attention in [*model.named_modules()]:
         if not isinstance(attention, Attention):
@@ -263,17 +253,10 @@ def split_projections(
             model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
 
 
-def keep_quantized(
-    model: Llama,
-    places: Mapping[str, Tensor],
-    stored: Mapping[tuple[str, tuple[int, ...]], Form],
-) -> list[str]:
-    """Replaces linear layers by empty quantized ones where a file has their weights quantized.
-
-    The tensors of the file fill `places`, views of weights; several fill a fused projection, which
-    needs all of them in one form. `stored` are the forms of the file's matrices, by name and shape.
-    Returns the names of the tensors to load quantized.
-    """
+def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> list[str]:
+    """Replaces linear layers by empty quantized ones where a file has their weights quantized;
+    returns the names of the tensors to load so. They fill `places`, views of weights; several fill
+    a fused projection, which needs one form."""
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
     num_kept = 0

@@ -57,9 +57,8 @@ template <class T> void rotate(const RotateArguments& a) {
     T* out = static_cast<T*>(a.out);
     for (int64_t r = 0; r < a.R; ++r) {
         const float *cos = a.cos + r * a.D, *sin = a.sin + r * a.D;
-        for (int64_t h = 0; h < a.H; ++h) {
+        for (int64_t h = 0; h < a.H; ++h)
             rotate_head(x + (r * a.total + h) * a.D, cos, sin, out + (r * a.H + h) * a.D, a.D);
-        }
     }
 }
 
@@ -102,9 +101,8 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
     for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
         const int64_t b = row / p.T, t = row % p.T;
         const float *cos = p.cos + row * D, *sin = p.sin + row * D;
-        for (int64_t h = 0; q_norm && h < p.H + p.K; ++h) {
+        for (int64_t h = 0; q_norm && h < p.H + p.K; ++h)
             norm_head(qkv + h * D, h < p.H ? q_norm : k_norm, p.eps, D);
-        }
         T* q = queries + row * p.H * D;
         for (int64_t h = 0; h < p.H; ++h) rotate_head(qkv + h * D, cos, sin, q + h * D, D);
         if (p.queries && t + p.W >= p.T) {

@@ -1,11 +1,9 @@
 """Compiled CPU kernels as functions on tensors.
 
-All kernels of a pass are row-invariant: the bits of a row depend neither on the other rows of the
-block nor on the number of threads. Steps and chunks of prompts wait for each other, since PyTorch's
-number of threads is one for the process.
+All kernels of a pass are row-invariant: a row's bits depend neither on other rows nor on threads.
+Steps and chunks of prompts wait for each other: PyTorch's number of threads is the process's.
 
-Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E in_features, N out_features,
-V vocab.
+Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E inputs, N outputs, V vocab.
 """
 
 import contextlib
@@ -26,14 +24,12 @@ from minitri.core.settings import SamplingParams
 from minitri.devices.cpu import abi
 from minitri.devices.cpu.build import SOURCE, architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
-from minitri.devices.cpu.tiles import Tiles, can_tile, tiled_slots
+from minitri.devices.cpu.tiles import COLUMNS, PANEL, Tiles, tiled_slots
 
 MAX_HEAD_DIM = 1024
-LOADING = threading.Lock()
-"""Held while kernels are loaded: all engines of a process share them."""
+LOADING = threading.Lock()  # all engines of a process share the kernels
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # numbers of dtypes in C++
-BLOCK = 64
-"""Slots whose scores are computed at once; the slots of a cache in tiles are a multiple of it."""
+BLOCK = 64  # slots whose scores are computed at once; a cache in tiles has a multiple of it
 
 
 class Kernels:
@@ -43,14 +39,12 @@ class Kernels:
         abi.check_sizes(library)
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
-        self.instructions = library.minitri_instructions().decode()
-        """The instruction set that the kernels use."""
+        self.instructions = library.minitri_instructions().decode()  # the set that is used
         has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
         """Numbers that a lane multiplies at once, by dtype; see `tiled_slots`."""
         self.num_threads = num_threads
-        self.seconds: Tensor | None = None
-        """Two float64 for a profile: seconds of linear layers and of attention, added up."""
+        self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
@@ -62,8 +56,7 @@ class Kernels:
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """One thread for PyTorch: its operations on a few rows gain nothing by more, and its
-        threads, which spin for a while after their work, would compete with the kernels'."""
+        """One thread for PyTorch: more gain nothing on few rows, and compete with the kernels'."""
         with self._one_at_a_time:
             torch.set_num_threads(1)
             try:
@@ -106,13 +99,11 @@ class Kernels:
         out = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
         lengths = torch.tensor(prefix_lengths)
         rule = rule_TT.contiguous() if rule_TT is not None else None
-        arguments = abi.AttentionArguments(
-            q=q_BTHD, keys=keys, values=values, out=out, lengths=lengths, rule=rule
-        )
-        arguments.fill(B=B, T=T, H=H, K=K, D=D, num_threads=self.num_threads)
+        arguments = abi.AttentionArguments(q=q_BTHD, keys=keys, values=values, out=out)
+        arguments.fill(lengths=lengths, rule=rule, num_threads=self.num_threads)
+        arguments.fill(B=B, T=T, H=H, K=K, D=D, is_tiled=isinstance(keys_BKSD, Tiles))
         arguments.q_batch, arguments.q_token, arguments.q_head, _ = q_BTHD.stride()
         arguments.kv_batch, arguments.kv_head, arguments.kv_slot, _ = keys_BKSD.stride()
-        arguments.is_tiled = isinstance(keys_BKSD, Tiles)
         self.call("attention", arguments, q_BTHD.dtype, is_short)
         return out
 
@@ -120,18 +111,17 @@ class Kernels:
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
-        if self.pairs[dtype] and can_tile(shape):
+        *_, S, D = shape
+        if self.pairs[dtype] and D % COLUMNS == S % PANEL == 0:  # they fill whole tiles
             return tiled_slots(shape, dtype, self.pairs[dtype])
         return plain_slots(shape, dtype, device)
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
         """Whether K and V have one layout, and tiles fit the dtype."""
-        fits = [
-            part.pair == self.pairs[part.dtype] and part.shape[-2] % BLOCK == 0
-            for part in slots
-            if isinstance(part, Tiles)
-        ]
-        return not fits or (len(fits) == len(slots) and all(fits))
+        tiles = [part for part in slots if isinstance(part, Tiles)]
+        has_layout = (tile.pair == self.pairs[tile.dtype] for tile in tiles)
+        is_whole = all(tile.shape[-2] % BLOCK == 0 for tile in tiles)
+        return len(tiles) in (0, len(slots)) and is_whole and all(has_layout)
 
     def linear(
         self,
@@ -143,10 +133,8 @@ class Kernels:
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`.
-
-        `weight` is (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows.
-        """
+        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`. `weight` is
+        (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows."""
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)
@@ -159,9 +147,8 @@ class Kernels:
             tensors=(x, weight, bias),
         )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
-        arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out)
-        arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, is_wide=is_wide)
-        arguments.num_threads = self.num_threads
+        arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out, is_wide=is_wide)
+        arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, num_threads=self.num_threads)
         self.call("linear", arguments, x.dtype, form)
         return out
 
@@ -280,10 +267,8 @@ def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:
 
 
 def load_kernels() -> Kernels | None:
-    """The kernels, built for this machine if need be, with PyTorch's current number of threads.
-
-    None if MINITRI_KERNELS=off, or, after a warning, if that fails. Raises `InputError` if
-    MINITRI_KERNELS has an unknown value."""
+    """The kernels, built for this machine if need be, with PyTorch's current number of threads;
+    None if MINITRI_KERNELS=off, or, after a warning, if that fails. Raises `InputError`."""
     with LOADING:
         return _load_once()
 

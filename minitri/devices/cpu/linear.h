@@ -112,9 +112,8 @@ template <class Op, int BITS> struct Quantized : Layout<BITS> {
         for (int lane = 0; lane < PANEL; lane += V * LANES) {
             Vec total[M][V] = {};
             for (int64_t g = 0; g < Form::groups; ++g) {
-                for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64) {
+                for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64)
                     __builtin_prefetch(panel + at + PREFETCH, 0, L2);
-                }
                 const auto* x = rows.x + g * GROUP / Op::STEP;
                 Vec sum[M][V] = {};
                 for (int word = 0; word < Form::WORDS; ++word) {
@@ -167,9 +166,8 @@ void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& 
             Vec sum[M][N];
             const int some = std::min(count, N);
             w.template dots<M, N>(rows, first, some, sum);
-            for (int m = 0; m < M; ++m) {
+            for (int m = 0; m < M; ++m)
                 for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
-            }
         }
     }
 }
@@ -236,9 +234,8 @@ void linear_chunk_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_
     float* sums = sum_memory.get(LANES * num_columns);
     MatrixUnit<Op>::multiply(rows, steps, columns, num_columns, int(steps), sums, true,
                              LANES * steps);
-    for (int64_t r = 0; r < R; ++r) {
+    for (int64_t r = 0; r < R; ++r)
         for (int64_t o = 0; o < count; ++o) out[r * stride + o] = sums[o * num_columns + r];
-    }
 }
 
 inline Vec silu(Vec x) {
@@ -328,9 +325,8 @@ template <class Weights> void linear(const Weights& weights, const LinearArgumen
             multiply(first, count, a.is_gated ? gates : sums);
             if (a.is_gated) {
                 multiply(outputs + first, count, sums);
-                for (int64_t i = 0; i < a.R * CHUNK; i += LANES) {
+                for (int64_t i = 0; i < a.R * CHUNK; i += LANES)
                     store(sums + i, silu(load(gates + i)) * load(sums + i));
-                }
             }
             for (int64_t r = 0; r < a.R; ++r) {
                 for (int64_t i = 0; i < count; ++i) {

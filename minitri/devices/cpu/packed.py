@@ -1,7 +1,6 @@
 """Linear layers in oneDNN's layout, for a CPU without compiled kernels, for inference only.
 
-Decoding reads every weight once per token; oneDNN streams them up to twice as fast from its own
-blocked layout, for any number of rows.
+oneDNN streams weights up to twice as fast from its own blocked layout, for any number of rows.
 """
 
 import torch
@@ -34,9 +33,6 @@ class PackedTiedHead(TiedHead):
         return self.packed(x)
 
 
-PACKED: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
-
-
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether this build of PyTorch on this CPU has the packed kernel for the dtype."""
     kernels = torch.ops.mkldnn
@@ -51,7 +47,8 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 def pack_linears(model: nn.Module) -> None:
     """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
+    packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
-        if pack := PACKED.get(type(layer)):
+        if pack := packed.get(type(layer)):
             model.set_submodule(name, pack(layer))
             del layer.weight

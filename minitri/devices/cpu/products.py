@@ -22,10 +22,8 @@ from minitri.devices.cpu.build import SOURCE, built_library
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.packed import can_pack
 
-TILE = 256
-"""Rows of a matrix product where their number decides the last bits."""
-FASTER = 1.25
-"""Speed of the kernel, in that of PyTorch, from which on it is used."""
+TILE = 256  # rows of a matrix product where their number decides the last bits
+FASTER = 1.25  # speed of the kernel, in that of PyTorch, from which on it is used
 
 
 def multiply_rows(
@@ -48,12 +46,9 @@ def multiply_rows(
 
 @cache
 def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether `Kernels.product` is faster than PyTorch on this machine.
-
-    It is measured once and stored in a file next to the compiled kernels, so that bits depend
-    neither on the day nor on the process. Where nothing can be stored the answer is no. It is
-    always yes for a dtype that oneDNN does not multiply on this processor.
-    """
+    """Whether `Kernels.product` is faster than PyTorch on this machine. It is measured once and
+    stored in a file next to the compiled kernels, so that bits depend neither on the day nor on the
+    process. No where nothing can be stored; yes for a dtype that oneDNN does not multiply here."""
     if dtype != torch.float32 and not can_pack(dtype, torch.device("cpu")):
         return True
     name = f"{str(dtype).removeprefix('torch.')}-{torch.__version__}-{kernels.num_threads}"
@@ -90,11 +85,9 @@ def _seconds(work: Callable[[], object]) -> float:
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
-    """Rows to multiply with a (N, E) matrix at a time, for products to be row-invariant.
-
-    None: any number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in
-    another order than many; then K and V would depend on how a prompt was cut. This is measured.
-    """
+    """Rows to multiply with a (N, E) matrix at a time, for products to be row-invariant; None: any
+    number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in another
+    order than many; then K and V would depend on how a prompt was cut. This is measured."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
     many = F.linear(x, weight)

@@ -4,8 +4,7 @@ Groups of 32 weights of a row share a scale and an offset: weight = scale q + of
 matrix is a uint8 tensor (N, X), N padded to panels of 16 rows, which are stored together: q,
 scales, then offsets, each group by group, interleaved over the rows of the panel (`quantized.h`).
 
-Legend: N out_features, E in_features, X bytes of a row, G groups of a row, Q = 32 weights of a
-group, W words, P panels.
+Legend: N outputs, E inputs, X bytes of a row, G groups, Q weights of a group, W words, P panels.
 """
 
 from enum import IntEnum
@@ -16,8 +15,7 @@ from torch import Tensor
 
 GROUP = 32
 PANEL = 16
-NUMBERS_AT_ONCE = 1 << 19
-"""Weights that are quantized or dequantized at a time, so that they fit a cache."""
+NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized or dequantized at a time, in a cache
 
 
 class Form(IntEnum):
@@ -40,10 +38,9 @@ class Form(IntEnum):
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
     """Shape (N, X) of a quantized matrix."""
     G = in_features // GROUP
-    bits = Form(form).bits
-    is_nested = Form(form).is_nested
-    num_halves = -(-G // 8) if is_nested else G
-    width = 4 * bits * G + 2 * num_halves * (1 + (bits < 6)) + 2 * G * is_nested
+    form = Form(form)
+    num_halves = -(-G // 8) if form.is_nested else G
+    width = 4 * form.bits * G + 2 * num_halves * (1 + (form.bits < 6)) + 2 * G * form.is_nested
     return -(-num_rows // PANEL) * PANEL, width
 
 

@@ -86,9 +86,8 @@ inline void keep_first_highest(float* x, int64_t n, float top) {
 // Temperature, then top-k, top-p and min-p, each applied to what the one before keeps.
 inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float top) {
     const float temperature = float(a.temperature);
-    for (int64_t i = 0; i < n; i += LANES) {  // the best is 1
+    for (int64_t i = 0; i < n; i += LANES)  // the best is 1
         store(x + i, power_of_2((load(x + i) - top) / temperature * LOG2_E));
-    }
     float least = 0.0f;
     if (0 < a.top_k && a.top_k < a.V)
         least = cutoff(x, n, [&](const Mass& mass) { return mass.count >= a.top_k; });

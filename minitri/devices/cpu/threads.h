@@ -42,9 +42,8 @@ class Pool {
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        for (; num_workers < num_threads - 1; ++num_workers) {
+        for (; num_workers < num_threads - 1; ++num_workers)
             std::thread(&Pool::work, this, round.load()).detach();
-        }
         current = &task;
         num_tasks = n;
         next.store(0, std::memory_order_relaxed);
@@ -55,10 +54,9 @@ class Pool {
             wake.notify_all();
         }
         take_tasks();
-        for (int spins = 0; num_busy.load(std::memory_order_acquire) > 0; ++spins) {
+        for (int spins = 0; num_busy.load(std::memory_order_acquire) > 0; ++spins)
             if (spins < SPINS) pause_cpu();
             else std::this_thread::yield();
-        }
         if (failure) std::rethrow_exception(std::exchange(failure, nullptr));
     }
 
@@ -79,9 +77,8 @@ class Pool {
 
     void work(uint64_t seen) {
         for (;; ++seen) {
-            for (int i = 0; i < SPINS && round.load(std::memory_order_acquire) == seen; ++i) {
+            for (int i = 0; i < SPINS && round.load(std::memory_order_acquire) == seen; ++i)
                 pause_cpu();
-            }
             if (round.load(std::memory_order_acquire) == seen) {
                 std::unique_lock<std::mutex> hold(sleep);
                 num_sleeping.fetch_add(1, std::memory_order_seq_cst);

@@ -3,8 +3,7 @@
 Neighbours in memory are slots, not the numbers of one slot, so that kernels transpose nothing.
 `Tiles` is indexed like a tensor (..., S, D), except in its last axis; reading slots copies.
 
-Legend: L layers, B rows, K KV heads, S slots, T of them, D head dim, N tiles, P slots of a tile,
-U units (numbers, or pairs of them) of a slot.
+Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
 """
 
 from typing import Any
@@ -14,10 +13,8 @@ from torch import Tensor
 
 from minitri.core.model.cache import Slots
 
-PANEL = 16
-"""Slots of a tile of keys."""
-COLUMNS = 32
-"""Numbers of which a head dim must be a multiple."""
+PANEL = 16  # slots of a tile of keys
+COLUMNS = 32  # a head dim must be a multiple of it
 
 
 class Tiles(Slots):
@@ -92,15 +89,8 @@ class Tiles(Slots):
         return rows, slots
 
 
-def can_tile(shape: tuple[int, ...]) -> bool:
-    """Whether slots of this shape, (..., S, D), fill whole tiles."""
-    *_, S, D = shape
-    return D % COLUMNS == S % PANEL == 0
-
-
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:
-    """Empty keys and values (..., S, D) in tiles, for kernels that multiply `pair` (1 or 2) numbers
-    per lane."""
+    """Empty keys and values (..., S, D) in tiles; kernels multiply `pair` (1 or 2) at once."""
     *rows, S, D = shape
     keys = torch.empty(*rows, S // PANEL, D // pair, PANEL, pair, dtype=dtype)
     values = torch.empty(*rows, S // pair, D, pair, dtype=dtype)

@@ -1,13 +1,9 @@
 """Attention on a GPU: backends for short blocks, and the choice of one.
 
-A backend reads row lengths on the device, so that a CUDA graph can capture it:
-
-- `triton`: our own kernel, see `kernels/flash_decoding.py`;
-- `flash`: FlashAttention-2 of the flash-attn package, if asked for; it takes no float32, and trees
-  go to our own kernel;
-- `math`: plain formulas over all slots with a mask, where our kernel does not work.
-
-Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
+A backend reads row lengths on the device, so that a CUDA graph can capture it: `triton`, our own
+kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-attn package, which
+takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
+work. Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -31,8 +27,8 @@ from minitri.devices.gpu.kernels import problem_with
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
 """Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
 
+# Largest errors of outputs around 1 that rounding explains.
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
-"""Largest error of outputs around 1 that rounding explains, by dtype."""
 
 
 def attend_masked(
@@ -70,7 +66,7 @@ def attend_flash(
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `flash` backend: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
+    """The `flash` backend for chains: `kernel` is flash_attn's `flash_attn_with_kvcache`."""
     if rule_TT is not None:
         return attend_tree(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
     k_BSKD, v_BSKD = (slots.transpose(1, 2) for slots in (keys_BKSD, values_BKSD))
@@ -95,8 +91,7 @@ def attend_fused(
     T, H = q_BTHD.shape[1:3]
     K = keys_BKSD.shape[1]
     end = prefix_lengths[0] + T
-    k_BKSD = keys_BKSD[:, :, :end]
-    v_BKSD = values_BKSD[:, :, :end]
+    k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
     if q_BTHD.dtype == torch.float32:
         # Its only fused kernel knows no groups; plain formulas would hold all scores.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
@@ -144,8 +139,7 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The `wanted` backend; auto is our kernel, or, after a warning, the plain formulas. Raises
-    `InputError` if the backend does not work here."""
+    """The `wanted` backend; auto is `triton` or, after a warning, `math`. Raises `InputError`."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:
@@ -153,16 +147,14 @@ def choose_attention(
     if wanted == "auto":
         log.warning("attention triton is not used on %s (%s); it is slow", device, problem)
         return GpuAttention()
-    raise InputError(
-        f"attention={wanted} fails on {device} in {dtype} ({problem}); use attention=auto"
-    )
+    where = f"{device} in {dtype}"
+    raise InputError(f"attention={wanted} fails on {where} ({problem}); use attention=auto")
 
 
 def check_backend(
     attend: Backend, device: torch.device, dtype: torch.dtype, config: ModelConfig
 ) -> None:
-    """Raises an error if a backend differs from plain formulas in float64, on long, short and
-    empty prefixes, of chains and of trees."""
+    """Raises an error if a backend differs from plain formulas in float64, on chains or trees."""
     lengths_B = torch.tensor([1900, 0, 700], device=device)
     generator = torch.Generator().manual_seed(0)
     for T in (1, 3, 9, LONGEST_BLOCK):

@@ -69,8 +69,7 @@ class FusedLayers(Layers):
 
 
 def fuse_if_possible(model: Llama) -> Llama:
-    """A model on compiled kernels where they work, on a GPU; else the model itself, as with the
-    environment variable MINITRI_KERNELS=off."""
+    """A model on compiled kernels on a GPU where they work, else the model itself."""
     if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
         return model
     if problem := problem_with(lambda: check_kernels(model)):

@@ -1,8 +1,7 @@
 """Copies of a model in 4 or 8 bits, which propose with the retrieval cache on a GPU.
 
-Decoding reads every weight in every pass; the copy has a half or a quarter of the bytes. Groups of
-`GROUP` weights of a row share a scale in float32; the last one may be filled up. Embedding table
-and norms are the model's own, the LM head has 8 bits. On a CPU the plain formula is the kernel.
+Groups of `GROUP` weights of a row share a scale in float32; the last one may be filled up.
+Embedding table and norms are the model's, the LM head has 8 bits.
 
 Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
 """
@@ -21,18 +20,14 @@ from minitri.core.roofline import GROUP
 from minitri.devices.gpu.kernels import problem_with
 from minitri.devices.replace import copy_with
 
-TOLERANCE = 0.02
-"""Largest error of a kernel, as a share of the largest result: what bfloat16 explains."""
-
-Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""x W^T, (..., N), from x (..., E) and what `quantize` makes of W."""
+TOLERANCE = 0.02  # error of a kernel, as a share of the largest result, that bfloat16 explains
+Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # x W^T, from x and `quantize(W)`
 
 
 class QuantizedLinear(Linear):
     """y = x W^T + b with W in 4 or 8 bits."""
 
     def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
-        """Quantizes the weights of a plain layer."""
         parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
         weights, scales = zip(*parts, strict=True)
         super().__init__(nn.Parameter(torch.cat(weights), requires_grad=False), plain.bias)
@@ -76,8 +71,7 @@ def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
-    """A copy of a model with linear layers in 4 or 8 bits; it shares the rest. Raises `InputError`
-    if the kernel does not work on the device, or if there is no room."""
+    """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if it fails."""
     multiply = multiply_math
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if model.device.type == "cuda":

@@ -1,8 +1,7 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
 All draw the same random numbers and read the same gathered logits, so they take the same decisions;
-rank 0 sends what only one can know, such as a prompt from standard input. Tensors on CUDA
-go through NCCL, all others through gloo.
+rank 0 sends what only one can know, such as a prompt. Tensors on CUDA go through NCCL.
 """
 
 import atexit
@@ -21,10 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 from minitri.core.errors import InputError, explain
 from minitri.core.model.execution import Answer, Ranks
 
-TIMEOUT = timedelta(minutes=30)
-"""Longest wait in a collective: rank 0 may be fetching. An ended rank is noticed at once."""
-JOIN_TIMEOUT = timedelta(minutes=2)
-"""Longest wait for ranks to start."""
+TIMEOUT = timedelta(minutes=30)  # in a collective: rank 0 may be fetching
+JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks to start
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 
@@ -32,13 +29,11 @@ class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
-        """`store` is the one of keys and values that torchrun keeps for its ranks."""
-        self.store = store
+        self.store = store  # of keys and values, which torchrun keeps for its ranks
         self.rank = rank
         self.count = count
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of all ranks' tensors, in place, with the same bits everywhere."""
         self._call(dist.all_reduce, x)
         return x
 

@@ -1,12 +1,10 @@
 """The ranks of a run: those that torchrun started, or else this process alone."""
 
-import functools
 import os
 
 from minitri.core.model.execution import Ranks
 
 
-@functools.cache
 def join() -> Ranks:
     """The ranks that torchrun's environment names, or this process alone. Raises `InputError`."""
     if os.environ.get("WORLD_SIZE", "1") == "1":

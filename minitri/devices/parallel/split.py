@@ -1,5 +1,4 @@
-"""Tensor parallelism: a Llama split over ranks by heads, MLP and vocabulary (Megatron-LM, arXiv
-1909.08053).
+"""Tensor parallelism: a Llama split by heads, MLP and vocabulary (Megatron-LM, arXiv 1909.08053).
 
 Outputs of attention and MLP, and embeddings, are summed over the ranks; logits are gathered. A
 rank's `config` is that of its share, except for the vocabulary. Chunks are selected per KV head, so
@@ -19,10 +18,8 @@ from minitri.core.model.execution import Execution, Ranks
 from minitri.core.model.llama import Llama
 from minitri.devices.parallel.group import RankGroup
 
-COLUMNS = ("o_proj", "down_proj")
-TABLES = ("embed_tokens", "lm_head")
-"""Matrices that are split by columns, and those whose number of rows may not divide evenly. All
-others are split by rows."""
+COLUMNS = ("o_proj", "down_proj")  # matrices that are split by columns; others by rows
+TABLES = ("embed_tokens", "lm_head")  # those whose number of rows may not divide evenly
 
 
 class SplitLlama(Llama):

@@ -18,7 +18,6 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.model.attention import block_rule
 from minitri.core.model.llama import Layers, Llama, Pass
-from minitri.devices.cpu.flash_attention import fold, unfold
 from minitri.devices.replace import copy_with
 
 
@@ -81,10 +80,12 @@ class TopAttention:
     ) -> Tensor:
         T, _, D = q_BTHD.shape[1:]
         end = prefix_lengths[0] + T
-        q_BKRD = fold(q_BTHD, keys_BKSD.shape[1]) / math.sqrt(D)
+        q_BHTD = q_BTHD.transpose(1, 2) / math.sqrt(D)
+        q_BKRD = q_BHTD.unflatten(1, (keys_BKSD.shape[1], -1)).flatten(2, 3)
         scores_BKRS = (q_BKRD @ keys_BKSD[:, :, :end].transpose(2, 3)).float()
         future_TT = ~block_rule(T, rule_TT, q_BTHD.device)
         scores_BKRS.unflatten(2, (-1, T))[..., -T:].masked_fill_(future_TT, -math.inf)
         least_BKR1 = scores_BKRS.topk(min(self.budget, end)).values[..., -1:]
         probs_BKRS = scores_BKRS.masked_fill_(scores_BKRS < least_BKR1, -math.inf).softmax(3)
-        return unfold(probs_BKRS.to(values_BKSD.dtype) @ values_BKSD[:, :, :end], T)
+        out_BKRD = probs_BKRS.to(values_BKSD.dtype) @ values_BKSD[:, :, :end]
+        return out_BKRD.unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)

@@ -18,7 +18,6 @@ import minitri
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import attention_received
 from minitri.core.model.attention import block_rule
-from minitri.devices.cpu.flash_attention import fold
 
 QUERIES_AT_ONCE = 64
 """`HeavyHitters` reads this many tokens of a prompt between two evictions; it bounds its memory."""
@@ -97,7 +96,8 @@ class HeavyHitters(minitri.Policy):
         P = places_KP.shape[1]
         heads_K1 = torch.arange(K, device=device).unsqueeze(1)
         keys_KPD = keys_KSD[heads_K1, places_KP]  # faster than `gather`
-        q_KRD = fold(queries_THD.unsqueeze(0), K)[0] / math.sqrt(D)
+        q_HTD = queries_THD.transpose(0, 1) / math.sqrt(D)
+        q_KRD = q_HTD.unflatten(0, (K, -1)).flatten(1, 2)
         scores_KRP = (q_KRD @ keys_KPD.transpose(1, 2)).float()
         future_TT = ~block_rule(T, None, device)
         scores_KRP.unflatten(1, (-1, T))[..., -T:].masked_fill_(future_TT, -math.inf)

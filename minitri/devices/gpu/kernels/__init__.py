@@ -9,13 +9,12 @@ import torch
 
 from minitri.core.errors import shorten
 
-# That products and sums may be fused: Triton 3.9 warns unless it is told.
+# Products and sums may be fused: Triton 3.9 warns unless this is set.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def problem_with(check: Callable[[], None]) -> str:
-    """Why a kernel cannot be used on this very device: what `check`, which compares it with its
-    oracle, raises; empty if nothing."""
+    """Why a kernel cannot be used here: what `check`, which tests it, raises; empty if nothing."""
     try:
         with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
             check()

@@ -1,13 +1,11 @@
 """Attention of a short block in one pass over K and V: the `triton` backend.
 
 Every byte of the KV cache should be read once, by all multiprocessors (FlashDecoding). The query
-heads of a KV head and the tokens of the block are the rows of one small tile. Prefix and block are
-cut in pieces, shares of the length on the device, each for a program of its own; a second kernel
-merges their results. It takes heads of 16, 32, 64, ... numbers. With `TRITON_INTERPRET=1` the same
-code runs on a CPU, which is how the tests check it.
+heads of a KV head and the tokens of the block are rows of one tile. Prefix and block are cut in
+pieces, one for each program; a second kernel merges their results. Heads have 16, 32, 64, ...
+numbers. With `TRITON_INTERPRET=1` the same code runs on a CPU, which is how the tests check it.
 
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T,
-P pieces.
+Legend: B batch, S slots, K KV heads, H heads, G = H / K, D head dim, T tokens, R = G T, P pieces.
 """
 
 import math
@@ -19,17 +17,13 @@ from torch import Tensor
 
 from minitri.devices.gpu.kernels import num_processors
 
-NUM_KEYS = 64
-"""Keys that a program reads at a time."""
-MAX_ROWS = 64
-"""Rows of queries per program; for further ones K and V are read again. See `tile_sizes`."""
-MAX_PIECES = 128
-"""Largest number of pieces of a prefix."""
-PROGRAMS_PER_PROCESSOR = 2
-"""Programs that a multiprocessor runs at once, given the shared memory of their prefetching."""
+NUM_KEYS = 64  # that a program reads at a time
+MAX_ROWS = 64  # of queries per program; for further ones K and V are read again
+MAX_PIECES = 128  # of a prefix
+PROGRAMS_PER_PROCESSOR = 2  # at once, given the shared memory of their prefetching
 
+# Arguments that vary from call to call: Triton must not compile a kernel for each value.
 RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
-"""Arguments that vary from call to call: Triton must not compile a kernel for each value."""
 
 
 @triton.jit(do_not_specialize=RUNTIME)  # type: ignore[untyped-decorator]
@@ -41,8 +35,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
     """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only.
-    """
+    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only."""
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
@@ -115,9 +108,8 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
-    """The tile of a program for `num_rows` rows of queries. In float32 tiles are smaller, and warps
-    more, or registers would not do, nor shared memory on consumer cards (99 KiB). With 4 warps
-    rules, and 32 rows on sm_100, would spill, too."""
+    """The tile of a program for `num_rows` rows of queries. Sizes are those for which registers do,
+    in float32, too, with rules, and on sm_100, and shared memory on consumer cards (99 KiB)."""
     is_wide = dtype == torch.float32
     most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))

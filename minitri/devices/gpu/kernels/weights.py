@@ -1,11 +1,10 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A program computes some columns of the output. Its warps share their rows of W: each reads another
-group of every `SHARES` and converts it in registers, once. W comes first in every product, as a
-tensor core takes 16 rows of its first factor and 8 columns of its second.
+A program computes some columns of the output. Each of its warps reads another group of every
+`SHARES` and converts it in registers, once. W comes first in every product, as a tensor core takes
+16 rows of its first factor and 8 columns of its second.
 
-Legend: M rows, N out_features, E in_features, G groups of E, S shares, R rows, C columns and X
-bytes of a tile.
+Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
 
 import torch
@@ -16,16 +15,13 @@ from torch import Tensor
 
 from minitri.core.roofline import GROUP
 
-SHARES = 4
-"""Groups of a row of W that a program reads at once: one for each of its warps."""
+SHARES = 4  # groups of a row of W that a program reads at once: one for each of its warps
 
 
 @triton.jit  # type: ignore[untyped-decorator]
 def nibbles(bytes_SCX, like: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The lower and the upper half of each byte less 8, as numbers of type `like`.
-
-    In bfloat16 four bytes at a time: with exponents of 0x43 they are 128 to 143, less 136.
-    """
+    """The lower and the upper half of each byte less 8, as numbers of type `like`. In bfloat16
+    four bytes at a time: with exponents of 0x43 they are 128 to 143, less 136."""
     if like == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -114,8 +110,7 @@ def tile_sizes(M: int, bits: int) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T, (..., N), for (..., E), by `quantized_copies.quantize`'s W and scales. On a GPU
-    float32 rows are rounded to bfloat16 before."""
+    """x W^T, (..., N), of x (..., E); on a GPU float32 rows are rounded to bfloat16 before."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
