@@ -15,7 +15,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   generate  continues a text; arguments that begin with no program's name are for it
   chat      questions and answers, about documents if you like
   serve     the endpoints of OpenAI's API on this machine
-  plan      what fits on a GPU or this machine, and how fast it can be
+  plan      what fits on a GPU, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
@@ -43,8 +43,7 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the program that the first word names, or `generate`."""
     argv = sys.argv[1:] if argv is None else argv
     with clean_exits():
-        is_lost = not argv and sys.stdin.isatty()
-        if is_lost or argv in (["-h"], ["--help"], ["help"]):
+        if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin.isatty()):
             print(HELP, end="")
             sys.exit()
         if argv == ["--version"]:

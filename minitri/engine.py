@@ -1,17 +1,11 @@
-"""The engine: models and a tokenizer, which turn prompts into a stream of typed events.
-
-with minitri.load("smollm2-135m") as engine:  # see loader.py
-    for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
-        if isinstance(event, minitri.Token):
-            print(event.text, end="", flush=True)
-"""
+"""The engine: models and a tokenizer, which turn prompts into a stream of typed events."""
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -26,15 +20,14 @@ from minitri.core.prefill import score
 from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
-from minitri.files.pool_files import load_snapshot, open_store, save_held
+from minitri.files.kv_store import KVStore
+from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.text.chat_template import Message
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
 from minitri.trees.tree_level import level_type
-
-if TYPE_CHECKING:
-    from minitri.text.chat_template import Message
-    from minitri.worker import Worker
+from minitri.worker import Job, Worker
 
 LEAST_ROOM = 4096
 """Room of a row in an open run by default, in tokens; at most the context length."""
@@ -119,7 +112,7 @@ class Engine(AbstractContextManager["Engine"]):
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
         return self._run(requests, generation, config)
 
-    def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
+    def chat(self, messages: str | Sequence[Message], **settings: Any) -> Generation:
         """Starts a run over the answer to messages such as `{"role": "user", "content": "Why?"}`,
         or to the text of the only one. Raises `InputError`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
@@ -136,8 +129,6 @@ class Engine(AbstractContextManager["Engine"]):
         Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
         autotuner uses measured times. Raises `InputError` at the first event.
         """
-        from minitri.worker import Job
-
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
         job = Job([request], shape)
         worker.submit(job)
@@ -148,7 +139,7 @@ class Engine(AbstractContextManager["Engine"]):
             job.is_cancelled = True
 
     def achat(
-        self, messages: "str | Sequence[Message]", **settings: Any
+        self, messages: str | Sequence[Message], **settings: Any
     ) -> AsyncGenerator[Event, None]:
         """`chat` for asyncio: see `agenerate`. Raises `InputError` at once for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
@@ -203,7 +194,6 @@ class Engine(AbstractContextManager["Engine"]):
         captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
         A row that fails ends alone: see `End.error`. Raises `InputError` without room.
         """
-        pool = self._pool
         check_run(batch_size, fields)
         most = self.config.context_length
         if generation is None:
@@ -213,7 +203,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, pool, self._make_row)
+        return Generation([], shape, self._pool, self._make_row)
 
     def _run(
         self,
@@ -240,9 +230,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
-    ) -> "tuple[Worker, Request, MemoryShape]":
+    ) -> tuple[Worker, Request, MemoryShape]:
         """The worker of `agenerate`, the request, and the memory shape of the run that it joins."""
-        from minitri.worker import Worker
 
         def open_run(shape: MemoryShape) -> Generation:
             return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
@@ -273,17 +262,20 @@ class Engine(AbstractContextManager["Engine"]):
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of `held_tokens` to a file for `load_kv`; returns how many tokens."""
         with running(self.models):
-            return save_held(self._pool, os.fsdecode(path), note)
+            if (held := self._pool.held) is None:
+                raise InputError("there is no KV cache to save; let the engine read a prompt first")
+            return write_snapshot(os.fsdecode(path), held, origin_of(self.model), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`, for prompts that begin like its tokens, until `release`;
         returns how many tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
-        held, self.snapshot_note = load_snapshot(self._pool, os.fsdecode(path))
+        held, self.snapshot_note = read_snapshot(os.fsdecode(path), origin_of(self.model))
+        self._pool.snapshot = held
         return len(held.tokens)
 
     def open_kv_store(self, url: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        open_store(self._pool, url, num_bytes)
+        self._pool.store = KVStore(url, num_bytes, origin_of(self.model))
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept between runs."""

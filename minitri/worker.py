@@ -31,10 +31,10 @@ class Job:
         """Numbers of the requests in the run, by which events name them."""
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
-    def put(self, event: Event | Exception | None) -> None:
-        """Queues an event, from any thread; None ends the job."""
+    def put(self, event: Event | Exception) -> None:
+        """Queues an event, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop has ended
@@ -43,7 +43,8 @@ class Job:
     async def events(self) -> AsyncIterator[Event]:
         """The events of all requests; raises the error of one that failed."""
         num_left = len(self.requests)
-        while num_left and (event := await self._events.get()) is not None:
+        while num_left:
+            event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
             yield event
