@@ -36,7 +36,6 @@ Drafter and Policy are protocols for objects of your own.
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
 # one line even while PyTorch is being imported.
-
 from importlib import import_module
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet

@@ -1,7 +1,6 @@
 """The command `minitri`, or `python -m minitri`: runs a program, or continues a text.
 
-Imports next to nothing, so that its help is there at once.
-"""
+Imports next to nothing, so that its help is there at once."""
 
 import sys
 from importlib import import_module
@@ -49,21 +48,16 @@ def main(argv: list[str] | None = None) -> None:
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        check_program(argv)
+        if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:  # perhaps misspelled
+            from difflib import get_close_matches  # imports re
+
+            for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
+                advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
+                raise InputError(f"there is no program {argv[0]}; {advice}")
         name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
         module, _, function = f"minitri.{PROGRAMS[name]}".rpartition(".")
         run = getattr(import_module(module), function)
     run(argv)
-
-
-def check_program(argv: list[str]) -> None:
-    """Raises `InputError` if the first word is a program's name misspelled."""
-    if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:
-        from difflib import get_close_matches  # imports re
-
-        for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
-            advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
-            raise InputError(f"there is no program {argv[0]}; {advice}")
 
 
 if __name__ == "__main__":

@@ -39,8 +39,7 @@ class Engine(AbstractContextManager["Engine"]):
     Until `release` it keeps caches and captured graphs of the last run: the next one reuses K and V
     of the beginnings that its prompts share with those texts. Some attention kernels split a cache
     by its size, so the last bits may depend on how long earlier texts were. Threads may share an
-    engine, which computes for one at a time; a forked process cannot use it.
-    """
+    engine, which computes for one at a time; a forked process cannot use it."""
 
     def __init__(
         self,
@@ -104,8 +103,7 @@ class Engine(AbstractContextManager["Engine"]):
         `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
-        not set, rows share the autotuner's choices. Raises `InputError` before any work.
-        """
+        not set, rows share the autotuner's choices. Raises `InputError` before any work."""
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
@@ -113,8 +111,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self._run(requests, generation, config)
 
     def chat(self, messages: str | Sequence[Message], **settings: Any) -> Generation:
-        """Starts a run over the answer to messages such as `{"role": "user", "content": "Why?"}`,
-        or to the text of the only one. Raises `InputError`."""
+        """Starts a run over the answer to messages or a text: see `Tokenizer.encode_chat`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
@@ -122,13 +119,11 @@ class Engine(AbstractContextManager["Engine"]):
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
-        """Events of one prompt for asyncio: `async for event in engine.agenerate("Once")`;
-        `settings` as in `generate`.
+        """Events of one prompt for asyncio; `settings` as in `generate`.
 
         A thread computes; concurrent calls are rows of one batch, at most `MAX_ROWS` at a time.
         Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
-        autotuner uses measured times. Raises `InputError` at the first event.
-        """
+        autotuner uses measured times. Raises `InputError` at the first event."""
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
         job = Job([request], shape)
         worker.submit(job)
@@ -152,11 +147,10 @@ class Engine(AbstractContextManager["Engine"]):
             check_prompt(ids, self.config, 0)
             if len(ids) < 2:
                 raise InputError("the text is one token, after which nothing is scored; give more")
-            run = GenerationConfig(1)
             # The last token is scored, but not read.
-            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), GenerationConfig(1), ALONE)
             full = allocate_full_cache(self.model, None, shape)
-            return score(self.model, ids, full, chunk=run.prefill_chunk)
+            return score(self.model, ids, full, chunk=shape.generation.prefill_chunk)
 
     def stream(
         self,
@@ -170,8 +164,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
         Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
-        run, such as `method`. Raises `InputError` before any work, naming the request.
-        """
+        run, such as `method`. Raises `InputError` before any work, naming the request."""
         check_run(batch_size, fields)
         _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
         requests = list(requests)
@@ -192,8 +185,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         A row has room for `generation.reserve` tokens, by default 4096 or the context. With
         captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
-        A row that fails ends alone: see `End.error`. Raises `InputError` without room.
-        """
+        A row that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
         if generation is None:
@@ -243,8 +235,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
-        request = Request(prompt, seed, sampling, generation)
-        row = self._make_row(0, request)
+        row = self._make_row(0, Request(prompt, seed, sampling, generation))
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
@@ -283,8 +274,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, after a step at most, and frees caches, graphs and weights. Every later
-        call raises `InputError`."""
+        """Ends all runs, after a step at most, and frees all; later calls raise `InputError`."""
         if self._memory is None:
             return
         if self._worker is not None:

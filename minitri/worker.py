@@ -27,8 +27,7 @@ class Job:
         """Only jobs of an equal `kind` run at the same time."""
         self.requests = requests
         self.kind = kind
-        self.numbers: list[int] = []
-        """Numbers of the requests in the run, by which events name them."""
+        self.numbers: list[int] = []  # of the requests in the run, by which events name them
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
@@ -55,8 +54,7 @@ class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """`open_run` opens a run for jobs of a kind, which is closed after them; `run` is one of
-        kind None, which stays open."""
+        """`open_run` opens a run for jobs of a kind; `run` is one of kind None and stays open."""
         self.problem = ""  # why requests fail at present, if they do
         self._open = open_run
         self._run = run
