@@ -29,10 +29,8 @@ KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 class Line(NamedTuple):
     """A line of --prompts that is not empty."""
 
-    position: int
-    """Among those lines, from 0; added to the seed."""
-    number: int
-    """In the file, from 1."""
+    position: int  # among those lines, from 0; added to the seed
+    number: int  # in the file, from 1
     text: str
 
 
