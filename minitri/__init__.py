@@ -36,13 +36,10 @@ Drafter and Policy are protocols for objects of your own.
 
 # Names are imported when they are first asked for, so that the command line can answer Ctrl-C with
 # one line even while PyTorch is being imported.
-
 from importlib import import_module
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
-    from typing import Any
-
     from minitri.core.caches.policies import Policy
     from minitri.core.config import ModelConfig
     from minitri.core.drafters.plugin import Drafter
@@ -68,7 +65,7 @@ _HOMES += "core.requests core.drafters.plugin core.caches.policies core.generati
 """Modules of the names; from core.drafters on, importing one takes seconds."""
 
 
-def __getattr__(name: str) -> "Any":
+def __getattr__(name: str) -> object:
     for home in _HOMES.split() if name in __all__ else ():
         module = import_module(f"minitri.{home}")
         if hasattr(module, name):

@@ -1,7 +1,6 @@
 """The command `minitri`, or `python -m minitri`: runs a program, or continues a text.
 
-Imports next to nothing, so that its help is there at once.
-"""
+Imports next to nothing, so that its help is there at once."""
 
 import sys
 from importlib import import_module
@@ -15,7 +14,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   generate  continues a text; arguments that begin with no program's name are for it
   chat      questions and answers, about documents if you like
   serve     the endpoints of OpenAI's API on this machine
-  plan      what fits on a GPU or this machine, and how fast it can be
+  plan      what fits on a GPU, and how fast it can be
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
@@ -43,28 +42,22 @@ def main(argv: list[str] | None = None) -> None:
     """Runs the program that the first word names, or `generate`."""
     argv = sys.argv[1:] if argv is None else argv
     with clean_exits():
-        is_lost = not argv and sys.stdin.isatty()
-        if is_lost or argv in (["-h"], ["--help"], ["help"]):
+        if argv in (["-h"], ["--help"], ["help"]) or (not argv and sys.stdin.isatty()):
             print(HELP, end="")
             sys.exit()
         if argv == ["--version"]:
             print("minitri", __version__)
             sys.exit()
-        check_program(argv)
+        if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:  # perhaps misspelled
+            from difflib import get_close_matches  # imports re
+
+            for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
+                advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
+                raise InputError(f"there is no program {argv[0]}; {advice}")
         name = argv.pop(0) if argv and argv[0] in PROGRAMS else "generate"
         module, _, function = f"minitri.{PROGRAMS[name]}".rpartition(".")
         run = getattr(import_module(module), function)
     run(argv)
-
-
-def check_program(argv: list[str]) -> None:
-    """Raises `InputError` if the first word is a program's name misspelled."""
-    if argv and argv[0].isalpha() and argv[0] not in PROGRAMS:
-        from difflib import get_close_matches  # imports re
-
-        for name in get_close_matches(argv[0].lower(), PROGRAMS, 1, 0.8):
-            advice = f"did you mean {name}? For a text: minitri generate {argv[0]}"
-            raise InputError(f"there is no program {argv[0]}; {advice}")
 
 
 if __name__ == "__main__":

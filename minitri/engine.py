@@ -1,17 +1,11 @@
-"""The engine: models and a tokenizer, which turn prompts into a stream of typed events.
-
-with minitri.load("smollm2-135m") as engine:  # see loader.py
-    for event in engine.generate("Once upon a time", max_new_tokens=40, temperature=0.7):
-        if isinstance(event, minitri.Token):
-            print(event.text, end="", flush=True)
-"""
+"""The engine: models and a tokenizer, which turn prompts into a stream of typed events."""
 
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -26,15 +20,14 @@ from minitri.core.prefill import score
 from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
-from minitri.files.pool_files import load_snapshot, open_store, save_held
+from minitri.files.kv_store import KVStore
+from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.text.chat_template import Message
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
 from minitri.trees.tree_level import level_type
-
-if TYPE_CHECKING:
-    from minitri.text.chat_template import Message
-    from minitri.worker import Worker
+from minitri.worker import Job, Worker
 
 LEAST_ROOM = 4096
 """Room of a row in an open run by default, in tokens; at most the context length."""
@@ -46,8 +39,7 @@ class Engine(AbstractContextManager["Engine"]):
     Until `release` it keeps caches and captured graphs of the last run: the next one reuses K and V
     of the beginnings that its prompts share with those texts. Some attention kernels split a cache
     by its size, so the last bits may depend on how long earlier texts were. Threads may share an
-    engine, which computes for one at a time; a forked process cannot use it.
-    """
+    engine, which computes for one at a time; a forked process cannot use it."""
 
     def __init__(
         self,
@@ -111,17 +103,15 @@ class Engine(AbstractContextManager["Engine"]):
         `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
-        not set, rows share the autotuner's choices. Raises `InputError` before any work.
-        """
+        not set, rows share the autotuner's choices. Raises `InputError` before any work."""
         sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
         return self._run(requests, generation, config)
 
-    def chat(self, messages: "str | Sequence[Message]", **settings: Any) -> Generation:
-        """Starts a run over the answer to messages such as `{"role": "user", "content": "Why?"}`,
-        or to the text of the only one. Raises `InputError`."""
+    def chat(self, messages: str | Sequence[Message], **settings: Any) -> Generation:
+        """Starts a run over the answer to messages or a text: see `Tokenizer.encode_chat`."""
         return self.generate(self.tokenizer.encode_chat(messages), **settings)
 
     def complete(self, prompt: Prompt, **settings: Any) -> End:
@@ -129,15 +119,11 @@ class Engine(AbstractContextManager["Engine"]):
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
-        """Events of one prompt for asyncio: `async for event in engine.agenerate("Once")`;
-        `settings` as in `generate`.
+        """Events of one prompt for asyncio; `settings` as in `generate`.
 
         A thread computes; concurrent calls are rows of one batch, at most `MAX_ROWS` at a time.
         Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
-        autotuner uses measured times. Raises `InputError` at the first event.
-        """
-        from minitri.worker import Job
-
+        autotuner uses measured times. Raises `InputError` at the first event."""
         worker, request, shape = await asyncio.to_thread(self._shared, prompt, **settings)
         job = Job([request], shape)
         worker.submit(job)
@@ -148,7 +134,7 @@ class Engine(AbstractContextManager["Engine"]):
             job.is_cancelled = True
 
     def achat(
-        self, messages: "str | Sequence[Message]", **settings: Any
+        self, messages: str | Sequence[Message], **settings: Any
     ) -> AsyncGenerator[Event, None]:
         """`chat` for asyncio: see `agenerate`. Raises `InputError` at once for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
@@ -161,11 +147,10 @@ class Engine(AbstractContextManager["Engine"]):
             check_prompt(ids, self.config, 0)
             if len(ids) < 2:
                 raise InputError("the text is one token, after which nothing is scored; give more")
-            run = GenerationConfig(1)
             # The last token is scored, but not read.
-            shape = MemoryShape((len(ids) - 1,), SamplingParams(), run, ALONE)
+            shape = MemoryShape((len(ids) - 1,), SamplingParams(), GenerationConfig(1), ALONE)
             full = allocate_full_cache(self.model, None, shape)
-            return score(self.model, ids, full, chunk=run.prefill_chunk)
+            return score(self.model, ids, full, chunk=shape.generation.prefill_chunk)
 
     def stream(
         self,
@@ -179,8 +164,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Starts a run over requests, `batch_size` at a time, or fewer where memory is short.
 
         Events name requests by their numbers, from 0. `generation` and `fields` are settings of the
-        run, such as `method`. Raises `InputError` before any work, naming the request.
-        """
+        run, such as `method`. Raises `InputError` before any work, naming the request."""
         check_run(batch_size, fields)
         _, generation, config = settings_of(SamplingParams(), generation, speculation, **fields)
         requests = list(requests)
@@ -201,9 +185,7 @@ class Engine(AbstractContextManager["Engine"]):
 
         A row has room for `generation.reserve` tokens, by default 4096 or the context. With
         captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
-        A row that fails ends alone: see `End.error`. Raises `InputError` without room.
-        """
-        pool = self._pool
+        A row that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
         if generation is None:
@@ -213,7 +195,7 @@ class Engine(AbstractContextManager["Engine"]):
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, pool, self._make_row)
+        return Generation([], shape, self._pool, self._make_row)
 
     def _run(
         self,
@@ -242,9 +224,8 @@ class Engine(AbstractContextManager["Engine"]):
 
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
-    ) -> "tuple[Worker, Request, MemoryShape]":
+    ) -> tuple[Worker, Request, MemoryShape]:
         """The worker of `agenerate`, the request, and the memory shape of the run that it joins."""
-        from minitri.worker import Worker
 
         def open_run(shape: MemoryShape) -> Generation:
             return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
@@ -256,8 +237,7 @@ class Engine(AbstractContextManager["Engine"]):
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = settings_of(**settings)
-        request = Request(prompt, seed, sampling, generation)
-        row = self._make_row(0, request)
+        row = self._make_row(0, Request(prompt, seed, sampling, generation))
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
@@ -275,17 +255,20 @@ class Engine(AbstractContextManager["Engine"]):
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of the longest kept text to a file; returns its number of tokens."""
         with running(self.models):
-            return save_held(self._pool, os.fsdecode(path), note)
+            if (held := self._pool.held) is None:
+                raise InputError("there is no KV cache to save; let the engine read a prompt first")
+            return write_snapshot(os.fsdecode(path), held, origin_of(self.model), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file of `save_kv`, for prompts that begin like its tokens, until `release`;
         returns how many tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
-        held, self.snapshot_note = load_snapshot(self._pool, os.fsdecode(path))
+        held, self.snapshot_note = read_snapshot(os.fsdecode(path), origin_of(self.model))
+        self._pool.snapshot = held
         return len(held.tokens)
 
     def open_kv_store(self, url: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        open_store(self._pool, url, num_bytes)
+        self._pool.store = KVStore(url, num_bytes, origin_of(self.model))
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept between runs."""
@@ -293,8 +276,7 @@ class Engine(AbstractContextManager["Engine"]):
             self._pool.clear()
 
     def close(self) -> None:
-        """Ends all runs, after a step at most, and frees caches, graphs and weights. Every later
-        call raises `InputError`."""
+        """Ends all runs, after a step at most, and frees all; later calls raise `InputError`."""
         if self._memory is None:
             return
         if self._worker is not None:

@@ -129,13 +129,8 @@ def start(args: argparse.Namespace) -> "tuple[Engine, Generation]":
     engine, [prompt] = boot.load_engine(args, [text])
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{facts}")
     settings = arguments.taken(GenerationConfig, args)
-    seeds = [next_seed(seed, i) for i in range(args.n)]
-    return engine, engine.stream(
-        [Request(prompt, seed, sampling, settings) for seed in seeds],
-        batch_size=args.batch_size,
-        generation=settings,
-        speculation=arguments.speculation_of(args),
-    )
+    requests = [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]
+    return engine, boot.start_run(args, engine, requests)
 
 
 main = program(build_parser, run_command, parallel=True)

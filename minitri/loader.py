@@ -31,17 +31,15 @@ def load(
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
     `draft`; `suffix` looks the last words up in the text; `auto` is the drafter of a named model,
     or `suffix`. A `drafter` is an object of yours that guesses instead, see `minitri.Drafter`.
-    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast). `device` is cpu,
-    cuda, cuda:N or auto. `attention` names a backend (`devices/gpu/attention_backends.py`) for
-    short blocks on a GPU. `rope_scaling` such as `yarn:4` extends the context. `weights="native"`
-    keeps the 4 to 8 bits of a GGUF file (on a CPU); so does `auto` where memory is short.
-    `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
-    target's), a copy in `int4` or on a GPU `int8`, or `auto`: with compiled kernels int4, for the
-    drafter, too; `drafter` is int4 for the drafter alone. `progress` draws bars on standard error.
-    Under torchrun each process holds a share of the model, and all must make the same calls.
-    Raises `InputError`.
-    """
-    opened = OpenEngine(
+    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast), `device` cpu, cuda,
+    cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
+    extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU); so does
+    `auto` where memory is short. `draft_weights` guess with the retrieval cache, and do not change
+    the text: `same` (the target's), a copy in `int4` or on a GPU `int8`, or `auto`: with compiled
+    kernels int4, for the drafter, too; `drafter` is int4 for the drafter alone. `progress` draws
+    bars on standard error. Under torchrun each process holds a share of the model, and all must
+    make the same calls. Raises `InputError`."""
+    return OpenEngine(
         model=os.fsdecode(model) if isinstance(model, os.PathLike) else model,
         draft=os.fsdecode(draft) if isinstance(draft, os.PathLike) else draft,
         dtype=dtype,
@@ -52,19 +50,15 @@ def load(
         draft_weights=draft_weights,
         drafter=drafter,
         progress=progress,
-    )
-    return opened.load()
+    ).load()
 
 
 class OpenEngine:
     """An engine whose files are open: config and tokenizer are read, the weights not yet.
 
-    So a program can check a prompt before the minutes that large weights take.
-    """
+    So a program can check a prompt before the minutes that large weights take."""
 
-    def __init__(
-        self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any
-    ) -> None:
+    def __init__(self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any):
         """`fields` are those of a `ModelChoice`. Raises `InputError`."""
         choice = ModelChoice(**fields)
         if drafter is not None:
@@ -81,14 +75,12 @@ class OpenEngine:
             raise InputError(f"{problem}, not a model; give it as draft=")
         self.tokenizer = self._target.tokenizer
         self._draft = open_drafter(choice, self.tokenizer, progress)
-        config = self._target.checkpoint.generation_config
-        self._sampling = read_sampling(config, self.config.name)
+        self._sampling = read_sampling(self._target.checkpoint.generation_config, self.config.name)
 
     def load(self) -> Engine:
         """Reads the weights. Raises `InputError`."""
         target, retrieval_model = self._target.load_target()
         draft = self._draft.load_drafter(target) if self._draft is not None else None
-        models = [target] if draft is None else [target, draft]
-        fingerprints = [model.execution.fingerprint for model in models]
+        fingerprints = [model.execution.fingerprint for model in (target, draft) if model]
         join().check_same("model files", (self.config, self._sampling, fingerprints))
         return Engine(target, self.tokenizer, draft, retrieval_model, self._drafter, self._sampling)

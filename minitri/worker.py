@@ -27,14 +27,13 @@ class Job:
         """Only jobs of an equal `kind` run at the same time."""
         self.requests = requests
         self.kind = kind
-        self.numbers: list[int] = []
-        """Numbers of the requests in the run, by which events name them."""
+        self.numbers: list[int] = []  # of the requests in the run, by which events name them
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
-        self._events: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
-    def put(self, event: Event | Exception | None) -> None:
-        """Queues an event, from any thread; None ends the job."""
+    def put(self, event: Event | Exception) -> None:
+        """Queues an event, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop has ended
@@ -43,7 +42,8 @@ class Job:
     async def events(self) -> AsyncIterator[Event]:
         """The events of all requests; raises the error of one that failed."""
         num_left = len(self.requests)
-        while num_left and (event := await self._events.get()) is not None:
+        while num_left:
+            event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
             yield event
@@ -54,8 +54,7 @@ class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """`open_run` opens a run for jobs of a kind, which is closed after them; `run` is one of
-        kind None, which stays open."""
+        """`open_run` opens a run for jobs of a kind; `run` is one of kind None and stays open."""
         self.problem = ""  # why requests fail at present, if they do
         self._open = open_run
         self._run = run

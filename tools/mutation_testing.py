@@ -37,7 +37,7 @@ ROOMS = {
     "core/drafters": "draft_model",
     "core/caches": "full policies prefixes retrieval streaming",
     "devices/parallel": "split",
-    "files": "snapshots pool_files",
+    "files": "snapshots",
     "text": "text_stream reader filters",
     "trees": "walk tree_level",
 }
@@ -67,7 +67,6 @@ FIRST = {
     "memory": "session_pool",
     "prefixes": "prefixes",
     "snapshots": "prefixes",
-    "pool_files": "prefixes",
     "filters": "text_filters",
     "text_filters": "text_filters",
     "reader": "engine",

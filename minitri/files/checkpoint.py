@@ -88,7 +88,12 @@ def load_model(
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if target is not None and config.draft_of is not None:
         check_drafter(model, target, checkpoint.path)
-    return finish(model)
+    if not model.execution.is_row_invariant and can_pack(model.dtype, model.device):
+        pack_linears(model)
+    model = fuse_if_possible(model).eval()
+    if isinstance(model, SplitLlama):
+        model.add_up()
+    return model
 
 
 def build(config: ModelConfig, runtime: Runtime, target: Llama | None) -> Llama:
@@ -218,13 +223,3 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
             f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
             f"{config.vocab_size}; make or download it again"
         )
-
-
-def finish(model: Llama) -> Llama:
-    """The filled model, with the layers that its device computes fastest, for inference only."""
-    if not model.execution.is_row_invariant and can_pack(model.dtype, model.device):
-        pack_linears(model)
-    model = fuse_if_possible(model).eval()
-    if isinstance(model, SplitLlama):
-        model.add_up()
-    return model

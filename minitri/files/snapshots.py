@@ -23,7 +23,8 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.config import ModelConfig
-from minitri.core.errors import explain, shorten
+from minitri.core.errors import InputError, explain, shorten
+from minitri.core.model.llama import Llama
 
 FORMAT = "minitri KV snapshot 3"
 DTYPES = {
@@ -66,6 +67,17 @@ class Origin:
             "kv": (self.dtype, torch.Size(kv)),
             "checksum": (torch.int64, torch.Size([1])),
         }
+
+
+def origin_of(model: Llama) -> Origin:
+    """The facts that K and V depend on. Raises `InputError` if a file cannot state them."""
+    execution = model.execution
+    if execution.ranks.count > 1 or not execution.fingerprint:
+        raise InputError(
+            f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
+            "from a file, or is divided among processes"
+        )
+    return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:

@@ -178,19 +178,6 @@ class GrammarFlag(argparse.Action):
         namespace.grammar = Grammar(kind, value or "")
 
 
-def add_grammar_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of which one may say what the whole output must be."""
-    title = "grammar of the whole output (needs minitri[grammar]); one of"
-    group = parser.add_argument_group(title).add_mutually_exclusive_group()
-    add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
-    text = "JSON that this schema allows, such as '{\"enum\": [1, 2]}'"
-    add("--json-schema", const="json_schema", metavar="FILE|JSON", help=text)
-    add("--json-object", const="json_object", nargs=0, help="any object of JSON")
-    add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
-    text = "text that the rule `start` of this Lark grammar derives"
-    add("--grammar", const="lark", metavar="FILE", help=text)
-
-
 def add_flags(flags: Flags, *names: str, title: str = "") -> None:
     """Adds flags for these fields of `SETTINGS`, as a group if there is a title."""
     group = flags.add_argument_group(title) if title else flags
@@ -250,17 +237,22 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     None, so that the model's files decide."""
     title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
-    add_grammar_flags(parser)
+    title = "grammar of the whole output (needs minitri[grammar]); one of"
+    group = parser.add_argument_group(title).add_mutually_exclusive_group()
+    add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
+    text = "JSON that this schema allows, such as '{\"enum\": [1, 2]}'"
+    add("--json-schema", const="json_schema", metavar="FILE|JSON", help=text)
+    add("--json-object", const="json_object", nargs=0, help="any object of JSON")
+    add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
+    text = "text that the rule `start` of this Lark grammar derives"
+    add("--grammar", const="lark", metavar="FILE", help=text)
     parser.set_defaults(**dict.fromkeys(SAMPLING))
     title = "speculation (none of this changes the text's distribution)"
     add_flags(parser, *SPECULATION, title=title)
 
 
 def taken(
-    settings: type[Settings],
-    args: argparse.Namespace,
-    base: Settings | None = None,
-    **others: Any,
+    settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
     """Settings from the flags named after their fields, and from `others`; the rest is as in
     `base`, by default as in the class. Raises `InputError`."""

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minitri import InputError, SamplingParams
-from minitri.apps.cli.arguments import model_of, taken
+from minitri import GenerationConfig, InputError, SamplingParams
+from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.inputs import encode
 from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.cli.report import outline, where
@@ -17,7 +17,7 @@ from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation
+    from minitri import Engine, Generation, Request
     from minitri.loader import OpenEngine
 
 
@@ -97,6 +97,18 @@ def check_save_kv(args: argparse.Namespace) -> None:
         path = Path(args.save_kv).absolute()
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
+
+
+def start_run(
+    args: argparse.Namespace, engine: "Engine", requests: Sequence["Request"]
+) -> "Generation":
+    """Starts the run of the flags over requests."""
+    return engine.stream(
+        requests,
+        batch_size=args.batch_size,
+        generation=taken(GenerationConfig, args),
+        speculation=speculation_of(args),
+    )
 
 
 def conclude(args: argparse.Namespace, engine: "Engine", run: "Generation") -> None:

@@ -96,10 +96,7 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str,
-    engine: "Engine | OpenEngine",
-    args: argparse.Namespace,
-    num_new: int | None = None,
+    prompt: str, engine: "Engine | OpenEngine", args: argparse.Namespace, num_new: int | None = None
 ) -> list[int]:
     """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
     text is cut to --max-prompt-tokens, not BOS or the chat template. Raises `InputError`."""

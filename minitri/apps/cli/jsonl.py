@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minitri import End, GenerationConfig, InputError, Request
-from minitri.apps.cli.arguments import speculation_of, taken
-from minitri.apps.cli.boot import boot, conclude, sampling_of
+from minitri.apps.cli.arguments import taken
+from minitri.apps.cli.boot import boot, conclude, sampling_of, start_run
 from minitri.apps.cli.inputs import encode, read_text
 from minitri.apps.cli.report import answer
 from minitri.core.errors import explain, shorten
@@ -29,10 +29,8 @@ KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 class Line(NamedTuple):
     """A line of --prompts that is not empty."""
 
-    position: int
-    """Among those lines, from 0; added to the seed."""
-    number: int
-    """In the file, from 1."""
+    position: int  # among those lines, from 0; added to the seed
+    number: int  # in the file, from 1
     text: str
 
 
@@ -91,10 +89,7 @@ def answers(
         except InputError as error:
             yield head | {"error": args.in_flags(error)}
     if requests:
-        speculation = speculation_of(args)
-        run = engine.stream(
-            requests, batch_size=args.batch_size, generation=generation, speculation=speculation
-        )
+        run = start_run(args, engine, requests)
         for end in (event for event in run if isinstance(event, End)):
             cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
             yield heads[end.row] | answer(run.rows[end.row]) | cached

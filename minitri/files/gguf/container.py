@@ -65,9 +65,9 @@ class _Reader:
             return self.number(kind)
         kind = self.kind()
         count = self.number()
-        return (
-            [self.text() for _ in range(count)] if kind == "string" else self.numbers(kind, count)
-        )
+        if kind == "string":
+            return [self.text() for _ in range(count)]
+        return self.numbers(kind, count)
 
     def kind(self) -> str:
         """A type of values; those of numbers have NumPy's names."""

@@ -20,7 +20,7 @@ import minitri
 from minitri import InputError
 from minitri.apps.chat.__main__ import main as chat
 from minitri.files import kv_store
-from minitri.files.pool_files import origin_of
+from minitri.files.snapshots import origin_of
 from tests.cascades import tiny_engine
 from tests.conftest import write_hf_folder
 from tests.core.rigs import random_prompt

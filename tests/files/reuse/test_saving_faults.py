@@ -14,7 +14,7 @@ import pytest
 
 from minitri import InputError
 from minitri.files import snapshots
-from minitri.files.pool_files import save_held
+from minitri.files.snapshots import origin_of, write_snapshot
 from tests.files.reuse.conftest import say
 
 
@@ -40,7 +40,8 @@ def forked(work, *given):
 
 def save_all(engine, path, notes):
     for note in notes:
-        save_held(engine._pool, str(path), note)  # `save_kv` refuses in a forked process
+        held = engine._pool.held  # `save_kv` refuses in a forked process
+        write_snapshot(str(path), held, origin_of(engine.model), note)
 
 
 @pytest.mark.parametrize("num_pieces", range(5))
