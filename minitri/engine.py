@@ -212,7 +212,6 @@ class Engine(AbstractContextManager["Engine"]):
         longest = max(row.request.generation.max_new_tokens for row in rows)
         run = replace(run, max_new_tokens=longest)
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
-        # For captured graphs; without them each row samples by its own settings.
         sampling = filters_of([request.sampling for request in requests], self.model, run)
         shape = MemoryShape(tuple(lengths), sampling, run, speculation)
         if batch_size is not None:

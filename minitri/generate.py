@@ -95,8 +95,7 @@ def run_command(args: argparse.Namespace) -> int:
     if args.ray is not None:
         from minitri.apps.cluster.batch import run_on_replicas
 
-        run_on_replicas(args)
-        return 0
+        return run_on_replicas(args)
     run = many if args.prompts is not None else several if args.n > 1 else one
     return run(args)
 

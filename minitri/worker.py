@@ -39,11 +39,15 @@ class Job:
         except RuntimeError:  # the loop has ended
             self.is_cancelled = True
 
-    async def events(self) -> AsyncIterator[Event]:
-        """The events of all requests; raises the error of one that failed."""
+    async def events(self, patience: float | None = None) -> AsyncIterator[Event]:
+        """Events of all requests; `Idle` after `patience` seconds without any. Raises errors."""
         num_left = len(self.requests)
         while num_left:
-            event = await self._events.get()
+            try:
+                async with asyncio.timeout(patience):
+                    event = await self._events.get()
+            except TimeoutError:
+                event = Idle()
             if isinstance(event, Exception):
                 raise event
             yield event
@@ -150,8 +154,9 @@ class Worker:
 
     def _end_run(self) -> None:
         if self._run is not None:
-            self._run.close()
-            self._run = None
+            run = self._run
+            self._run = None  # first: a run that cannot be closed must not come back
+            run.close()
 
 
 def report(error: BaseException, *jobs: Job) -> None:

@@ -9,6 +9,7 @@ distribution.
     Row         one request: its prompt, its tokens and their text, and why it ended
 """
 
+import os
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
@@ -83,8 +84,14 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 raise
 
     def __del__(self) -> None:
-        if self._stack is not None:  # a run that is dropped leaves its memory to the next one
-            self.close()
+        """Leaves the memory of a dropped run to the next one, unless another thread computes."""
+        models = self._pool.models
+        is_held = self._stack is not None and os.getpid() == models.process
+        if is_held and models.lock.acquire(blocking=False):
+            try:
+                self.close()
+            finally:
+                models.lock.release()
 
     def __exit__(self, *error: object) -> None:
         self.close()

@@ -87,12 +87,14 @@ class GraphPool:
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
         # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
+        was_enabled = gc.isenabled()
         gc.disable()
         try:
             with torch.cuda.graph(graph, pool=self._memory, stream=self._stream):
                 output = run()
         finally:
-            gc.enable()
+            if was_enabled:
+                gc.enable()
         clear_workspaces()
         return graph.replay, output
 

@@ -129,7 +129,9 @@ class ModelRunner:
         if self.graphs is not None:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
-        paths = self._paths(sequences, active, guesses.tokens)
+        paths = None
+        if any(self.text_filters):  # else the host need not wait for the guesses
+            paths = paths_of(self.text_filters, sequences, active, guesses.tokens)
         output = self._output(self.passes.forward, paths, packed_4BT, tokens_BN)
         self.cache.advance([n if on else 0 for n, on in zip(num_read, active, strict=True)])
         return output
@@ -158,10 +160,10 @@ class ModelRunner:
         """Distributions (B, T, V), or more, after each token of a block at positions `depths_T`, in
         which `rule_TT` says who sees whom. With `has_root` its first token is the last of the
         sequences, else it follows them. Lengths of the cache stay as they are."""
-        above = None
+        paths = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
-        paths = self._paths(sequences, active, blocks, above)
+            paths = paths_of(self.text_filters, sequences, active, blocks, above)
         size = max(self.block_sizes, default=len(rule_TT))
         pad = size - len(rule_TT)
         rule_TT = torch.block_diag(rule_TT, torch.eye(pad, dtype=torch.bool))
@@ -194,14 +196,6 @@ class ModelRunner:
             probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
             probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
         return Output(probs_BNV, logits_BNV, filtered_BNV)
-
-    def _paths(
-        self, sequences: Rows, active: Active, blocks: Rows, above: Rows | None = None
-    ) -> list[Rows] | None:
-        """For each row and place, the guesses before it; None if no row has text filters."""
-        if not any(self.text_filters):
-            return None
-        return paths_of(self.text_filters, sequences, active, blocks, above)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Before a step: filters of the text read what was committed since the last one."""

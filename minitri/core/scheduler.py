@@ -132,8 +132,7 @@ class Scheduler:
         has_started = [*active]
         if self.unread:
             yield Chunk(self._next_to_read())
-            # Unless a started row waits for its next token, a run that takes no more requests reads
-            # all prompts before it starts rows; an offloaded one always does.
+            # A run that takes no more requests reads all prompts first, unless rows are decoding.
             interleaves = any(has_started) and not self._is_offloaded
             if self.unread and not (self._is_open or interleaves):
                 return

@@ -39,8 +39,7 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # Whether a pass may be over some rows only: captured ones, and those that stream K and V
-        # from host memory, are over all.
+        # Captured passes, and those that stream K and V from host memory, are over all rows.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
@@ -200,8 +199,7 @@ class Stack:
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache is not None and row.tokens:
-                # Of the inputs of the target's pass, the last committed token and the guesses, the
-                # first len(row.tokens) stay in its cache.
+                # The pass read the last committed token and the guesses; some of these stay.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)

@@ -94,11 +94,12 @@ class Pieces:
         self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
         self.eos_token_id = end_token
         self._ids = {text: token for token, text in enumerate(tokens) if text}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
         """Cuts forced text greedily into the longest tokens; stops where none fits."""
         ids = list[int]()
-        sizes = range(max(map(len, self._ids)), 0, -1)
+        sizes = range(self._longest, 0, -1)
         while size := next((size for size in sizes if text[:size] in self._ids), 0):
             ids.append(self._ids[text[:size]])
             text = text[size:]

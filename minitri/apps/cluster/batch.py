@@ -31,12 +31,12 @@ key_of = functools.partial(json.dumps, sort_keys=True)
 """Turns an id into a key of a dictionary."""
 MAX_RESTARTS = 4
 """Deaths of one replica that Ray makes up for."""
-MAX_GROUP = 64
+MAX_GROUP = 8
 """Prompts of a group, whose answers are written together."""
 
 
-def run_on_replicas(args: argparse.Namespace) -> None:
-    """Answers the lines of --prompts that --output has no answer to. Raises `InputError`."""
+def run_on_replicas(args: argparse.Namespace) -> int:
+    """Answers the lines of --prompts that --output has no answer to; returns the exit code. Raises `InputError`."""
     if args.output is None or args.save_kv is not None:
         raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
     tasks: dict[str, Task] = {}
@@ -59,6 +59,7 @@ def run_on_replicas(args: argparse.Namespace) -> None:
             file.flush()
             done[key_of(answer["id"])] = "error" in answer
     check_wrong(args, sum(done.values()), total)
+    return 0
 
 
 def key_and_prompt(line: Line) -> tuple[str, str]:

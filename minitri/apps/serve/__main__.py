@@ -8,6 +8,7 @@ import contextlib
 import functools
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
@@ -93,8 +94,9 @@ def run_command(args: argparse.Namespace) -> None:
         engine = boot(args)
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
+            names = [*dict.fromkeys([engine.config.name, Path(args.model).name])]
             ignored: set[str] | None = set() if args.ignore_unknown_fields else None
-            protocol = Protocol(engine, [engine.config.name], sampling, context, ignored)
+            protocol = Protocol(engine, names, sampling, context, ignored)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"

@@ -32,7 +32,7 @@ class Access:
     allow_origin: Sequence[str] = ()
     """A site whose pages may ask, such as https://a.example; may be repeated."""
     api_key: str | None = None
-    """Key that clients have to send, or several with commas between. Default: MINITRI_API_KEY, or
+    """Key that clients have to send, or several with spaces between. Default: MINITRI_API_KEY, or
     none."""
     share_prefixes: bool = False
     """Share cached prefixes between API keys (leaks timing)."""
@@ -44,8 +44,8 @@ class Access:
     def digests(self) -> set[str]:
         """SHA-256 of all valid keys; without any, clients need none. Raises `InputError`."""
         text = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
-        keys = [] if text is None else [key.strip() for key in text.split(",")]
-        if "" in keys:
+        keys = [] if text is None else text.split()
+        if text is not None and not keys:
             raise InputError("an API key is empty, so that all could send it; give a text")
         return {digest_of(key.encode()) for key in keys}
 

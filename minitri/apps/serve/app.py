@@ -7,6 +7,7 @@ leaves frees its row.
 import asyncio
 import contextlib
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, field
@@ -14,16 +15,17 @@ from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Send
 
 from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
-from minitri.apps.serve.answers import Writer
+from minitri.apps.serve.answers import ALIVE, Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.completion import (
     ChatBody,
@@ -35,14 +37,17 @@ from minitri.apps.serve.bodies.completion import (
 )
 from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.connections import Connection
-from minitri.apps.serve.page import page
+from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Call, Protocol
 from minitri.apps.serve.responses import ResponseWriter
+from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30
 """Time for a client to send its request."""
+WAITING_SECONDS = 15
+"""A stream that waits sends a sign of life at this interval: proxies end silent ones after 60."""
 TEXTS: dict[str, type[Fields]] = {
     "/v1/completions": TextBody,
     "/v1/chat/completions": ChatBody,
@@ -71,8 +76,12 @@ class Answer(StreamingResponse):
 
 async def refuse(_: Request, error: Exception) -> JSONResponse:
     """Response for an error."""
+    headers = None
+    if isinstance(error, HTTPException):  # of Starlette: no such path, or method
+        headers = error.headers
+        error = ApiError(error.status_code, "invalid_request", error.detail)
     refused = as_api_error(error)
-    return JSONResponse(refused.content, refused.status)
+    return JSONResponse(refused.content, refused.status, headers)
 
 
 @dataclass
@@ -99,14 +108,14 @@ class Service:
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
-            Route("/", page),
+            Route("/", self.page),
             Route("/docs", self.docs),
         ]
-        handled = [ApiError, InputError, ClientDisconnect, Exception]
-        sites = {"allow_origins": self.access.allow_origin, "allow_methods": "*"}
+        handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
+        sites: dict[str, Any] = {"allow_origins": self.access.allow_origin, "allow_headers": "*"}
         return Starlette(
             routes=routes,
-            middleware=[Middleware(CORSMiddleware, **sites, allow_headers="*")],
+            middleware=[Middleware(CORSMiddleware, allow_methods="*", **sites)],
             exception_handlers=dict.fromkeys(handled, refuse),
         )
 
@@ -132,8 +141,12 @@ class Service:
             job = Job(call.requests)
             try:
                 self.worker.submit(job)
-                async for event in job.events():
-                    assert not isinstance(event, Idle)
+                async for event in job.events(WAITING_SECONDS):
+                    if isinstance(event, Idle):
+                        if call.asked.stream:
+                            has_begun = True
+                            yield ALIVE
+                        continue
                     index = job.numbers.index(event.row)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
@@ -165,6 +178,10 @@ class Service:
     async def _asked(self, request: Request) -> tuple[str, bytes]:
         """Client and body of a request. Raises `ApiError`."""
         client = self.access.admit(request)
+        kind = request.headers.get("content-type", "")
+        if not kind.lower().startswith("application/json"):  # which a web page cannot send unasked
+            message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
+            raise ApiError(415, "unsupported_media_type", message)
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = bytearray()
         try:
@@ -184,6 +201,9 @@ class Service:
         """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
+        if num > share:
+            message = f"this asks for {num} texts, and {share} may run or wait; ask for less"
+            raise ApiError(400, "invalid_request", message)
         got = f"this asks for {num} texts, and {self.num_open} run or wait"
         if self.num_open + num > self.max_open:
             message = f"{got}, of at most {self.max_open}; try later"
@@ -209,6 +229,11 @@ class Service:
             return JSONResponse({"id": name, **about})
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
+
+    async def page(self, request: Request) -> Response:
+        """A chat for people, as a client of the endpoints."""
+        self.access.check_site(request.headers)
+        return HTMLResponse(PAGE, headers=HEADERS)
 
     async def health(self, request: Request) -> Response:
         self.access.check_site(request.headers)
@@ -250,4 +275,7 @@ class Server(uvicorn.Server):
         log.info("finishing requests; again to stop now")
         why = "the server is stopping; ask again later"
         asyncio.get_running_loop().call_later(self._grace, self._worker.give_up, why)
+        timer = threading.Timer(self._grace + 2, self.handle_exit)  # even if the model is stuck
+        timer.daemon = True
+        timer.start()
         await super().shutdown(*sockets, **by_name)

@@ -1,7 +1,9 @@
 """HTTP connections with time limits: one whose client makes no progress is closed."""
 
 import asyncio
+import functools
 import resource
+from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -37,7 +39,11 @@ class Connection(H11Protocol):
         self._unread.cancel()
 
 
+@functools.cache
 def most_connections() -> int:
-    """Most open connections: the limit of open files, less `SPARE_FILES`."""
-    most_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return max(16, most_files - SPARE_FILES)
+    """Most open connections: the limit of open files, raised first, less `SPARE_FILES`."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return max(16, soft - SPARE_FILES)

@@ -5,9 +5,6 @@ import hashlib
 import re
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.responses import HTMLResponse
-
 PAGE = Path(__file__).with_name("page.html").read_text("utf-8")
 
 
@@ -26,8 +23,3 @@ HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
 }
-
-
-async def page(_: Request) -> HTMLResponse:
-    """A chat, as a client of the endpoints."""
-    return HTMLResponse(PAGE, headers=HEADERS)

@@ -1,7 +1,6 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
 The first `lengths[b]` slots hold what a fresh prefill of the inputs would write, up to rounding.
-
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
 """
 

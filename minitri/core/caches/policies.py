@@ -10,8 +10,7 @@ whole of another one, which keeps the chunks with the largest key:
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It changes the speed, not the distribution of the text. If it fails, the run ends with an
-`InputError`.
+It changes the speed, not the distribution of the text; its errors are `InputError`s.
 
 Legend: L layers, T tokens, S slots, K KV heads, H query heads, D head dim, N chunks, M tokens of a
 chunk, R = H / K times tokens in the observation window.

@@ -31,10 +31,8 @@ class PrefixCache:
     """Finds shared prefixes in the rows of a full cache, a snapshot and a store."""
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
-        """Passes of other rows write to at most `num_guarded` slots of a row without a text. With
-        `reuses_generated`, K and V of generated tokens are reused, too: not with compiled kernels,
-        which round otherwise when they decode than when they read a prompt, and whose texts must be
-        the same to the bit with and without this cache."""
+        """Passes of other rows write to `num_guarded` slots of a row without a text. Without
+        `reuses_generated` no bit of a text changes: decoding may round otherwise than prefill."""
         self._full = full
         self._num_guarded = num_guarded
         self._reuses_generated = reuses_generated

@@ -31,8 +31,8 @@ class RetrievedRow:
 
     budget: int
     num_overwritten: int
-    """Slots overwritten since the last build, from the first one on. Before the first build it is
-    the number of sinks, which are in the first slots and so are kept; a build puts them last."""
+    """Slots overwritten since the last build, from the first one on, where at first the sinks are:
+    so it begins with their number. A build puts them last."""
     num_committed: int = 0  # committed tokens of the text that this cache stands for
     built_at: float = -math.inf  # length of the text at the last build
     is_planned: bool = False  # whether it is rebuilt in the latest pass of the target

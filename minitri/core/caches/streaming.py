@@ -2,7 +2,6 @@
 
 Keys are stored raw, and also rotated by their *slot*, not their position, so a drafter with a
 context of 2K serves a text of a million tokens. The window slides between steps only.
-
 Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 

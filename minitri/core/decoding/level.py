@@ -92,8 +92,7 @@ class Runner(Protocol):
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
         """Reads the tokens that the cache lacks, and the guesses; returns distributions (B, N + 1,
-        V) after the last token and after each guess. Captured passes return more places, to be
-        ignored, as are rows that are not active."""
+        V), or more, after the last token and each guess. Rows that are not active are undefined."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns

@@ -5,7 +5,6 @@ is a function of its history alone, the same at every level, and speculation sta
 
 All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
 after those are given as a *path* for each place of a block; in a tree, a node's ancestors.
-
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
 

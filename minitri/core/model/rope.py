@@ -2,7 +2,6 @@
 
 `Rope` turns positions into cosines and sines (`Rotary`) once per forward pass, without a table.
 Angles and rotation are float32 whatever the model's dtype.
-
 Legend: B batch, T new tokens, H heads, D head dim.
 """
 

@@ -3,7 +3,6 @@
 Chunk by chunk, every layer would fetch K and V of all earlier chunks, 3.8 TB for 122,880 tokens of
 a 7B model. Here each layer's K and V are copied once, to the host; hidden states of the prompt stay
 on the device. Until the last layer is done the row counts as empty, and no other pass may run.
-
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
 

@@ -212,3 +212,20 @@ def is_closed_now(connection) -> bool:
         return False
     except OSError:
         return True
+
+
+def test_a_stream_that_waits_gives_signs_of_life(engine, monkeypatch):
+    monkeypatch.setattr(app, "WAITING_SECONDS", 0.05)
+    gate = threading.Event()
+    fields = {"prompt": PROMPT, "max_tokens": 4, "seed": 3}
+    with serving(engine, before=lambda: gate.wait(20), num_rows=1) as server:
+        with server.raw(**fields, stream=True) as first, server.raw(**fields, stream=True) as last:
+            server.wait(lambda: server.service.num_open == 2)
+            for connection in (first, last):  # one has a row, the other waits for it
+                received = b""
+                while received.count(b": still at work\n\n") < 3:
+                    received += connection.recv(1000)
+            gate.set()
+            server.wait_until_free()
+        chunks = server.openai.completions.create(model="tiny", **fields, stream=True)
+        assert "".join(chunk.choices[0].text for chunk in chunks)
