@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from minitri.apps.serve import answers, connections
+from minitri.apps.serve import answers, app, connections
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.protocol import Protocol
 from tests.apps.serve.conftest import serving
