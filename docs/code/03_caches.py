@@ -7,7 +7,6 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.config import ModelConfig
 from minitri.core.drafters.draft_model import DraftRunner
-from minitri.core.model.block import empty_queries
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
@@ -31,25 +30,24 @@ def main() -> None:
     """Fills the caches as a run does; prints what they hold."""
     target, draft = tiny(2048), tiny(128)
     full = FullCache.allocate(target.config, 1, 1024, dtype=DTYPE, device=CPU)
-    retrieval = RetrievalCache(full, SETTINGS, budgets=[64], num_heads=4)
+    small = RetrievalCache(full, SETTINGS, budgets=[64], num_heads=4)
     window = StreamingCache(draft, 1, SETTINGS)
-    queries = empty_queries(target, 1, SETTINGS.max_block)
-    verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=queries)
+    verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=small.queries_LBTHD)
     drafter = DraftRunner(draft, window, PLAIN, vocab_size=64)
     list(prefill(target, TEXT[:1000], full, 0, chunk=128))
     verifier.next_probs([TEXT[:1000]], [True])
-    retrieval.commit(0, queries[:, 0, :1])
-    for end in range(4, 1001, 4):  # the drafter reads a few tokens at a time
-        drafter.prepare([TEXT[:end]], [True])
-        drafter.next_probs([TEXT[:end]], [True])
+    small.commit(0, small.queries_LBTHD[:, 0, :1])
+    for text in (TEXT[:end] for end in range(4, 1001, 4)):  # the drafter reads a few tokens at once
+        drafter.prepare([text], [True])
+        drafter.next_probs([text], [True])
     print("cache            tokens read   slots valid next position           KiB")
-    for cache in (full, retrieval, window):
+    for cache in (full, small, window):
         counts = cache.num_tokens[0], cache.lengths[0], cache.next_positions[0]
         numbers = (*counts, cache.num_bytes // 1024)
         print(f"{type(cache).__name__:14}" + "".join(f"{number:14}" for number in numbers))
-    n = window.lengths[0]
-    raw, keys = (it[:, 0, :, :n].transpose(1, 2) for it in (window.raw_keys, window.keys))
-    again = draft.rope.at(torch.arange(n)[None]).rotate(raw)
+    slots_1S = torch.arange(window.lengths[0])[None]
+    raw, keys = (it[:, 0, :, slots_1S[0]].transpose(1, 2) for it in (window.raw_keys, window.keys))
+    again = draft.rope.at(slots_1S).rotate(raw)
     print("the drafter's keys are raw keys, rotated by slot:", torch.allclose(keys, again))
     before = verifier.next_probs([TEXT], [True]).probs_BNV
     verifier.next_probs([[*TEXT, 7, 8, 9]], [True])  # guesses, all rejected

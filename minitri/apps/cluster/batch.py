@@ -36,7 +36,7 @@ MAX_GROUP = 8
 
 
 def run_on_replicas(args: argparse.Namespace) -> int:
-    """Answers the lines of --prompts that --output lacks; returns the exit code. Raises `InputError`."""
+    """Answers the lines of --prompts that --output has no answer to. Raises `InputError`."""
     if args.output is None or args.save_kv is not None:
         raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
     tasks: dict[str, Task] = {}

@@ -30,17 +30,15 @@ ADDED = {
     "< novel.txt": "-n 8 --max-prompt-tokens 8500",
     'minitri "A ship, as JSON:" --json-object': "-n 8",
     "minitri score novel.txt": "--max-prompt-tokens 300",
-    "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv novel.kv": "-n 8",
+    "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv a.kv": "-n 8",
     f"minitri --model {LLAMA} --prompt-file novel.txt --max-prompt-tokens 120000 --json "
     "--logprobs 3": "",
+    'minitri "The sea was" --method triforce': "-n 8",
     "minitri chat": "",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 16 --num-samples 64",
     "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1",
     "minitri plan --gpu rtx4090": "",
-    "minitri list": "",
-    "python -m minitri chat": "",
     "python -m tools.paper": "",
-    "python -m tools.tour": "--max-prompt-tokens 600 --max-new-tokens 8",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
     "--max-new-tokens 8",
 }

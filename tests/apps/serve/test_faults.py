@@ -24,7 +24,7 @@ connection that is silent         | closed               | test_hundreds_of_sile
 stream that is not read           | closed               | test_a_stream_that_is_not_read_
 SIGTERM while streaming           | the text; later: 503 | test_a_signal_while_a_text_is_streamed
 SIGTERM twice, Ctrl-C twice       | closed               | test_a_signal_while_a_text_is_streamed
-fork of the process               | an error at once     | test_a_forked_worker_takes_no_request
+fork of the process               | an error at once     | test_a_forked_process_is_told_so_
 full tmpfs while saving           | one line, old file   | test_on_a_full_disk_the_old_file_stays
 kill -9 while saving              | old file or new one  | test_a_writer_that_is_killed_leaves_
 two savers                        | file of one          | test_of_two_who_save_at_once_

@@ -49,7 +49,7 @@ def test_a_request_counts_while_its_prompt_is_tokenized(engine, monkeypatch):
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
-KEYS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key": "alice,bob"}]
+KEYS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key": "alice bob"}]
 
 
 @pytest.mark.parametrize("access", KEYS, ids=lambda it: min(it))

@@ -62,7 +62,7 @@ def test_a_prompt_is_read_once_for_all_its_answers(engine):
 
 
 def test_answers_of_one_key_take_nothing_from_a_prompt_of_another(engine):
-    with serving(engine, num_rows=8, api_key="alice,bob") as server:
+    with serving(engine, num_rows=8, api_key="alice bob") as server:
         fields = {"model": "tiny", "prompt": LONG, "max_tokens": 4, "n": 3, "seed": 3}
         cached = []
         for key in ("alice", "bob", "alice"):
