@@ -209,7 +209,7 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-in
 devices/gpu_twins/test_host_round_trips.py
 ::test_a_step_waits_once_for_every_verdict[triforce-sampling0-how0]
   a drafted token fetched by the host
-    DraftRunner.guess: tensor.clone() => torch.tensor(tensor.tolist())
+    DraftRunner.guess: tensor.clone() => tensor.new_tensor(tensor.tolist())
 engine/test_drafters_that_fail.py
 ::test_a_damaged_model_stops_the_run_and_is_named[naive--draft-True]
   guesses with a distribution that is not finite count
