@@ -129,7 +129,7 @@ class Scheduler:
 
     def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
         """The work of one turn, piece by piece. `active` says which rows have started."""
-        has_started = [*active]
+        has_started = [*active]  # before this turn
         if self.unread:
             yield Chunk(self._next_to_read())
             # A run that takes no more requests reads all prompts first, unless rows are decoding.

@@ -102,7 +102,7 @@ class SamplingParams:
 
     @property
     def form(self) -> tuple[int, bool, bool]:
-        """The part that a captured graph fixes: top-k, and whether there are top-p and min-p."""
+        """Settings fixed in a captured CUDA graph: top-k, and whether top-p and min-p are on."""
         return self.top_k, self.top_p < 1, self.min_p > 0
 
     @property
@@ -251,7 +251,7 @@ class SpeculationConfig:
 
     @property
     def plans(self) -> list[StepPlan]:
-        """All plans of a step that these settings allow."""
+        """Combinations of method, gamma1, gamma2 and tree that these settings allow in a step."""
         depth = parse_tree(self.tree)[1] or None
         gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)

@@ -39,7 +39,7 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # Captured passes, and those that stream K and V from host memory, are over all rows.
+        # A pass may be over some rows only without CUDA graphs and K and V in host memory.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]

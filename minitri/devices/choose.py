@@ -64,7 +64,7 @@ def attention_for(
 
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
-    """The compiled kernels, where they can run models of this shape."""
+    """The compiled CPU kernels if they support this device and head size, else None."""
     return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
 
 

@@ -85,7 +85,7 @@ class GrammarMatcher:
 
 
 class Pieces:
-    """A tokenizer for the library, where it cannot read ours: tokens as bytes."""
+    """A tokenizer of byte pieces for llguidance, for tokenizers that it cannot read."""
 
     bos_token_id = None
 
@@ -97,7 +97,7 @@ class Pieces:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Cuts forced text greedily into the longest tokens; stops where none fits."""
+        """Tokenizes bytes greedily, the longest token first; stops where none fits."""
         ids = list[int]()
         sizes = range(self._longest, 0, -1)
         while size := next((size for size in sizes if text[:size] in self._ids), 0):

@@ -61,7 +61,7 @@ class Conversation:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Stop strings, for a model whose answers no end-of-sequence token ends."""
+        """Stop strings for a model without a chat template; empty if it has one."""
         return () if self.tokenizer.chat_template is not None else (QUESTION,)
 
     @functools.cached_property

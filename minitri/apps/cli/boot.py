@@ -38,7 +38,7 @@ def open_engine(args: argparse.Namespace) -> "OpenEngine":
     """Opens the files of the models: tokenizer and config are read, and flags checked that have to
     fit them, the weights not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
-    import_pytorch()  # here, and not before: no flag is wrong any more
+    import_pytorch()  # only now, as it takes seconds
     from minitri.loader import OpenEngine
     from minitri.text.rows import text_filters
 

@@ -36,7 +36,7 @@ NEW_TOKENS = 64
 
 
 def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
-    """Whether rounding is the same in every pass, so that it explains no difference."""
+    """Whether every forward pass rounds alike, so that rounding cannot explain a difference."""
     return engine.model.execution.is_row_invariant and not args.tree
 
 

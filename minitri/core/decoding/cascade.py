@@ -98,7 +98,7 @@ class Cascade:
         below: Stage | None = None
         gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
         for stage in self.stages:
-            if gamma := gammas[stage.stats.name]:
+            if gamma := gammas[stage.stats.name]:  # 0: this plan does without the stage
                 stage.gamma = gamma
                 stage.below = below
                 stage.prepare(self.sequences, self.active)

@@ -77,7 +77,7 @@ class Stage:
 
 
 class Runner(Protocol):
-    """A model with a cache, as a level needs it; `ModelRunner` is one."""
+    """Interface of a model with its KV cache, as a stage of speculative decoding calls it."""
 
     sampling: list[SamplingParams]
     text_filters: list[TextFilters | None]
@@ -149,7 +149,7 @@ class Level(Stage):
         return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
 
     def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
-        """A proposal of `gamma` tokens for every active row."""
+        """Makes a `Proposal` of sampled tokens, `gamma` for each active row of the batch."""
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, tokens_BN, probs_BNV, origins)

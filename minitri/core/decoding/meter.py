@@ -1,4 +1,4 @@
-"""The meter: times the rounds of a cascade, for its statistics and for the autotuner."""
+"""Times the stages of speculative decoding, for statistics and for the autotuner."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager

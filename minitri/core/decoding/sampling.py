@@ -38,7 +38,7 @@ def probs_of_rows(
     params: Sequence[SamplingParams],
     probs: Callable[[Tensor, SamplingParams], Tensor] | None = None,
 ) -> Tensor:
-    """The distributions (B, N, V) of B rows, each with its own filters."""
+    """Next-token distributions (B, N, V) of logits; each row has its own sampling filters."""
     probs = probs or probs_from_logits
     N = logits_BNV.shape[1]
     if all(row == params[0] for row in params):

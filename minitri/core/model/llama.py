@@ -1,4 +1,4 @@
-"""Llama, top down: the network and nothing else.
+"""The Llama network in PyTorch; its cache and its attention function are passed in.
 
 It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
 those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.

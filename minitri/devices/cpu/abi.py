@@ -59,7 +59,7 @@ class ProductArguments(Struct):
 
 
 class DequantizeArguments(Struct):
-    """Rows of a quantized matrix as plain numbers."""
+    """Arguments of the C++ kernel that dequantizes rows of a matrix."""
 
     _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E num_threads")]
 

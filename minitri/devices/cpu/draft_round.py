@@ -1,4 +1,4 @@
-"""Rounds of a draft model in one call of the compiled kernels.
+"""Drafts several tokens with a draft model in one call of the compiled CPU kernels.
 
 A round samples N tokens, one after the other, with the bits of single passes.
 

@@ -312,7 +312,6 @@ sums[o * num_columns + r] => sums[o * num_columns]
 OF_AVX2 = """\
 zip<LANES / 2>(r[i] => zip<0>(r[i]
 if (s >= n) { => if (false) {
-std::is_signed<Byte>::value ? => true ?
 BLOCK * D; i += LANES) store( => D; i += LANES) store(
 unpack<Op>(panel, g, word, lane + v * LANES => unpack<Op>(panel, g, word, lane
 >> (half + at % 16) => >> at % 16

@@ -143,7 +143,7 @@ class Fields(ForModel):
 
     @property
     def num_logprobs(self) -> int | None:
-        """Likeliest tokens with log-probabilities at each place; None: no log-probabilities."""
+        """How many likeliest tokens get log-probabilities at each position; None: none at all."""
         return None
 
     @property

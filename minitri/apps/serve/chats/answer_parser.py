@@ -79,7 +79,7 @@ class AnswerParser:
         return pieces
 
     def _read(self, thinks: bool) -> Generator[None, None, None]:
-        """Reads the whole answer; waits for text at each `yield`."""
+        """Parses an answer, as a coroutine that waits for more text at each `yield`."""
         if thinks or (yield from self._take(THINK)):
             yield from self._skip_spaces()
             yield from self._pass_to(END_THINK, "reasoning_content")

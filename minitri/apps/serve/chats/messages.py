@@ -1,4 +1,4 @@
-"""Messages of a chat as chat templates want them: one text each, arguments of calls as objects."""
+"""Chat messages as chat templates expect them: plain text, tool-call arguments as objects."""
 
 import hashlib
 import re
