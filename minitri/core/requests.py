@@ -121,7 +121,7 @@ class Row:
         reader: Reader = lambda _: ("", False),
         make_filters: "Callable[[], TextFilters | None]" = lambda: None,
     ) -> None:
-        """`reader` turns tokens into text (default: none); `make_filters` is called at admission."""
+        """`reader` turns tokens into text (default: none); `make_filters` runs at admission."""
         self.number = number
         self.request = request
         self.prompt_ids = prompt_ids
