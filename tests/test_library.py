@@ -208,7 +208,7 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
     assert "closed" in repr(engine)
     for use in (
         lambda: engine.complete([5]),
-        lambda: engine.open(reserve=0),
+        lambda: engine.open(reserve=2),
         lambda: asyncio.run(told(engine.agenerate([5]))),
         lambda: engine.score([5, 6]),
         lambda: engine.model,

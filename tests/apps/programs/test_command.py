@@ -255,7 +255,7 @@ def test_a_folder_that_has_gone_is_one_line(tmp_path):
     search = os.pathsep.join(filter(None, [os.getcwd(), *sys.path]))  # noqa: PTH109
     program = f"PYTHONPATH={search} {sys.executable} -m minitri plan"
     done = shell(f"cd {tmp_path}; mkdir gone; cd gone; rmdir ../gone; {program}")
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
 
 
 def test_names_of_the_package_are_imported_when_they_are_asked_for():

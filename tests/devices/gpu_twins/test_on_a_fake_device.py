@@ -123,8 +123,8 @@ def test_numbers_that_stay_on_the_host_are_noticed(function, tensor, device, cud
         ("Passes.forward", PLACES, f"torch.zeros({PLACES}.shape).long()", "same device"),
         (
             "Passes.__post_init__",
-            "self.numbers_3.to(self.model.device)",
-            "self.numbers_3",
+            "numbers_3.to(self.model.device)",
+            "numbers_3",
             "on the host",
         ),
         (
@@ -146,8 +146,7 @@ def test_what_a_graph_cannot_hold_is_refused_in_one_line(function, old, new, pro
 
 
 def test_filters_that_an_open_run_has_not_captured_are_refused(cuda):
-    run = engine_of("math").open()
-    with pytest.raises(InputError, match="filters of one kind"):
+    with engine_of("math").open() as run, pytest.raises(InputError, match="filters of one kind"):
         run.submit(Request([1], sampling=WARM))
 
 
@@ -174,7 +173,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
     monkeypatch.setenv("MINITRI_HOST_GIB", str(host_gib))
     how = {"generation": GenerationConfig(16, **placement), "method": "triforce"}
     if problem is None:
-        engine.generate([1] * 122_880, **how)
+        engine.generate([1] * 122_880, **how).close()
         return
     with pytest.raises(InputError, match=problem) as caught:
         engine.generate([1] * 122_880, **how)

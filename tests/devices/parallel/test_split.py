@@ -101,7 +101,7 @@ def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatc
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
     with pytest.raises(InputError, match="torchrun"):
-        join.__wrapped__()
+        join()
 
 
 class Graph:
