@@ -313,9 +313,10 @@ def run_tests(copy: Path, tests: list[str], result: Path) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     recorder = Recorder()
-    plugins = ["-p", "no:cacheprovider", "-p", "no:pytest_cov"]
-    options = ["-x", "-q", "-n0", "-m", "", "-o", "addopts=", f"--basetemp={copy / 'temp'}"]
-    code = pytest.main([*options, *plugins, *tests], plugins=[recorder])
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    os.environ.pop("PYTEST_ADDOPTS", None)
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--basetemp={copy}/temp"]
+    code = pytest.main([*options, *tests], plugins=[recorder])
     result.write_text(json.dumps([int(code), recorder.killer]))
 
 
