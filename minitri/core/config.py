@@ -1,4 +1,4 @@
-"""Configuration of a model: sizes, norms and RoPE, whatever file they come from. No tensors."""
+"""Configuration of a model: sizes, norms and RoPE, independent of file formats. No tensors."""
 
 import dataclasses
 from dataclasses import MISSING, dataclass, field
@@ -26,10 +26,11 @@ class RopeConfig:
     beta_fast: float = between(32.0, 1e-6, 1e6)
     """yarn: dimensions that rotate more often than this in original_context are unchanged."""
     beta_slow: float = between(1.0, 1e-6, 1e6)
-    """yarn: dimensions that rotate less often than this in it are interpolated fully."""
-    attention_factor: float | None = between(None, 1e-3, 1e3)  # yarn; None: 0.1 ln(factor) + 1
+    """yarn: dimensions that rotate less often than this in original_context are interpolated."""
+    attention_factor: float | None = between(None, 1e-3, 1e3)
+    """yarn: factor of cosines and sines; None: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: round the two borders of the ramp outwards to whole dimensions."""
+    """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
     frequency_divisors: tuple[float, ...] | None = None
     """Divisors of the D/2 frequencies, which a GGUF file may store instead of a formula."""
 
@@ -49,7 +50,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a Llama or of a model of its family, such as Qwen."""
+    """Sizes and options of a Llama, or of a related model such as Qwen."""
 
     label = "model config: "
     num_layers: int = between(MISSING, 1, 1000)
@@ -91,7 +92,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The config of one of `count` equal shares of the model. Raises `InputError`."""
+        """The config of one of `count` equal parts of the model, one per GPU. Or `InputError`."""
         sizes = {name: getattr(self, name) for name in SPLIT}
         if any(size % count for size in sizes.values()):
             raise InputError(

@@ -21,20 +21,20 @@ from minitri.core.settings import SamplingParams
 
 
 class Matcher(Protocol):
-    """Masks of one row's grammar: which tokens may come next."""
+    """Interface of a row's grammar matcher, which says what tokens may come next."""
 
     @property
     def error(self) -> str:
-        """Why the matcher has given up, in one line."""
+        """Why the matcher has failed, in one line."""
 
     def extend(self, tokens: list[int]) -> None:
-        """Appends committed tokens."""
+        """Advances the matcher by committed tokens of the text."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
+        """Boolean (V,): tokens that may not follow the committed text and `path`; None: failed."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens of the text that the grammar forces after `path`; none if it has a choice."""
+        """Tokens that the grammar forces after the committed text and `path`; none if several."""
 
 
 class TextFilters:
@@ -50,7 +50,7 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`bad_words` must not come, and no `end_tokens` before `params.min_tokens` others."""
+        """Forbids `bad_words` (token ids), and `end_tokens` before `params.min_tokens` others."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
@@ -73,7 +73,7 @@ class TextFilters:
             self._in_prompt_V[self._place(token)] = 1
 
     def extend(self, sequence: list[int]) -> None:
-        """Commits the tokens by which `sequence` is longer than the text so far."""
+        """Counts the tokens of `sequence`, all committed, that come after those of `text`."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():
@@ -82,7 +82,7 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes the logits after each path in place. A filter that would forbid all tokens is
+        """Changes in place the logits after each path. A filter that would forbid all tokens is
         skipped: so the grammar, which comes first, wins over bad words and `min_tokens`."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
@@ -170,9 +170,9 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and place of its block, the tokens between the committed text and that place.
-    Place n follows the first n guesses of a row's block, or in a tree those at the places
-    `above[n]`."""
+    """Paths for text filters: for each row and place of its block, the tokens that are between the
+    committed text and that place: the first n guesses of the block for place n of a chain, or in a
+    tree the guesses at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()
@@ -185,7 +185,7 @@ def paths_of(
 
 
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Tokens that each active row's grammar forces next; they are guesses, as other cuts may do."""
+    """Tokens that each active row's grammar forces; only guesses, as others may spell the same."""
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
     matchers = [row.matcher if row is not None else None for row in filters]
     pairs = zip(matchers, paths, strict=True)
