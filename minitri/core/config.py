@@ -92,7 +92,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The config of one of `count` equal parts of the model, one per GPU. Or `InputError`."""
+        """Config of one of `count` equal shares of the model, one per GPU. Raises `InputError`."""
         sizes = {name: getattr(self, name) for name in SPLIT}
         if any(size % count for size in sizes.values()):
             raise InputError(

@@ -23,7 +23,7 @@ class FaultError(InputError):
 
 
 class NotFiniteError(ArithmeticError):
-    """Logits or a distribution are not finite; a message, if any, says how a grammar failed."""
+    """Error: logits or distributions are not finite; a message says that a grammar has failed."""
 
 
 def shorten(text: object, limit: int = 200) -> str:

@@ -208,7 +208,7 @@ class MemoryPool:
         self._latest: int | None = None  # `id` of the memory in use: only its run keeps it alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Memory for a run of this shape: the kept one if it fits, or new. Raises `InputError`."""
+        """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
         kept = self._kept
         self._kept = self._latest = None
         if kept is None or not self._can_run(kept, shape):

@@ -18,7 +18,7 @@ GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized co
 
 @dataclass(frozen=True)
 class Machine:
-    """Bandwidths of a machine, and the other costs of a pass."""
+    """Bandwidths of a machine, and other costs of a forward pass on it."""
 
     weight_bytes_per_second: float
     kv_bytes_per_second: float
@@ -57,7 +57,7 @@ def outline(config: ModelConfig) -> "Llama":
 
 @cache
 def weights_per_pass(config: ModelConfig) -> int:
-    """Number of weights that a pass reads: all but the embedding table, of which only some rows."""
+    """Number of weights that a pass reads: all but the embedding table, whose rows are few."""
     weights = outline(config).named_parameters()
     return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
 
@@ -114,7 +114,7 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """Models and cached tokens of a step of decoding, from which the cost of passes follows."""
+    """Models and cached tokens of a decoding step, from which the costs of its passes follow."""
 
     target: ModelConfig
     """The target; with several GPUs the share of each, see `ModelConfig.share`."""

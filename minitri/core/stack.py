@@ -1,4 +1,4 @@
-"""The stack of a run: the texts of its rows, and the stages of drafting that extend them."""
+"""The stack of a run: the texts of its rows, and the stages that extend them speculatively."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,7 +74,7 @@ class Stack:
         return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
-        """A level of the cascade that runs the model of `runner`; made from the lowest upwards."""
+        """Makes the level `name` of the cascade over `runner`; lower levels are made first."""
         make = self.memory.models.level_type(self.shape.speculation, runner)
         return make(runner, self.source, self._stats_of(name), self.meter)
 
@@ -115,7 +115,7 @@ class Stack:
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Prefills the prompt of row b. Yields first how many of its tokens the prefix cache had (0
         with `score`), then after every chunk how many are read, at last the prompt's length, though
-        `start` reads the last token. Others may decode meanwhile, except in layer-major prefill."""
+        `start` reads the last token. Between chunks other rows may decode, unless layer-major."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -188,7 +188,7 @@ class Stack:
             self.tuner.prior_seconds = prior
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """A cascade over the shortest span of the batch with all of `rows`; and its first row."""
+        """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
         span = slice(min(rows), max(rows) + 1)
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
@@ -225,7 +225,7 @@ def pass_bytes(models: Models) -> dict[str, int]:
 def prior_seconds(
     memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
 ) -> Callable[[str, float], float]:
-    """A function from a stage and a number of guesses to the predicted seconds of a round."""
+    """Makes a function from a stage and a number of guesses to predicted seconds of a round."""
     target = memory.models.target
     work = Workload(
         target.config,

@@ -99,7 +99,7 @@ class Stats:
 
     @property
     def levels(self) -> list[LevelStats]:
-        """The stages that verify guesses: all but the lowest."""
+        """Statistics of the stages that verify guesses: all but the lowest."""
         return self.stages[1:]
 
     @property

@@ -31,8 +31,8 @@ class KVStore:
     """A store of K and V for one model, in blocks in a shared folder."""
 
     def __init__(self, url: str, num_bytes: int, origin: Origin) -> None:
-        """Opens the folder `url`, of which more than `num_bytes` are deleted, the least recently
-        used blocks first (on a remote store: the oldest). Raises `InputError`."""
+        """Opens the store at `url`. Beyond `num_bytes` the least recently used blocks are deleted
+        (on a remote store: the oldest). Raises `InputError`."""
         problem = f"kv_store is {shorten(url, 90)}, which cannot be opened"
         with explain(problem, "name a folder, or pip install 'minitri[store]' and what is missing"):
             from fsspec.core import url_to_fs

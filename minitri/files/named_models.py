@@ -67,7 +67,7 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:
-    """The named models as a text table for `--list-models`, without their shapes."""
+    """The named models as a text table for `--list-models`, without their configs."""
     width = _TABLE[0].index("kind")
     return "\n".join(line[:width].rstrip() for line in _TABLE)
 

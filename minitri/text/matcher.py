@@ -25,7 +25,7 @@ class GrammarMatcher:
     """The state of one text in its grammar; implements `Matcher` of the core."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """`start` is a matcher of the library at the start of a text."""
+        """`start` is a matcher of llguidance at the start of a text."""
         self._matcher = start
         self._ends = [*config.eos_token_ids]
         self._path: list[int] = []  # tokens that the library has read after the committed ones

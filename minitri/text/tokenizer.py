@@ -137,9 +137,9 @@ class Tokenizer:
         return ChatTemplate(self._template, self._special_tokens, self._tool_template)
 
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to the beginning of the next answer. `messages` are a
-        list of such as `{"role": "user", "content": "Why?"}`, or one user's text. Raises
-        `InputError`."""
+        """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
+        list of dicts such as `{"role": "user", "content": "Why?"}`, or the text of one message by
+        the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: "str | Sequence[Message]", tools: Sequence[Any] = ()) -> str:
@@ -170,7 +170,7 @@ class Tokenizer:
         return text
 
     def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
-        """The id of each of these spellings that is one control token of the vocabulary."""
+        """Token ids by spelling, for those of `spellings` that are one control token each."""
         encoded = {text: self.encode_marked(text) for text in spellings}
         return {
             text: ids[0] for text, ids in encoded.items() if len(ids) == 1 and not self.decode(ids)

@@ -42,7 +42,7 @@ class FullCache(Cache):
         return self.keys.shape[0]
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
+        """Yields keys and values (K, S, D) of row b by layer, each pair valid until the next."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
     held_layers = layers  # of all slots of row b, whatever its length

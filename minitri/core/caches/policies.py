@@ -57,7 +57,7 @@ class ChunkRetrieval(Policy):
 
 
 class CheckedPolicy(Policy):
-    """A wrapped copy of a user's policy, whose errors end the run with an `InputError`."""
+    """A copy of a user's policy; errors of the policy end the run with an `InputError`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)

@@ -73,7 +73,7 @@ class PrefixCache:
         self._ended[b] = HeldRow(self._full, b, tokens, owner, torch.stack(pair, 1))
 
     def adopt(self, other: "PrefixCache") -> None:
-        """Copies the ended texts of another prefix cache, the longest first, while rows last."""
+        """Copies the ended texts of another prefix cache to own rows, the longest texts first."""
         longest_first = sorted(other._ended, key=lambda row: -len(row.tokens))
         for place, row in enumerate(longest_first[: len(self._ended)]):
             b = row.b if self._full is other._full else place

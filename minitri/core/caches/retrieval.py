@@ -1,10 +1,10 @@
 """The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
 
-Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
+Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a policy, and then
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of committed tokens overwrite the least important ones, so output can be of any length.
+V of committed tokens overwrite the least important slots, so output can be of any length.
 
-It is rebuilt when half of it has been overwritten, and after every `rebuild_stride` tokens. Chunks
+A row is rebuilt when half of it is overwritten, and after every `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the
 target's verification pass has just computed the last: a rebuild needs no pass of its own. If the
 full cache is in host memory, `select` rebuilds layer by layer.
@@ -51,7 +51,7 @@ class RetrievalCache(Cache):
         num_heads: int,
         make_slots: MakeSlots | None = None,
     ) -> None:
-        """An empty cache beside `full`; `commit` fills it."""
+        """Allocates an empty cache, which `commit` fills with tokens of `full`."""
         L, B, K, _, D = full.shape
         self._full = full
         is_default = speculation.policy == "retrieval"

@@ -20,7 +20,7 @@ class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """Raises `InputError` if the window is too large for the drafter."""
+        """Allocates an empty cache. Raises `InputError` if its window exceeds the drafter's."""
         config = model.config
         kept = speculation.num_sink_tokens + speculation.num_recent_tokens
         slots = kept + SLIDE + speculation.room

@@ -65,7 +65,7 @@ class Stage:
         """Called before each step that uses the stage; `sequences` have no guesses then."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops the state of each row b after its first `lengths[b]` tokens: the rest is wrong."""
+        """Drops state of each row b after its first `lengths[b]` tokens: the rest was rejected."""
 
     def reset(self, b: int) -> None:
         """Drops all state of row b, whose text has ended."""
@@ -95,7 +95,7 @@ class Runner(Protocol):
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
-        distributions (B, V) after it. The tokens may be on the device."""
+        the next distributions (B, V). `drafted` may be on the device."""
 
 
 class Level(Stage):

@@ -115,7 +115,7 @@ def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
-    """Extends distributions to `vocab_size` tokens: a drafter may lack some; they get 0."""
+    """Extends distributions to `vocab_size` tokens, as a drafter may lack some, with zeros."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
 

@@ -1,10 +1,10 @@
 """Text filters: bias, penalties, forbidden tokens and a grammar, which depend on the text so far.
 
-They change the logits before `probs_from_logits` makes a distribution of them. So p at a position
-is a function of its history alone, the same at every level, and speculation stays exact.
+Text filters change the logits before `probs_from_logits` makes a distribution of them. So p at a
+position is a function of the history alone, the same at every level, and speculation stays exact.
 
-All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
-after those are given as a *path* for each place of a block; in a tree, a node's ancestors.
+All levels of a row share one `TextFilters`, which has counted the committed tokens. Guesses after
+these are given as a *path* for each place of a block; in a tree, a node's ancestors.
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
 

@@ -21,7 +21,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: slides the windows; refills rows that lack many tokens, as of a prompt."""
+        """Before a step: slides the windows; rereads rows that lack more than a block of tokens."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
@@ -84,7 +84,7 @@ LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """The class of a level that guesses chains, by rounds if possible; `InputError` for trees."""
+    """Class of a level that guesses chains, a round per call if it can. Trees: `InputError`."""
     if speculation.tree:
         raise InputError(
             f"tree is {speculation.tree!r} but these models have no levels for trees; give "

@@ -80,7 +80,7 @@ class Cache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(L, B, K, S, D) of keys and of values."""
+        """The shape (L, B, K, S, D) of the keys, and of the values."""
         return self.keys.shape
 
     @property
@@ -123,7 +123,7 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves tokens at the places `path` of row b's block, rising, right after its first."""
+        """Moves the tokens at the rising places `path` of row b's block right after its first."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 

@@ -24,7 +24,7 @@ MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Sl
 
 
 class Ranks:
-    """The processes that compute a model together; this class is a single process."""
+    """The processes that compute one model together; this base class stands for one alone."""
 
     rank = 0
     count = 1

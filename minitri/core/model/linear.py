@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W of shape (out_features, in_features)."""
+    """Linear layer y = x W^T + b with W of shape (out_features, in_features)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()

@@ -49,7 +49,7 @@ class Kernels:
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """Called after a fork: the child has one thread, and a lock that may be held for ever."""
+        """Called in a forked child: resets threads, and a lock that nobody there may release."""
         self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)

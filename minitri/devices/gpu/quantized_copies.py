@@ -25,7 +25,7 @@ Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # x W^T, from x and `quan
 
 
 class QuantizedLinear(Linear):
-    """y = x W^T + b with W in 4 or 8 bits."""
+    """Linear layer y = x W^T + b with W in 4 or 8 bits."""
 
     def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
         parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
