@@ -39,7 +39,7 @@ class Passes:
     filters: SamplingParams
     """Graphs freeze top-k and which filters are on, and read other values from `numbers_3`."""
     vocab_size: int  # of the target, and so of every distribution
-    queries_LBTHD: Tensor | None  # filled with the rotated queries of the latest block
+    queries_LBTHD: Tensor | None  # filled with rotated queries of the latest block; None: unused
 
     def __post_init__(self) -> None:
         numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)

@@ -115,21 +115,21 @@ class Stack:
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Prefills the prompt of row b. Yields first how many of its tokens the prefix cache had (0
         with `score`), then after every chunk how many are read, at last the prompt's length, though
-        `start` reads the last token. Between chunks other rows may decode, unless layer-major."""
+        `start` reads the last token. Other rows decode between chunks, not in `layer_major.py`."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
         self.stats.num_prompt_tokens += len(prompt)
-        last = most = len(prompt) - 1
+        last = max_reused = len(prompt) - 1
         watch = max_queries = None
         if cache is not None:
             watch = functools.partial(cache.observe, b)
             max_queries = cache.max_prompt_queries
             # Tokens whose queries choose what the retrieval cache holds are always read.
-            most -= last if max_queries is None else max_queries
+            max_reused -= last if max_queries is None else max_queries
         if score is not None:
-            most = 0
-        yield memory.prefix.take(b, self.sequences, most)
+            max_reused = 0
+        yield memory.prefix.take(b, self.sequences, max_reused)
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk

@@ -1,5 +1,5 @@
 """Stages of the cascade: a level verifies the stage below it, and proposes to the level above.
-Legend: B rows, N proposed tokens or places of a block, V vocab.
+Legend: B rows, N tokens or places of a block, V vocab; p verifier's, q proposer's distribution.
 """
 
 import copy
@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
         self.gamma = 1  # least number of tokens in a proposal, which the last round may exceed
-        self.below: Stage | None = None  # its guesser; `Cascade` sets both before every step
+        self.below: Stage | None = None  # guesses for it; `Cascade` sets both before a step
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
