@@ -27,7 +27,7 @@ class Job:
         """Only jobs of an equal `kind` run at the same time."""
         self.requests = requests
         self.kind = kind
-        self.numbers: list[int] = []  # of the requests in the run, by which events name them
+        self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()

@@ -216,7 +216,7 @@ class MemoryPool:
             held = None
             if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
                 held = kept.prefix
-            kept = None  # gives up its memory for the new one
+            kept = None  # frees the old memory before the new one is allocated
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
         kept.prefix.store = self.store

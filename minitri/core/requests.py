@@ -85,7 +85,7 @@ class Request:
     generation: GenerationConfig  # only its `TEXT_FIELDS` count; the run has the others
     speculation: bool = True  # whether stages guess tokens for this text, if the run speculates
     owner: str = ""  # K and V of a prompt are reused only for requests of the same owner
-    client: str = ""  # places in the batch are shared out fairly between clients
+    client: str = ""  # rows of the batch are shared out fairly between clients
     shown: Container[int] = ()  # ids of control tokens that the text spells out
     score_prompt: bool = False  # also report the prompt's log-probabilities; reuses no K and V
 

@@ -72,7 +72,7 @@ class Folder:
                 else:
                     import torch  # slow, and not needed by `weight_files`
 
-                    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+                    with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
                     for name, tensor in shard.items():
                         yield str(name), tensor.detach()

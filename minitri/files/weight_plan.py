@@ -42,7 +42,7 @@ def plan_weights(
         return WeightPlan("dense", proposer)
     num_bytes = checkpoint.num_weights() * dtype.itemsize
     if proposer == "int4":
-        num_bytes += checkpoint.num_bytes()  # as many as the copy has, or more
+        num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has
     if num_bytes > free_bytes:
         kind = str(dtype).removeprefix("torch.")
         reason = f"in {kind} they and their copy take {num_bytes / 1e9:.1f} GB"

@@ -70,7 +70,7 @@ def shape_of(plan: StepPlan) -> TreeShape:
     if depth:
         return sequences(width, depth)
     rates = [FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]]
-    rejected = 1 - rates[0]  # the elder siblings
+    rejected = 1 - rates[0]  # chance that all earlier siblings are rejected
     for _ in range(MAX_CHILDREN - 1):
         rates.append(rejected * YOUNGER_RATE)
         rejected *= 1 - YOUNGER_RATE

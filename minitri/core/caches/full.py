@@ -45,7 +45,7 @@ class FullCache(Cache):
         """Yields keys and values (K, S, D) of row b by layer, each pair valid until the next."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
-    held_layers = layers  # of all slots of row b, whatever its length
+    held_layers = layers  # also of a row that has ended, whose length is 0
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""

@@ -112,7 +112,7 @@ class PrefixCache:
 
     def publish(self, b: int, tokens: list[int]) -> None:
         """Stores these tokens of row b's prompt, which were read, for other engines."""
-        if self.store is not None and self.snapshot is None:  # of another device, perhaps
+        if self.store is not None and self.snapshot is None:  # which may be of another device
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:

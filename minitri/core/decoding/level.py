@@ -51,7 +51,7 @@ class Stage:
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
         self.gamma = 1  # least number of tokens in a proposal, which the last round may exceed
-        self.below: Stage | None = None  # guesses for it; `Cascade` sets both before a step
+        self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:

@@ -82,7 +82,7 @@ class IndependentSource(RandomSource):
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
-            if active[b]:  # the last one is for the token after the guesses
+            if active[b]:  # the last number is for the token after the guesses
                 uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
         return uniforms_BN
 

@@ -62,7 +62,7 @@ def filtered_probs(
     """`probs_from_logits` for a temperature above 0, by `numbers`; no host sync with `sort_all`."""
     top_k, has_top_p, has_min_p = filters.form
     temperature, top_p, log_min_p = numbers
-    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
+    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
     if 0 < top_k < scores.shape[-1]:
         cutoff_N1 = scores.topk(top_k).values[..., -1:]
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)

@@ -56,7 +56,7 @@ class TextFilters:
         self._params = params
         self._first = len(prompt)
         self._end_tokens = [*end_tokens]
-        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # by the tokens before
+        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # last ids by first ones
         for word in bad_words:
             self._word_ends[tuple(word[:-1])].append(word[-1])
         self._sizes = sorted({len(before) for before in self._word_ends})

@@ -23,7 +23,7 @@ from minitri.core.decoding.noise import gumbel_argmax
 from minitri.core.decoding.sampling import sample
 
 Rows = list[list[int]]  # tokens on the host, one list for each row of the batch
-Active = list[bool]  # which rows take part
+Active = list[bool]  # for each row of the batch whether it takes part
 
 
 @dataclass(frozen=True)

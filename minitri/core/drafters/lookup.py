@@ -19,7 +19,7 @@ from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
 """A guess is made only with a larger chance to be accepted than this, see tools/RESULTS.md."""
-LONGEST = 64  # tokens of a match; bounds the cost in a text that is one long loop
+LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
 MOST_PLACES = 1000  # latest places of a pair that a lookup compares, in 0.1 ms at most
 
 
@@ -28,7 +28,7 @@ class GrowingText:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
+        self._places = defaultdict[tuple[int, ...], list[int]](list)  # ends of each pair
         self._guess: list[int] = []  # latest guesses right after the committed tokens
         self._size = 0  # bit length of the length of the match that gave these guesses
         self._tested = Counter[int]()  # tested guesses, by `_size`
@@ -67,7 +67,7 @@ class GrowingText:
         latest = sequence[: -LONGEST - 1 : -1]
         reach = len(latest)
         places = self._places.get(tuple(sequence[-2:]), [])
-        skipped = places[-1:] == [len(tokens) - 1]  # nothing follows
+        skipped = places[-1:] == [len(tokens) - 1]  # no token follows the latest place
         for place in islice(reversed(places), skipped, skipped + MOST_PLACES):
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break

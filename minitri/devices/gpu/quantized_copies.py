@@ -83,7 +83,7 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
         is_head = layer.weight is model.lm_head.weight
         return QuantizedLinear(layer, 8 if is_head else bits, multiply)
 
-    with explain(wanted, "leave it out"):  # no room
+    with explain(wanted, "leave it out"):  # raised where memory is short
         return copy_with(model, {Linear: quantized, TiedHead: quantized})
 
 

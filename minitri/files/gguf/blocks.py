@@ -100,7 +100,7 @@ def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
     byte and 2 in another."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
     unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
-    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
+    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # flips the sign
     first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
     minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
