@@ -136,7 +136,7 @@ class Engine(AbstractContextManager["Engine"]):
     def achat(
         self, messages: str | Sequence[Message], **settings: Any
     ) -> AsyncGenerator[Event, None]:
-        """`chat` for asyncio: see `agenerate`. Raises `InputError` at once for wrong messages."""
+        """Answers messages for asyncio, see `agenerate`. Raises `InputError` for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:

@@ -121,7 +121,7 @@ class Workload:
     draft: ModelConfig | None  # None: guesses are looked up in the text, which takes no pass
     num_tokens: int  # in the full cache, all rows together
     num_retrieved: int  # in the retrieval cache, all rows together
-    itemsize: int = 2
+    itemsize: int = 2  # bytes of a number, in weights and in KV caches
     hosted_share: float = 0.0  # share of the full cache that is in host memory
     pass_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""

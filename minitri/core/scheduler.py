@@ -128,7 +128,7 @@ class Scheduler:
             del self.unread[b]
 
     def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
-        """Yields the work of one turn; `active[b]`: row b has started, its first token is there."""
+        """Yields the work of one turn. `active[b]`: row b has its first token, and can decode."""
         has_started = [*active]  # before this turn, which changes `active`
         if self.unread:
             yield Chunk(self._next_to_read())

@@ -80,7 +80,7 @@ class TreeLevel(Level):
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """As `Level.forced`, but no tokens where trees are guessed, whose shape all rows share."""
+        """Tokens that grammars force in a chain; none in trees, whose shape all rows share."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
     def _draw(

@@ -72,7 +72,7 @@ class HeldRow:
 
     full: FullCache
     b: int  # the row in `full`
-    tokens: list[int]
+    tokens: list[int]  # of the text
     owner: str | None = None  # whose prompts may reuse the K and V; None: everybody's
     first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 

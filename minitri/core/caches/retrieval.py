@@ -88,7 +88,7 @@ class RetrievalCache(Cache):
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Rebuilds one layer of all rows that are due, in a pass that has written its queries."""
+        """In a pass of the target: rebuilds `layer` of the rows that are due, from its K and V."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)

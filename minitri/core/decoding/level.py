@@ -41,12 +41,12 @@ class Emitted:
     tokens: list[int]
     origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
     probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
-    logits_NV: Tensor
+    logits_NV: Tensor  # of the verifier, before all filters
     error: Exception | None = None  # why the row cannot go on; it has no tokens then
 
 
 class Stage:
-    """Anything that proposes tokens: a `Level`, or a drafter without a model."""
+    """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
@@ -109,7 +109,7 @@ class Level(Stage):
         self.source = source
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Runs rounds until every active row has a block of at least `gamma` tokens."""
+        """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
         if self.below is None:
             return self._draft(sequences, active)
         blocks: Rows = [[] for _ in sequences]

@@ -27,8 +27,8 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` for a captured CUDA graph: `filters` says which filters are on,
-    `numbers_3` (`SamplingParams.numbers`) has their values on the device. No host sync."""
+    """Next-token distributions (N, V) in a captured CUDA graph: `filters` says which filters are
+    on, `numbers_3` (`SamplingParams.numbers`) has their values on the device. No host sync."""
     probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -59,7 +59,7 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
 def filtered_probs(
     logits_NV: Tensor, filters: SamplingParams, numbers: Iterable[float | Tensor], *, sort_all: bool
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0, by `numbers`; no host sync with `sort_all`."""
+    """Next-token distributions (N, V) for a temperature above 0; no host sync with `sort_all`."""
     top_k, has_top_p, has_min_p = filters.form
     temperature, top_p, log_min_p = numbers
     scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0

@@ -73,7 +73,7 @@ class TextFilters:
             self._in_prompt_V[self._place(token)] = 1
 
     def extend(self, sequence: list[int]) -> None:
-        """Counts the tokens of `sequence`, all committed, that come after those of `text`."""
+        """Counts the new tokens of a row's committed `sequence`, which begins with `self.text`."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():

@@ -81,8 +81,8 @@ class Guesses(NamedTuple):
     """The tensors of a proposal; each row is padded after its first `counts_B[b]` tokens."""
 
     tokens_BN: Tensor
-    q_BNV: Tensor
-    counts_B: Tensor
+    q_BNV: Tensor  # distributions that the guesses were sampled from
+    counts_B: Tensor  # number of guesses of each row
 
     @property
     def are_real_BN(self) -> Tensor:
@@ -208,7 +208,7 @@ def _sample_next(
     num_accepted_B: Tensor,
     scale_B1: Tensor | float = 1.0,
 ) -> Verdict:
-    """Samples the recovered token from max(scale p - q, 0), or the bonus token from p."""
+    """Samples the token after accepted guesses: recovered (max(scale p - q, 0)), or bonus (p)."""
     rows = torch.arange(len(p_BNV), device=p_BNV.device)
     residual_BV = p_BV = p_BNV[rows, num_accepted_B]
     if last := guesses.tokens_BN.shape[1]:

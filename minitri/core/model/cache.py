@@ -41,7 +41,7 @@ def plain_slots(
 class BlockKV(NamedTuple):
     """K and V of a block in one layer."""
 
-    raw_keys_BTKD: Tensor
+    raw_keys_BTKD: Tensor  # before the rotary embedding
     keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
     values_BTKD: Tensor
     slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
@@ -140,7 +140,7 @@ class Cache:
 
 
 def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:
-    """`Cache.keep_path` for keys or values of row b's block, which begins at slot `start`."""
+    """Moves keys or values at places `path` of a block at slot `start` right after its first."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     row_LKSD = slots_LBKSD[:, b]
     row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]

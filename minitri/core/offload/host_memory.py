@@ -24,7 +24,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, the kept block if large enough; back when `borrower` is freed."""
+        """Lends uninitialised memory until `borrower` is freed: the kept block if large enough."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()

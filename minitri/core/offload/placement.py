@@ -25,7 +25,7 @@ class Demand:
     config: ModelConfig  # of the model, or of each GPU's share of it
     draft: ModelConfig | None
     shape: MemoryShape
-    itemsize: int = 2
+    itemsize: int = 2  # bytes of a number, in weights and in KV caches
     copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any
 
     @property

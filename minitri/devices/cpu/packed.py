@@ -34,7 +34,7 @@ class PackedTiedHead(TiedHead):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of PyTorch on this CPU has the packed kernel for the dtype."""
+    """Whether PyTorch has oneDNN's kernel for packed weights of this dtype on this device."""
     kernels = torch.ops.mkldnn
     if device.type != "cpu" or not hasattr(kernels, "_reorder_linear_weight"):
         return False

@@ -95,9 +95,9 @@ def _spread(bytes_X: Tensor, num_bits: int, dim: int) -> Tensor:
 
 
 def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
-    """As `_numbers`, for Q4_K and Q5_K. A byte holds q of two successive groups, or the fifth bits
-    of eight q. There are 8 scales and 8 minima of 6 bits; of the last 4 of each, 4 bits are in one
-    byte and 2 in another."""
+    """Numbers and factors, as of `_numbers`, of blocks in Q4_K or Q5_K. A byte holds q of two
+    successive groups, or the fifth bits of eight q. There are 8 scales and 8 minima of 6 bits; of
+    the last 4 of each, 4 bits are in one byte and 2 in another."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
     unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
     units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # flips the sign
@@ -111,8 +111,8 @@ def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
 
 
 def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
-    """As `_numbers`, for Q6_K. In each half of a block a byte holds low bits of groups 0 and 2, or
-    of 1 and 3, or the 2 high bits of all four."""
+    """Numbers and factors, as of `_numbers`, of blocks in Q6_K. In each half of a block a byte
+    holds low bits of groups 0 and 2, or of 1 and 3, or the 2 high bits of all four."""
     low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
     four = _spread(low.unflatten(2, (2, 2, 32)), 4, 3).flatten(3, 4)
     others = _spread(high.unflatten(2, (2, 32)), 2, 3)
