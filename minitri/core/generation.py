@@ -1,8 +1,8 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
 A `Generation` computes only while its caller asks for the next event. Requests are rows of a batch;
-when a request ends, a waiting one takes over its row. In any order each text follows the model's
-distribution.
+when a request ends, a waiting one takes over its row. Each text follows the model's distribution.
+Legend: N tokens, V vocab.
 
     Scheduler   chooses the work: admit a request, prefill a chunk, start rows, decode a step
     Stack       does the work: models read tokens into KV caches, and the texts grow

@@ -2,8 +2,7 @@
 
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
-
-Legend: B rows, T tokens of a block, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
+Legend: B rows, T tokens, N guesses, Q = B N, E hidden size, V vocab, L layers, H heads, D dim;
 packed_4BT: for each token of a block its id, its position in the text and its cache slot, and at
 [3, b] the places of outputs: of row b's last token, and of the guesses after it.
 """

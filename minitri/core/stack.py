@@ -1,4 +1,5 @@
-"""The stack of a run: the texts of its rows, and the stages that extend them speculatively."""
+"""The stack of a run: the texts of its rows, and the stages that extend them speculatively.
+Legend: B rows, N places of a block, V vocab, L layers, T tokens, H query heads, D head dim."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -3,6 +3,7 @@
 A block is a snapshot of `BLOCK` tokens of a text. Its name is a digest of all facts on which its
 bits depend, with all earlier tokens, and of the text's owner. Errors are logged, and prompts are
 then read as without a store. Everybody who can write to the folder is trusted.
+Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
 """
 
 import contextlib

@@ -5,7 +5,7 @@ the manifest in the header: weights, config, dtype and RoPE. The file is written
 in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
 file. Only the file's owner can read it. A symbolic link is followed.
 
-Legend: L layers, T tokens, K KV heads, D head dim.
+Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 
 Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Tokens of
 equal probability are kept or dropped together. Pure functions: all randomness is an argument.
-Legend: N rows, V vocab.
+Legend: B rows of the batch, N rows or places, V vocab, M likeliest tokens.
 """
 
 import math

@@ -1,7 +1,7 @@
 """The lookup drafter, without a model: guesses what followed the last tokens earlier in the text.
 
 The longest match wins. Its length, and how many earlier guesses of the row were accepted, decide
-the number of guesses. The distribution of a guess is one-hot.
+the number of guesses. The distribution of a guess is one-hot. Legend: B rows, N guesses, V vocab.
 """
 
 import copy

@@ -3,7 +3,8 @@
 A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
 goes through the plain layers with compiled attention and RoPE. Weights may have 4 to 8 bits.
 
-Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
+Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
+H query heads, K KV heads, D head dim.
 """
 
 import ctypes

@@ -3,7 +3,7 @@
 All kernels of a pass are row-invariant: a row's bits depend neither on other rows nor on threads.
 Decoding and reading of prompts wait for each other, as both set PyTorch's number of threads.
 
-Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E inputs, N outputs, V vocab.
+Legend: B rows, T tokens, S slots, K/H heads, D dim, R rows, E inputs, N outputs, V vocab, X bytes.
 """
 
 import contextlib

@@ -4,7 +4,7 @@ Launches cost a microsecond or two each. `torch.compile` makes one kernel each o
 addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
 sizes of 1: a few kernels serve all blocks and models.
 
-Legend: B batch, T tokens, E hidden size, X heads, D head dim.
+Legend: B batch, T tokens, E hidden size, H or X heads, D head dim.
 """
 
 import os

@@ -3,7 +3,7 @@
 Groups of `GROUP` weights of a row share a scale in float32; the last group of a row may be padded.
 Embedding table and norms are those of the model, the LM head has 8 bits.
 
-Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
+Legend: N out_features, E in_features, G groups of a row, Q weights of a group, X bytes of a row.
 """
 
 from collections.abc import Callable
