@@ -16,7 +16,7 @@ class RopeConfig:
 
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
-    kind: str = one_of("default", "default", "linear", "llama3", "yarn")
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn")  # way of scaling
     factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
     original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
@@ -53,21 +53,21 @@ class ModelConfig:
     """Sizes and options of a Llama, or of a related model such as Qwen."""
 
     label = "model config: "
-    num_layers: int = between(MISSING, 1, 1000)
-    hidden_size: int = between(MISSING, 1)
-    intermediate_size: int = between(MISSING, 1)
-    num_heads: int = between(MISSING, 1)
-    num_kv_heads: int = between(MISSING, 1)
-    head_dim: int = between(MISSING, 1)
-    vocab_size: int = between(MISSING, 1)
+    num_layers: int = between(MISSING, 1, 1000)  # transformer blocks
+    hidden_size: int = between(MISSING, 1)  # numbers of a token's hidden state
+    intermediate_size: int = between(MISSING, 1)  # hidden numbers of the MLP
+    num_heads: int = between(MISSING, 1)  # query heads
+    num_kv_heads: int = between(MISSING, 1)  # heads of K and V, each for a group of query heads
+    head_dim: int = between(MISSING, 1)  # numbers of a head of q, k or v
+    vocab_size: int = between(MISSING, 1)  # tokens that the model knows
     context_length: int = between(MISSING, 1)  # tokens of prompt and output together
     rope: RopeConfig = field(default_factory=RopeConfig)
-    rms_norm_eps: float = between(1e-6, 1e-12, 0.1)
-    tie_word_embeddings: bool = False
+    rms_norm_eps: float = between(1e-6, 1e-12, 0.1)  # added to the mean square in RMSNorm
+    tie_word_embeddings: bool = False  # whether the LM head is the embedding table
     attention_bias: bool = False  # of the q, k and v projections
-    bos_token_id: int | None = between(None, 0)
-    eos_token_ids: tuple[int, ...] = ()
-    name: str = "llama"
+    bos_token_id: int | None = between(None, 0)  # beginning of a text
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a text
+    name: str = "llama"  # for messages
     draft_of: str | None = None
     """Name of the target whose embedding table this drafter shares, if any."""
     head_size: int | None = between(None, 1)

@@ -43,9 +43,9 @@ WORTH_COPYING = 64
 class Models:
     """The loaded models of an engine, with the lock of the thread that computes."""
 
-    target: Llama
+    target: Llama  # the model whose distribution the text follows
     retrieval: Llama  # the target, or a copy of it in fewer bits
-    draft: Llama | None = None
+    draft: Llama | None = None  # a small model of the same vocabulary, or none
     drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
     level_type: LevelType = chain_level  # class of the levels; `minitri.trees` has one for trees
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
@@ -116,11 +116,11 @@ class Memory:
     shape: MemoryShape  # of the largest run that the memory serves
     full: FullCache  # of the target
     prefix: PrefixCache  # finds texts that `full` still holds
-    target: ModelRunner
-    graphs: GraphPool | None
-    retrieval: ModelRunner | None = None
+    target: ModelRunner  # the target with the full cache
+    graphs: GraphPool | None  # captured CUDA graphs, on a GPU
+    retrieval: ModelRunner | None = None  # the proposing target with the retrieval cache
     retrieval_cache: RetrievalCache | None = None
-    draft: DraftRunner | None = None
+    draft: DraftRunner | None = None  # the draft model with its streaming cache
 
     @property
     def runners(self) -> list[ModelRunner]:

@@ -57,7 +57,7 @@ class End:
     text: str  # texts of all `tokens`, joined
     token_ids: tuple[int, ...]  # all generated tokens, with an end-of-sequence token
     seed: int  # given with the request, or drawn for it
-    tokens: tuple[Token, ...] = field(repr=False)
+    tokens: tuple[Token, ...] = field(repr=False)  # events of all generated tokens
     stats: Stats = field(repr=False)  # of the whole run, updated while it goes on
     row_stats: RowStats = field(repr=False)  # of this request
     error: Exception | None = None  # why the request failed
@@ -79,7 +79,7 @@ class Request:
     """A prompt and its settings: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
 
     __repr__ = brief
-    prompt: Prompt
+    prompt: Prompt  # a text or token ids
     seed: int | None  # None: a seed is drawn
     sampling: SamplingParams
     generation: GenerationConfig  # only its `TEXT_FIELDS` count; the run has the others

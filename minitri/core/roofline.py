@@ -20,14 +20,14 @@ GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized co
 class Machine:
     """Bandwidths of a machine, and other costs of a forward pass on it."""
 
-    weight_bytes_per_second: float
-    kv_bytes_per_second: float
+    weight_bytes_per_second: float  # at which a pass reads weights
+    kv_bytes_per_second: float  # at which attention reads K and V
     link_bytes_per_second: float  # from host memory to the device
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict
     share_per_extra_token: float = 0.0  # time that each further token adds, as a share of the pass
     share_in_four_bits: float = 0.0  # the same share, for weights in 4 bits
-    flops_per_second: float = 1e18
+    flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
 CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_four_bits=0.2)
@@ -92,12 +92,12 @@ class PassCost:
     """Bytes and FLOPs of one forward pass, on each GPU."""
 
     num_layers: int
-    weight_bytes: float
-    kv_bytes: float
+    weight_bytes: float  # weights that the pass reads
+    kv_bytes: float  # cached K and V that the pass reads
     link_bytes: float  # K and V that are copied from host memory during the pass
     flops: float
-    num_extra_tokens: float
-    is_in_four_bits: bool
+    num_extra_tokens: float  # tokens after the first of each row, all rows together
+    is_in_four_bits: bool  # whether the weights are a copy in 4 bits
 
     def seconds(self, machine: Machine) -> float:
         """Predicted seconds of the pass on a machine."""
@@ -125,7 +125,7 @@ class Workload:
     hosted_share: float = 0.0  # share of the full cache that is in host memory
     pass_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
-    batch_size: int = 1
+    batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
         """The cost of a pass of the stage over one token and `num_guesses` guesses of each row."""

@@ -21,14 +21,14 @@ OLDEST_EVERY = 4
 class Chunk:
     """Work of a turn: read the next chunk of the prompt of row b."""
 
-    b: int
+    b: int  # row of the batch
 
 
 @dataclass(frozen=True)
 class Start:
     """Work of a turn: sample the first token of these rows, whose prompts have been read."""
 
-    rows: list[int]
+    rows: list[int]  # rows of the batch
 
 
 @dataclass(frozen=True)

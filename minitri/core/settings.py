@@ -170,7 +170,7 @@ def num_nodes(tree: str) -> int:
 class StepPlan:
     """Plan of one decoding step: which stages take part, and how many tokens they guess."""
 
-    method: str
+    method: str  # one of METHODS, but not auto
     gamma1: int = 0  # tokens that the drafter guesses per round; 0 without a drafter
     gamma2: int = 0  # tokens that the retrieval level collects; 0 without that level
     tree: str = ""  # of the lowest stage's guesses, as in `SpeculationConfig`; a chain if empty

@@ -36,7 +36,7 @@ class LevelStats:
     num_rounds: int = 0  # verdicts about one row; of a stage that only guesses, its tokens
     num_draft_tokens: int = 0  # guesses of the stage below
     num_tested_tokens: int = 0  # these guesses up to the first rejection
-    num_accepted_tokens: int = 0
+    num_accepted_tokens: int = 0  # these guesses before the first rejection
     seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
 
     def record(self, num_draft: int, num_accepted: int) -> int:
@@ -85,13 +85,13 @@ class Stats:
     num_prefilled_tokens: int = 0  # prompt tokens whose K and V were computed, not reused
     num_generated_tokens: int = 0
     num_decoded_tokens: int = 0  # generated tokens but each text's first, timed as prefill
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    prefill_seconds: float = 0.0  # reading prompts and sampling first tokens
+    decode_seconds: float = 0.0  # all steps
     commit_seconds: float = 0.0  # part of decoding: updates of small caches outside verification
     num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
-    kv_cache_bytes: int = 0
+    kv_cache_bytes: int = 0  # all KV caches of the run
     stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
-    steps_per_plan: Counter[str] = field(default_factory=Counter)
+    steps_per_plan: Counter[str] = field(default_factory=Counter)  # by `str(StepPlan)`
     num_graphs: int = 0  # captured CUDA graphs
 
     def note_commit(self, seconds: float) -> None:

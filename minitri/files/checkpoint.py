@@ -54,7 +54,7 @@ class Runtime:
 
     device: torch.device
     dtype: torch.dtype
-    attention: str = "auto"
+    attention: str = "auto"  # backend on a GPU
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
 
 

@@ -50,8 +50,8 @@ class ModelChoice:
 class NamedModel(NamedTuple):
     """A named model: its repository on the Hugging Face hub, default drafter, and config."""
 
-    repo: str
-    draft: str
+    repo: str  # ORG/NAME on the hub
+    draft: str  # default drafter
     shape: ModelConfig
 
 

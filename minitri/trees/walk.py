@@ -29,7 +29,7 @@ class TreeProposal(Proposal):
     """Trees of guesses, of one shape for all rows: `tokens[b][i]` is the token of node i + 1, or
     MISSING; `probs_BNV` are the distributions that the children of each node were drawn from."""
 
-    shape: TreeShape
+    shape: TreeShape  # the nodes of every row's tree
     is_listed: list[bool]
     """Whether the nodes of each row are the likeliest ones, chosen without random numbers."""
 

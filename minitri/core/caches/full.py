@@ -70,7 +70,7 @@ class FullCache(Cache):
 class HeldRow:
     """A row of a full cache that holds a text's K and V: ended, in progress, or a snapshot."""
 
-    full: FullCache
+    full: FullCache  # the cache that has the row
     b: int  # the row in `full`
     tokens: list[int]  # of the text
     owner: str | None = None  # whose prompts may reuse the K and V; None: everybody's

@@ -23,7 +23,7 @@ from minitri.core.stats import LevelStats
 class Output:
     """Result of a pass: a model's next-token distributions, and the logits they are made of."""
 
-    probs_BNV: Tensor
+    probs_BNV: Tensor  # after all filters
     logits_BNV: Tensor  # of the model alone
     filtered_BNV: Tensor  # logits after penalties, bias and grammar
 
@@ -38,7 +38,7 @@ class Output:
 class Emitted:
     """The tokens that one round of a level emits for one row."""
 
-    tokens: list[int]
+    tokens: list[int]  # none if the row has failed
     origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
     probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
     logits_NV: Tensor  # of the verifier, before all filters

@@ -110,7 +110,7 @@ class Guesses(NamedTuple):
 class Verdict(NamedTuple):
     """The decision about the guesses of each row, on the device."""
 
-    num_accepted_B: Tensor
+    num_accepted_B: Tensor  # accepted guesses of each row
     next_B: Tensor  # the token after the accepted guesses: recovered, or bonus if all were accepted
     finite_B: Tensor  # whether all p and q that count are finite
     tokens_BN: Tensor  # the guesses

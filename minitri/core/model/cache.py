@@ -43,7 +43,7 @@ class BlockKV(NamedTuple):
 
     raw_keys_BTKD: Tensor  # before the rotary embedding
     keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
-    values_BTKD: Tensor
+    values_BTKD: Tensor  # V of the block
     slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
 
 

@@ -29,7 +29,7 @@ EMBEDDING_SAMPLE = 64  # embeddings by which a drafter without a table recognise
 class Block:
     """The input of a forward pass: new tokens of every row, (B, T) int64 on the device."""
 
-    tokens_BT: Tensor
+    tokens_BT: Tensor  # token ids
     positions_BT: Tensor  # in the text, for the rotary embedding
     slots_BT: Tensor | None = None  # of the cache; None: `Cache.lengths` says where they begin
 
@@ -132,12 +132,12 @@ class Pass:
     """The arguments that all layers of one forward pass share."""
 
     block: Block
-    rotary: Rotary
-    cache: Cache
+    rotary: Rotary  # cosines and sines of the block's positions
+    cache: Cache  # in which each layer writes and reads K and V
     attend: Attend
-    rule_TT: Tensor | None
-    queries_LBTHD: Tensor | None
-    is_prompt: bool = False
+    rule_TT: Tensor | None  # which token sees which, see `attention.py`
+    queries_LBTHD: Tensor | None  # to be filled with rotated queries
+    is_prompt: bool = False  # compute a short block like a long one
 
 
 class Layers(nn.ModuleList):

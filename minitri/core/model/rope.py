@@ -19,7 +19,7 @@ class Rotary:
     """Cosines and signed sines of one block of positions, each (B, T, 1, D) float32."""
 
     cos: Tensor
-    signed_sin: Tensor
+    signed_sin: Tensor  # negative in the first half of D
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotates every head; same shape and dtype as the input. Dimension i pairs with i + D/2, so

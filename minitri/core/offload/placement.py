@@ -23,7 +23,7 @@ class Demand:
     """Bytes that a run needs on each of its GPUs."""
 
     config: ModelConfig  # of the model, or of each GPU's share of it
-    draft: ModelConfig | None
+    draft: ModelConfig | None  # of the draft model, if there is one
     shape: MemoryShape
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
     copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any

@@ -20,10 +20,10 @@ from minitri.core.errors import shorten
 class StoredTensor(NamedTuple):
     """A tensor as a GGUF file stores it: `data` (*rows, bytes of a row) is a view of the file."""
 
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
+    type: GGMLQuantizationType  # number format
+    shape: tuple[int, ...]  # of the numbers, not of the bytes
     data: np.ndarray
-    pages: mmap.mmap | None = None
+    pages: mmap.mmap | None = None  # the mapped file
 
     def release(self) -> None:
         """Frees the memory of the file's pages read so far, which can be read again."""
