@@ -81,7 +81,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Runs the program; returns the exit code. Raises `InputError`."""
+    """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
     for settings in (SamplingParams, GenerationConfig):
         arguments.taken(settings, args)  # bad values fail before anything is loaded
     arguments.speculation_of(args)
@@ -101,7 +101,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 
 def several(args: argparse.Namespace) -> int:
-    """Writes several texts after one prompt, each when it is done."""
+    """Writes the --n texts after one prompt, each when it is done; returns the exit code."""
     engine, run = start(args)
     for end in (event for event in run if isinstance(event, End)):
         log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
@@ -112,7 +112,7 @@ def several(args: argparse.Namespace) -> int:
 
 
 def one(args: argparse.Namespace) -> int:
-    """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
+    """Writes one text after a prompt, token by token; returns the exit code."""
     engine, run = start(args)
     if args.color and not args.json:
         log.info(LEGEND)
@@ -123,7 +123,7 @@ def one(args: argparse.Namespace) -> int:
 
 
 def start(args: argparse.Namespace) -> "tuple[Engine, Generation]":
-    """Boots the engine and starts the run of --n texts after the prompt."""
+    """Loads the engine and starts the run of --n texts after the prompt."""
     text, facts = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, [text])
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{facts}")

@@ -325,7 +325,7 @@ core/decoding/test_block_verification.py
 devices/gpu_twins/test_device_clock.py::test_every_stage_is_charged_for_its_own_work
   the last step's seconds are never read | Cascade.retire: self._meter.settle() => pass
   a prefill's commit counts as decoding's
-    Stack.start: self._commit(outcome) => with self.meter.commit(): self._commit(outcome)
+    Stack.start: self._commit(outcome) => with self.meter.updating_caches(): self._commit(outcome)
 devices/gpu_twins/test_graphs.py
 ::test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing
   a shape that was not captured is captured between steps
