@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from minitri import End, Engine, Event, Request, Token
+from minitri import End, Engine, Event, Idle, Request, Token
 from minitri.apps.serve.api_error import ApiError
+from minitri.apps.serve.bodies.completion import TextBody
 from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
@@ -50,12 +51,15 @@ class Writer:
             Choice(index, request, call, engine) for index, request in enumerate(call.requests)
         ]
         self._ends: dict[int, End] = {}  # by the indices of their choices
-        kind = "text_completion"
-        if asked.is_chat:
-            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._head["seed"] = call.requests[0].seed
+        self.id = asked.id_prefix + secrets.token_hex(12)
+        is_chunk = asked.stream and asked.object_type == "chat.completion"
+        self._head: Json = {
+            "id": self.id,
+            "object": asked.object_type + ".chunk" * is_chunk,
+            "created": int(time.time()),
+            "model": model,
+            "seed": call.requests[0].seed,
+        }
 
     def take(self, index: int, event: Event) -> bytes:
         """Part of the answer that an event of one text completes; empty if there is none yet."""
@@ -67,6 +71,8 @@ class Writer:
         if not asked.stream:
             return to_json(self._whole()) if is_done else b""
         match event:
+            case Idle():
+                return ALIVE
             case PrefillProgress(num_done=done, num_tokens=total, num_cached=cached):
                 progress = {"processed": done, "total": total, "cache": cached}
                 return self._chunk([], prompt_progress=progress) if asked.details else ALIVE
@@ -112,8 +118,11 @@ class Writer:
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-            "completion_tokens_details": {"accepted_prediction_tokens": guessed},
+            "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": guessed,
+                "reasoning_tokens": 0,
+            },
         }
 
 
@@ -123,9 +132,8 @@ class Choice:
     def __init__(self, index: int, request: Request, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
-        self._chat = call.chat
-        self._parser = call.chat.parser() if call.chat is not None else AnswerParser()
-        self._pieces: list[Piece] = []
+        self._is_chat = call.chat is not None
+        self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
         self._num_calls = 0
         assert not isinstance(request.prompt, str)
         self._prompt = request.prompt
@@ -139,7 +147,7 @@ class Choice:
         """All of the text, after the prompt if that is wanted."""
         text = end.text
         tokens = end.tokens
-        if self._asked.has_echo:
+        if isinstance(self._asked, TextBody) and self._asked.echo:
             text = self._tokenizer.decode(self._prompt) + text
             decoder = IncrementalDecoder(self._tokenizer, [])
             scores: list[Any] = [(None, ()), *prompt_scores]  # none of the first token
@@ -153,27 +161,20 @@ class Choice:
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """A text, or a part of it."""
         asked = self._asked
-        reason = end.finish_reason if end is not None else None
-        reason = "stop" if reason == "eos" else reason
         choice: Json = {"index": self._index, "logprobs": None}
         if asked.num_logprobs is not None and tokens:
             choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
-        if self._chat is None:
-            choice["text"] = text
+        if self._is_chat:
+            pieces = self.parser.push(text, is_last=end is not None)
+            choice["delta" if asked.stream else "message"] = self._message(pieces)
         else:
-            choice["delta" if asked.stream else "message"] = self._message(self.parse(text, end))
-            reason = "tool_calls" if reason == "stop" and self._num_calls else reason
+            choice["text"] = text
+        reason = end.finish_reason if end is not None else None
+        if reason in ("eos", "stop"):
+            reason = "tool_calls" if self._num_calls else "stop"
         return choice | {"finish_reason": reason}
-
-    def parse(self, text: str, end: End | None = None) -> list[Piece]:
-        """The pieces of a chat that a part of the text completes. At the end all are kept."""
-        pieces = self._parser.push(text, is_last=end is not None)
-        self._pieces += pieces
-        if end is not None and self._chat is not None:
-            self._chat.keep(self._pieces, end)
-        return pieces
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """Pieces as a part of a message; the first one has the role."""
@@ -181,21 +182,20 @@ class Choice:
         if not self._has_role:
             message["role"] = "assistant"
             self._has_role = True
-        calls: dict[int, Json] = {}
+        calls: list[Json] = []
         for kind, text in pieces:
             if kind == "call":
                 head = {"index": self._num_calls, "id": new_call_id(), "type": "function"}
-                calls[self._num_calls] = {**head, "function": {"name": text, "arguments": ""}}
+                calls.append({**head, "function": {"name": text, "arguments": ""}})
                 self._num_calls += 1
             elif kind == "arguments":
-                latest = self._num_calls - 1
-                rest = {"index": latest, "function": {"arguments": ""}}
-                calls.setdefault(latest, rest)["function"]["arguments"] += text
+                if not calls:  # more of a call in an earlier piece
+                    calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text
             else:
                 message[kind] = message.get(kind, "") + text
         if calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [*calls.values()]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return message
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
@@ -208,7 +208,7 @@ class Choice:
         entries = [self._entry(token.token_id, token.logprob) for token in tokens]
         tops = [[self._entry(*pair) for pair in token.top_logprobs] for token in tokens]
         pairs = zip(entries, tops, strict=True)
-        if self._asked.is_chat:
+        if self._is_chat:
             return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
         lengths = (len(token.text) for token in tokens)
         *offsets, self._num_characters = itertools.accumulate(lengths, initial=self._num_characters)

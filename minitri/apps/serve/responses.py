@@ -8,11 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minitri import End, Engine, Event, Token
-from minitri.apps.serve.answers import ALIVE, Choice, Writer, in_stream, new_call_id, to_json
+from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_call_id, to_json
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.bodies.strict_json import Json
-from minitri.apps.serve.chats.answer_parser import Piece
+from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 
 ITEMS: dict[str, tuple[str, str, Json]] = {
@@ -27,23 +26,14 @@ class ResponseWriter(Writer):
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         super().__init__(call, model, engine)
-        asked = call.asked
-        assert isinstance(asked, ResponseBody)
-        self.id = f"resp_{secrets.token_hex(12)}"
-        self._head |= {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._head["created"],
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-        }
+        echoed = {"tools", "tool_choice", "parallel_tool_calls"}
+        self._head |= {"created_at": self._head["created"], **call.asked.model_dump(include=echoed)}
         self._status = "in_progress"
         self._items: list[Json] = []
         self._number = 0  # of the next event
 
     def take(self, index: int, event: Event) -> bytes:
-        events = b"".join(self._events(self._choices[index], event))
+        events = b"".join(self._events(self._choices[index].parser, event))
         if self._asked.stream:
             return events or ALIVE
         return to_json(self._response()) if isinstance(event, End) else b""
@@ -53,39 +43,29 @@ class ResponseWriter(Writer):
         problem = {"code": "server_error", "message": str(error)}
         return self._event("failed", response=self._response() | {"error": problem})
 
-    def _events(self, choice: Choice, event: Event) -> Iterator[bytes]:
+    def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
         """Events of a stream that an event of the text brings about."""
         if not self._number:
             yield self._event("created", response=self._response())
             yield self._event("in_progress", response=self._response())
-        match event:
-            case Token(text=text):
-                yield from self._add(choice.parse(text))
-            case End(finish_reason=reason):
-                yield from self._add(choice.parse("", event))
-                self._ends[0] = event
-                self._status = "incomplete" if reason == "length" else "completed"
-                yield from self._close(self._status)
-                yield self._event(self._status, response=self._response())
+        if isinstance(event, Token):
+            yield from self._add(parser.push(event.text))
+        elif isinstance(event, End):
+            yield from self._add(parser.push("", is_last=True))
+            self._ends[0] = event
+            self._status = "incomplete" if event.finish_reason == "length" else "completed"
+            yield from self._close(self._status)
+            yield self._event(self._status, response=self._response())
 
     def _response(self) -> Json:
-        """All of the answer so far."""
-        usage = None
-        if self._ends:
-            counts = self._usage()
-            usage = {
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {
-                    **counts["prompt_tokens_details"],
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counts["total_tokens"],
-            }
+        """All of the answer so far. Counts are those of a chat: input is its prompt."""
+        usage = {
+            name.replace("prompt", "input").replace("completion", "output"): count
+            for name, count in (self._usage() if self._ends else {}).items()
+        }
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         state = {"status": self._status, "error": None, "incomplete_details": cut}
-        return {**self._head, **state, "usage": usage, "output": self._items}
+        return {**self._head, **state, "usage": usage or None, "output": self._items}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Next event of a stream."""

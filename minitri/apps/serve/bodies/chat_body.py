@@ -95,7 +95,7 @@ class Tool(Body, extra="ignore"):
 def choice_of(choice: object) -> object:
     """The name in a `tool_choice` that is an object; a word such as `auto` is returned as it is."""
     match choice:
-        case {"type": "function", "function": {"name": name}}:
+        case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
             return name
     return choice
 
