@@ -27,26 +27,23 @@ from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.completion import ChatBody, Fields, TextBody
+from minitri.apps.serve.bodies.completion import ChatBody, TextBody
 from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
-from minitri.apps.serve.protocol import Call, Protocol
+from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
-BODY_SECONDS = 30
-"""Time for a client to send its request."""
-WAITING_SECONDS = 15
-"""A stream that waits sends a sign of life at this interval: proxies end silent ones after 60."""
-ENDPOINTS: dict[str, tuple[type[Fields], type[Writer]]] = {
+BODY_SECONDS = 30  # in which a client has to send its request
+WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
+ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
     "/v1/responses": (ResponseBody, ResponseWriter),
 }
-"""Paths that generate, with their bodies and the writers of their answers."""
 
 
 class Answer(StreamingResponse):
@@ -81,11 +78,9 @@ class Service:
 
     protocol: Protocol
     worker: Worker
-    max_open: int
-    """Most texts that run or wait."""
+    max_open: int  # texts that may run or wait
     access: Access = field(default_factory=Access)
-    clients: list[str] = field(default_factory=list)
-    """Client of each text that runs or waits."""
+    clients: list[str] = field(default_factory=list)  # of the texts that run or wait
 
     @property
     def num_open(self) -> int:
@@ -101,13 +96,15 @@ class Service:
             Route("/", self.page),
             Route("/docs", self.docs),
         ]
-        handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
-        sites: dict[str, Any] = {"allow_origins": self.access.allow_origin, "allow_headers": "*"}
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(CORSMiddleware, allow_methods="*", **sites)],
-            exception_handlers=dict.fromkeys(handled, refuse),
+        sites = Middleware(
+            CORSMiddleware,
+            allow_origins=self.access.allow_origin,
+            allow_methods="*",
+            allow_headers="*",
         )
+        handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
+        handlers: Any = dict.fromkeys(handled, refuse)
+        return Starlette(routes=routes, middleware=[sites], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
         """Texts are counted from before a prompt is tokenized to the end of the answer."""

@@ -1,25 +1,19 @@
 """Requests of clients for one model: from the JSON of a body to the `Request` of each text."""
 
-import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.completion import Fields, TextBody
+from minitri.apps.serve.bodies.completion import ChatBody, TextBody
+from minitri.apps.serve.bodies.response_body import ResponseBody
 from minitri.apps.serve.bodies.strict_json import Json, checked, read_object
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import shorten
 from minitri.core.fields import changed
 from minitri.core.log import log
-from minitri.text.prompt_ids import (
-    draw_seed,
-    encode_prompt,
-    fold_seed,
-    next_seed,
-    split_prompts,
-)
+from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
 from minitri.text.rows import text_filters
 
 IGNORED = ("metadata", "service_tier", "store")
@@ -31,14 +25,14 @@ NEUTRAL: Json = {
 }
 """Values of unknown fields that ask for nothing, as does whatever is false or empty."""
 MAX_WARNINGS = 100
-F = TypeVar("F", bound=Fields)
+Asked = TextBody | ChatBody | ResponseBody
 
 
 class Call(NamedTuple):
     """Texts to generate, how to word the answer, and of a chat its prompt."""
 
     requests: list[Request]
-    asked: Fields
+    asked: Asked
     chat: ChatPrompt | None
 
 
@@ -47,16 +41,12 @@ class Protocol:
     """Reads bodies for one model."""
 
     engine: Engine
-    names: list[str]
-    """Names of the model; answers have the first."""
-    sampling: SamplingParams
-    """Sampling where a client says nothing."""
-    context: int
-    """Most tokens of a prompt and its answer."""
-    ignored: set[str] | None = None
-    """Unknown fields that were ignored; None: they are refused."""
+    names: list[str]  # of the model; answers have the first
+    sampling: SamplingParams  # where a client says nothing
+    context: int  # tokens of a prompt and its answer, at most
+    ignored: set[str] | None = None  # unknown fields that were ignored; None: they are refused
 
-    def read(self, body: bytes, kind: type[Fields], client: str = "", salt: str = "") -> Call:
+    def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
         asked = self.parsed(body, kind)
@@ -70,7 +60,7 @@ class Protocol:
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
-        texts = itertools.product(prompts, range(asked.n))
+        texts = [ids for ids in prompts for _ in range(asked.n)]
         requests = [
             Request(
                 ids,
@@ -81,26 +71,27 @@ class Protocol:
                 owner=f"{salt}/{end_user}" if salt else "",
                 client=client,
                 shown=chat.shown if chat is not None else (),
-                score_prompt=asked.scores_prompt and i == 0,
             )
-            for number, (ids, i) in enumerate(texts)
+            for number, ids in enumerate(texts)
         ]
         return Call(requests, asked, chat)
 
-    def sampling_of(self, asked: Fields, chat: ChatPrompt | None) -> SamplingParams:
+    def sampling_of(self, asked: Asked, chat: ChatPrompt | None) -> SamplingParams:
         """Sampling of each text. A grammar is compiled here, in the thread that reads the request,
         so that a wrong one is refused and no step of others waits. Raises `InputError`."""
-        forms = asked.forms | {"tools": chat.grammar if chat is not None else None}
-        given = {name: form for name, form in forms.items() if form is not None}
-        if len(given) > 1:
-            raise InputError(f"{' is given with '.join(given)}; leave one of them out")
+        forms = asked.forms
+        if chat is not None and chat.grammar is not None:
+            forms["tools"] = chat.grammar
+        if len(forms) > 1:
+            got = " is given with ".join([*forms][:2])
+            raise InputError(f"{got}, another form of the answer; leave one of them out")
         fields = {name: value for name, value in vars(asked).items() if value is not None}
-        fields["grammar"] = next(iter(given.values()), self.sampling.grammar)
-        sampling = changed(self.sampling, fields)
+        grammar = next(iter(forms.values()), self.sampling.grammar)
+        sampling = changed(self.sampling, fields | {"grammar": grammar})
         text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
         return sampling
 
-    def generation_of(self, asked: Fields, num_prompt_tokens: int) -> GenerationConfig:
+    def generation_of(self, asked: Asked, num_prompt_tokens: int) -> GenerationConfig:
         """When each text ends. Raises `ApiError` if the context has no room for it."""
         room = self.context - num_prompt_tokens
         num_new = asked.length or max(1, min(room, asked.default_length))
@@ -114,7 +105,7 @@ class Protocol:
         """Prompt of a conversation. Raises `InputError`."""
         return ChatPrompt(conversation, self.engine)
 
-    def parsed(self, body: bytes, kind: type[F]) -> F:
+    def parsed(self, body: bytes, kind: type[Asked]) -> Asked:
         """The fields of a body. Unknown ones that ask for something are refused, or ignored with a
         warning. Raises `InputError`, and `ApiError` for another model."""
         content = read_object(body)

@@ -3,12 +3,11 @@
 A stream sends it piece by piece, as numbered events.
 """
 
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minitri import End, Engine, Event, Token
-from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_call_id, to_json
+from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id, to_json
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
@@ -82,7 +81,7 @@ class ResponseWriter(Writer):
         """Events about pieces of the answer."""
         for piece, text in pieces:
             if piece == "call":
-                head = {"call_id": new_call_id(), "name": text, "arguments": ""}
+                head = {"call_id": new_id("call_"), "name": text, "arguments": ""}
                 yield from self._open("function_call", **head)
             elif piece == "arguments":
                 self._items[-1]["arguments"] += text
@@ -100,7 +99,7 @@ class ResponseWriter(Writer):
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         """Begins an item."""
         yield from self._close("completed")
-        item = {"id": f"{kind}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress"}
         self._items.append(item | fields)
         yield self._item_event("output_item.added", item=self._items[-1])
 

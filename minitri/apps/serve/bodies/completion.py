@@ -21,10 +21,8 @@ from minitri.core.settings import MAX_ROWS
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
-STOP_CHARACTERS = 1024
-"""Most characters of all stop strings: each is looked for after every token."""
-MAX_PROMPTS = 2048
-"""Most prompts of a request, as at OpenAI."""
+STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
+MAX_PROMPTS = 2048  # as at OpenAI
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
 SAMPLING = {field.name: field for field in dataclasses.fields(SamplingParams)}
@@ -68,10 +66,8 @@ class Fields(Body):
     """Fields of all endpoints that answer with a text."""
 
     id_prefix: ClassVar[str]
-    object_type: ClassVar[str]
-    """OpenAI's type of the answer; chunks of a stream of chats have another."""
-    default_length: ClassVar[int] = MAX_COUNT
-    """New tokens unless the client says how many: as many as fit."""
+    object_type: ClassVar[str]  # OpenAI's `object` of the answer
+    default_length: ClassVar[int] = MAX_COUNT  # if the client gives none: as many as fit
     model: str | None = None
     """One of the names at /v1/models. Default: the first."""
     temperature: float | None = like("temperature")
@@ -136,20 +132,9 @@ class Fields(Body):
         return None
 
     @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens get log-probabilities, too."""
-        return False
-
-    @property
-    def conversation(self) -> Conversation:
-        """The chat to continue. Raises `InputError`."""
-        raise NotImplementedError
-
-    @property
-    def forms(self) -> dict[str, Grammar | None]:
-        """Forms of the answer by the names of their fields."""
-        names = ("response_format", "structured_outputs")
-        return {name: getattr(self, name) for name in names}
+    def forms(self) -> dict[str, Grammar]:
+        """Forms of the answer, by the names of their fields."""
+        return {name: form for name, form in vars(self).items() if isinstance(form, Grammar)}
 
 
 class TextBody(Fields):
@@ -163,17 +148,8 @@ class TextBody(Fields):
         says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
-    echo: bool = False
-    """Begin with the prompt, and if logprobs are asked for with those of its tokens; not in a
-    stream."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
-
-    @model_validator(mode="after")
-    def _check_text(self) -> Self:
-        if self.stream and self.echo:
-            refuse(self, "echo", "a stream has none; leave one out")
-        return self
 
     @property
     def num_logprobs(self) -> int | None:

@@ -42,8 +42,9 @@ class ResponseBody(Fields):
     """Events have none."""
 
     @property
-    def forms(self) -> dict[str, Grammar | None]:
-        return super().forms | {"text": self.text.format}
+    def forms(self) -> dict[str, Grammar]:
+        form = self.text.format
+        return super().forms | ({} if form is None else {"text": form})
 
     @property
     def conversation(self) -> Conversation:
@@ -52,9 +53,12 @@ class ResponseBody(Fields):
             for tool in self.tools
             if tool.get("type") == "function"
         ]
-        content: Json = {"messages": self._messages(), "tools": tools}
-        for name in ("tool_choice", "parallel_tool_calls"):
-            content[name] = getattr(self, name)
+        content = {
+            "messages": self._messages(),
+            "tools": tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
         return checked(Conversation, content)
 
     def _messages(self) -> list[Json]:

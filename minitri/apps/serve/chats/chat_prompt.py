@@ -26,22 +26,18 @@ class ChatPrompt:
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
         turns = read_turns(asked.messages)
         goes_on = asked.continue_final_message
-        if goes_on and asked.tool_choice not in ("auto", "none"):
-            got = f"tool_choice is {asked.tool_choice!r} for an answer that goes on"
-            raise InputError(f"{got}; leave it out")
         self._begun = turns.pop()["content"] if goes_on else ""
         template = tokenizer.chat_template
         source = template.tool_source if template is not None else ""
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
-        if template is not None and (has_calls or tools) and "tools" not in source:
+        if source and "tools" not in source and (has_calls or tools):
             problem = "this model's chat template leaves tools out"
             raise InputError(f"{problem}; send no tools, or use a model that was made for them")
         form = format_of(source)
         turns = [*one_call_each(turns)] if form.is_bare else turns
         self.text = tokenizer.render_chat(turns, tools)
-        self.token_ids = tokenizer.encode_marked(self.text)
-        if self._begun:
-            self.token_ids += tokenizer.encode_marked(self._begun)
+        encode = tokenizer.encode_marked
+        self.token_ids = encode(self.text) + encode(self._begun)
         self._thinks = self.text.rstrip().endswith(THINK)
         self._names = [*asked.callable_functions]
         self._form = form if self._names else None

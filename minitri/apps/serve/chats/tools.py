@@ -12,8 +12,7 @@ from minitri.apps.serve.bodies.chat_body import Conversation, Function
 from minitri.apps.serve.chats.answer_parser import FORMATS, ToolFormat
 from minitri.core.errors import shorten
 
-SPACES = r"[ \n]{0,16}"
-"""White space within arguments: without a limit some models never end it."""
+SPACES = r"[ \n]{0,16}"  # within arguments: without a limit some models never end them
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("grammars")),
     undefined=jinja2.StrictUndefined,
