@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from minitri import End, Engine, Event, Idle, Request, Token
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 from minitri.core.requests import PrefillProgress
@@ -63,7 +63,11 @@ class Writer:
             self._ends[index] = event
         is_done = len(self._ends) == len(self._choices)
         if not asked.stream:
-            return to_json(self._whole()) if is_done else b""
+            if not is_done:
+                return b""
+            ends = sorted(self._ends.items())
+            choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
+            return to_json({**self._head, "choices": choices, "usage": self._usage()})
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:
                 progress = {"processed": done, "total": total, "cache": cached}
@@ -87,12 +91,6 @@ class Writer:
         """Piece of a stream."""
         return in_stream({**self._head, "choices": choices, **others})
 
-    def _whole(self) -> Json:
-        """All of the answer."""
-        ends = sorted(self._ends.items())
-        choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
-        return {**self._head, "choices": choices, "usage": self._usage()}
-
     def _usage(self) -> Json:
         """Counts of tokens. A prompt with several texts counts once; accepted predictions are the
         tokens that the target itself did not choose."""
@@ -102,15 +100,13 @@ class Writer:
         num_cached = sum(row.num_cached_tokens for row in first_rows)
         num_new = sum(row.num_generated_tokens for row in rows)
         guessed = sum(row.by_origin["draft"] + row.by_origin["retrieval"] for row in rows)
+        new = {"accepted_prediction_tokens": guessed, "reasoning_tokens": 0}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": guessed,
-                "reasoning_tokens": 0,
-            },
+            "completion_tokens_details": new,
         }
 
 

@@ -27,8 +27,7 @@ from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.completion import ChatBody, TextBody
-from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
@@ -96,15 +95,11 @@ class Service:
             Route("/", self.page),
             Route("/docs", self.docs),
         ]
-        sites = Middleware(
-            CORSMiddleware,
-            allow_origins=self.access.allow_origin,
-            allow_methods="*",
-            allow_headers="*",
-        )
+        sites = self.access.allow_origin
+        cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers: Any = dict.fromkeys(handled, refuse)
-        return Starlette(routes=routes, middleware=[sites], exception_handlers=handlers)
+        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
         """Texts are counted from before a prompt is tokenized to the end of the answer."""
@@ -216,18 +211,19 @@ class Service:
     async def docs(self, request: Request) -> Response:
         """The endpoints by their paths, with the JSON schemas of their bodies."""
         self.access.check_site(request.headers)
-        kinds = {path: kind for path, (kind, _) in ENDPOINTS.items()}
-        return JSONResponse({path: kind.model_json_schema() for path, kind in kinds.items()})
+        pairs = ENDPOINTS.items()
+        return JSONResponse({path: kind.model_json_schema() for path, (kind, _) in pairs})
 
 
 class Server(uvicorn.Server):
     """HTTP server that Ctrl-C and SIGTERM end: then requests have `grace` seconds."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
-        config = uvicorn.Config(
-            service.app, http=Connection, log_config=None, access_log=False, proxy_headers=False
+        super().__init__(
+            uvicorn.Config(
+                service.app, http=Connection, log_config=None, access_log=False, proxy_headers=False
+            )
         )
-        super().__init__(config)
         self._worker = service.worker
         self._grace = grace
         self._ticks = round(10 * stall_seconds / NUM_TICKS)  # of 0.1 s

@@ -9,7 +9,7 @@ from typing import Any
 from minitri import End, Engine, Event, Token
 from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id, to_json
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 

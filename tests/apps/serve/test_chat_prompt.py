@@ -3,8 +3,7 @@
 import pytest
 
 from minitri import InputError
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.strict_json import checked
+from minitri.apps.serve.bodies.chat_body import Conversation, checked
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.text.chat_template import ChatTemplate
 from tests.apps.serve.templates import FAMILIES, QWEN, THINKING

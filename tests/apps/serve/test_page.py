@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from minitri.apps.serve.bodies import completion
-from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.completion import ResponseBody
 from minitri.apps.serve.page import PAGE
 from tests.apps.serve.chromium import browsing
 from tests.apps.serve.conftest import serving
