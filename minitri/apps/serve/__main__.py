@@ -32,7 +32,7 @@ DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most mod
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """Flags of this program alone."""
+    """Flags of `minitri serve` that no other program has."""
 
     context: int | None = between(None, 1)
     """Tokens of a prompt and its answer. Default: 8192, or as many as the model holds."""

@@ -4,13 +4,12 @@ In addition to OpenAI's fields every answer has its `seed`; with `details` the c
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
 
-import itertools
 import json
 import secrets
 import time
 from collections.abc import Sequence
 
-from minitri import End, Engine, Event, Idle, Request, Token
+from minitri import End, Engine, Event, Idle, Token
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
@@ -41,9 +40,7 @@ class Writer:
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         asked = self._asked = call.asked
-        self._choices = [
-            Choice(index, request, call, engine) for index, request in enumerate(call.requests)
-        ]
+        self._choices = [Choice(index, call, engine) for index in range(len(call.requests))]
         self._ends: dict[int, End] = {}  # by the indices of their choices
         self.id = new_id(asked.id_prefix)
         is_chunk = asked.stream and asked.object_type == "chat.completion"
@@ -113,15 +110,14 @@ class Writer:
 class Choice:
     """One text of an answer."""
 
-    def __init__(self, index: int, request: Request, call: Call, engine: Engine) -> None:
+    def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
         self._is_chat = call.chat is not None
         self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
         self._num_calls = 0
         self._tokenizer = engine.tokenizer
-        is_ended = not request.generation.ignore_eos
-        self._end_tokens = engine.config.eos_token_ids if is_ended else ()
+        self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._num_characters = 0
         self._has_role = False  # the message so far
 
@@ -168,19 +164,20 @@ class Choice:
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
         entries = []
+        offsets = []
         for token in tokens:
             if token.token_id not in self._end_tokens:
                 top = [self._entry(*pair) for pair in token.top_logprobs]
                 entry = self._entry(token.token_id, token.logprob or 0.0)
                 entries.append(entry | {"top_logprobs": top})
+                offsets.append(self._num_characters)
+                self._num_characters += len(token.text)
         if self._is_chat:
             return {"content": entries}
         tops = [
             {top["token"]: top["logprob"] for top in entry["top_logprobs"]} or None
             for entry in entries
         ]
-        lengths = (len(token.text) for token in tokens)
-        *offsets, self._num_characters = itertools.accumulate(lengths, initial=self._num_characters)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],

@@ -102,7 +102,7 @@ class Service:
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
-        """Texts are counted from before a prompt is tokenized to the end of the answer."""
+        """Answer to a body. Its texts count from before their prompt is tokenized."""
         client, body = await self._asked(request)
         salt = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
@@ -165,7 +165,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
-        """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
+        """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         if num > share:
@@ -219,11 +219,10 @@ class Server(uvicorn.Server):
     """HTTP server that Ctrl-C and SIGTERM end: then requests have `grace` seconds."""
 
     def __init__(self, service: Service, grace: float, stall_seconds: float) -> None:
-        super().__init__(
-            uvicorn.Config(
-                service.app, http=Connection, log_config=None, access_log=False, proxy_headers=False
-            )
+        config = uvicorn.Config(
+            service.app, http=Connection, log_config=None, access_log=False, proxy_headers=False
         )
+        super().__init__(config)
         self._worker = service.worker
         self._grace = grace
         self._ticks = round(10 * stall_seconds / NUM_TICKS)  # of 0.1 s

@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Protocol:
-    """Reads bodies for one model."""
+    """Reader of request bodies for one model."""
 
     engine: Engine
     names: list[str]  # of the model; answers have the first

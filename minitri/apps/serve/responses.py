@@ -57,7 +57,7 @@ class ResponseWriter(Writer):
             yield self._event(self._status, response=self._response())
 
     def _response(self) -> Json:
-        """All of the answer so far. Counts are those of a chat: input is its prompt."""
+        """The response so far, in which counts of tokens have other names than in a chat."""
         usage = {
             name.replace("prompt", "input").replace("completion", "output"): count
             for name, count in (self._usage() if self._ends else {}).items()

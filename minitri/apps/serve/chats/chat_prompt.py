@@ -34,7 +34,7 @@ class ChatPrompt:
     """Prompt of a chat, in the form of the model's template, and the parser of its answer."""
 
     def __init__(self, asked: Conversation, engine: Engine) -> None:
-        """Raises `InputError`."""
+        """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
         offered = asked.tools if asked.tool_choice != "none" else ()
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
