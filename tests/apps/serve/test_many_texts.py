@@ -1,4 +1,4 @@
-"""Several answers to one prompt, several prompts, and scores of a prompt."""
+"""Several answers to one prompt, and several prompts."""
 
 import threading
 
@@ -6,7 +6,7 @@ import openai
 import pytest
 
 from minitri.core.settings import SpeculationConfig
-from tests.apps.serve.conftest import CONTEXT, serving
+from tests.apps.serve.conftest import serving
 from tests.apps.serve.test_answers import MESSAGES, PROMPT, complete, own_text
 from tests.conftest import SENTENCES
 
@@ -108,43 +108,6 @@ def test_prompts_of_a_list_have_their_answers_in_its_order(server, engine):
         assert by_index(complete(server, prompt=given, n=2, stream=True)) == texts
         sizes = [len(it if isinstance(it, list) else engine.tokenizer.encode(it)) for it in given]
         assert answer.usage.prompt_tokens == sum(sizes)
-
-
-def test_an_echo_has_the_scores_of_the_prompt(server, engine):
-    """As `Engine.score` gives them; the first token has none."""
-    ids = engine.tokenizer.encode(LONG)
-    own = engine.score(ids).tolist()
-    complete(server, prompt=LONG)  # so that all of it is cached
-    for fields in ({"max_tokens": 1}, {"max_tokens": 3}, {"max_tokens": 3, "n": 2}):
-        answer = complete(server, prompt=ids, echo=True, logprobs=2, temperature=0, **fields)
-        for choice in answer.choices:
-            found = choice.logprobs
-            assert choice.text.startswith(LONG)
-            assert found.token_logprobs[0] is found.top_logprobs[0] is None
-            assert found.token_logprobs[1 : len(ids)] == pytest.approx(own, abs=2e-5)
-            assert len(found.tokens) == len(ids) + fields["max_tokens"]
-            for name, logprob, top in zip(
-                found.tokens[1:], found.token_logprobs[1:], found.top_logprobs[1:], strict=True
-            ):
-                assert max(top.values()) >= logprob == top.get(name, logprob)
-        assert answer.usage.completion_tokens == fields["max_tokens"] * len(answer.choices)
-        assert answer.usage.prompt_tokens == len(ids)
-
-
-def test_an_echo_without_scores_is_the_prompt_and_the_answer(server, engine):
-    assert complete(server, echo=True).choices[0].text == PROMPT + own_text(engine)
-
-
-def test_scores_under_load_are_those_of_the_text_alone(engine):
-    """In pieces between the steps of others."""
-    ids = engine.tokenizer.encode(LONG * 2)[: CONTEXT - 10]
-    with serving(engine) as server:
-        with server.raw(prompt=PROMPT, max_tokens=380, ignore_eos=True, stream=True) as other:
-            assert other.recv(12) == b"HTTP/1.1 200"
-            found = complete(server, prompt=ids, echo=True, logprobs=0, max_tokens=1)
-    [choice] = found.choices
-    own = engine.score(ids).tolist()
-    assert choice.logprobs.token_logprobs[1:-1] == pytest.approx(own, abs=2e-5)
 
 
 def test_chats_have_several_answers_too(server, template, engine):

@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from minitri.apps.serve.bodies import completion
-from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.completion import ResponseBody
 from minitri.apps.serve.page import PAGE
 from tests.apps.serve.chromium import browsing
 from tests.apps.serve.conftest import serving
@@ -261,8 +261,6 @@ def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
         "/v1/completions": completion.TextBody.model_json_schema(),
         "/v1/chat/completions": completion.ChatBody.model_json_schema(),
         "/v1/responses": ResponseBody.model_json_schema(),
-        "/tokenize": completion.TokenizeBody.model_json_schema(),
-        "/detokenize": completion.DetokenizeBody.model_json_schema(),
     }
     assert all(
         "description" in it for kind in schemas.values() for it in kind["properties"].values()

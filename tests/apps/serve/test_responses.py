@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from minitri import Request
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.response_body import ResponseBody
-from minitri.apps.serve.bodies.strict_json import checked
+from minitri.apps.serve.bodies.chat_body import Conversation, checked
+from minitri.apps.serve.bodies.completion import ResponseBody
+from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.apps.serve.protocol import Call
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.text.chat_template import ChatTemplate
@@ -227,4 +227,4 @@ def test_a_call_of_a_function_and_what_it_gave_make_a_turn(server, monkeypatch):
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "a ship"}
     items = [{"role": "user", "content": "Where?"}, call.to_dict(), result]
     chat = checked(ResponseBody, {"input": items}).conversation
-    assert "a ship" in server.service.protocol.chat_of(chat).text
+    assert "a ship" in ChatPrompt(chat, server.service.protocol.engine).text

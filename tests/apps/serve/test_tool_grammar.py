@@ -5,10 +5,9 @@ import json
 import pytest
 
 from minitri import InputError
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.strict_json import checked
+from minitri.apps.serve.bodies.chat_body import Conversation, checked
 from minitri.apps.serve.chats.answer_parser import FORMATS
-from minitri.apps.serve.chats.tools import calls_grammar, format_of
+from minitri.apps.serve.chats.chat_prompt import calls_grammar, format_of
 from tests.apps.serve.templates import FAMILIES
 
 llguidance = pytest.importorskip("llguidance")

@@ -1,18 +1,12 @@
-"""Calls of a real, tiny model: held to their tools' schemas, and read again token by token."""
+"""Calls of a real, tiny model: held to their tools' schemas."""
 
 import json
-import random
 
 import jsonschema
 import pytest
 
-import minitri
 from minitri.apps.serve.chats import chat_prompt
-from minitri.devices import choose as devices
-from minitri.text.chat_template import ChatTemplate
 from tests.apps.serve.conftest import serving
-from tests.apps.serve.templates import FAMILIES
-from tests.conftest import write_hf_folder
 
 CONTEXT = 16_384
 PARAMETERS = {
@@ -83,41 +77,3 @@ def test_text_without_calls_is_what_it_would_be(ask, roomy, monkeypatch):
         choices = [ask([USER], seed=seed, **fields).choices[0] for seed in range(8)]
         texts.append([it.message.content for it in choices])
     assert texts[0] == texts[1]
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory):
-    """Without compiled kernels, so that K and V of what was generated are used again."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "load_kernels", lambda: None)
-        folder = tmp_path_factory.mktemp("models") / "plain"
-        write_hf_folder(folder, max_position_embeddings=CONTEXT)
-        engine = minitri.load(folder, dtype="float32", device="cpu")
-    with serving(engine, context=CONTEXT) as running:
-        yield running
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_of_fifty_turns_each_begins_with_all_tokens_of_the_last(plain, monkeypatch, family):
-    """The client sends arguments back as it spells them."""
-    tokenizer = plain.service.protocol.engine.tokenizer
-    monkeypatch.setitem(vars(tokenizer), "chat_template", ChatTemplate(FAMILIES[family], {}))
-    draw = random.Random(family)
-    fields = {"tools": TOOLS[:1], "tool_choice": "required", "parallel_tool_calls": False}
-    messages, before = [USER], 0
-    for turn in range(50):
-        answer = plain.openai.chat.completions.create(
-            model="tiny", messages=messages, seed=turn, max_tokens=400, **fields
-        )
-        usage = answer.usage
-        # The answer's end token was never read.
-        assert usage.prompt_tokens_details.cached_tokens >= before - 1
-        before = usage.total_tokens
-        [choice] = answer.choices
-        assert choice.finish_reason == "tool_calls"
-        message = choice.message.model_dump(exclude_none=True)
-        for call in message["tool_calls"]:
-            arguments = json.loads(call["function"]["arguments"])
-            call["function"]["arguments"] = json.dumps(arguments, indent=draw.choice([None, 2]))
-        result = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"]}
-        messages += [message, result | {"content": f"{draw.random():.4f} degrees"}]

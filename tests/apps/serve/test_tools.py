@@ -170,7 +170,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(scripted, hermes, named, fie
 
 
 def test_without_llguidance_what_must_be_constrained_is_refused(ask, hermes, monkeypatch):
-    monkeypatch.setattr("minitri.apps.serve.chats.tools.find_spec", lambda _: None)
+    monkeypatch.setattr("minitri.apps.serve.chats.chat_prompt.find_spec", lambda _: None)
     assert ask(SAID["hermes"]).choices[0].finish_reason == "tool_calls"
     by_name = {"type": "function", "function": {"name": "now"}}
     for name, value in (
