@@ -6,7 +6,7 @@ import torch
 
 import minitri
 from minitri import SamplingParams, SpeculationConfig
-from minitri.apps.selftest.distribution_test import is_alarm, run_test, windows
+from minitri.apps.selftest.comparisons import is_alarm, run_test, windows
 from minitri.core.decoding import random_source
 from minitri.core.decoding.sampling import sample
 from minitri.core.decoding.verification import verify
