@@ -18,6 +18,7 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   bench     speed of every method on this machine
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
+  score     log-probabilities and perplexity of a text
 
 examples:
   minitri "The sea was" -n 40           40 tokens more, by the default model
@@ -29,6 +30,7 @@ PROGRAMS = {
     "generate": "generate.main",
     **{name: f"apps.{name}.main" for name in ("plan", "bench")},
     **{name: f"apps.{name}.__main__.main" for name in ("chat", "serve", "selftest", "audit")},
+    "score": "apps.cli.scoring.main",
 }
 """The module and function of each program."""
 

@@ -45,7 +45,10 @@ class Chat:
         for name, value in vars(self._sampling).items():
             if isinstance(value, int | float):  # others have flags
                 self._numbers[name] = value
-        self._read(talk)
+        if args.load is not None:
+            self.do_load(args.load)
+        else:
+            self._read(talk)
 
     def obey(self, line: str) -> None:
         """Answers a question or obeys a command; logs what is wrong with it."""
@@ -110,6 +113,22 @@ class Chat:
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
+
+    def do_save(self, file: str) -> None:
+        """FILE: write the conversation and its KV cache to it"""
+        if not file:
+            raise InputError("/save needs FILE")
+        say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
+
+    def do_load(self, file: str) -> None:
+        """FILE: continue the conversation in it"""
+        if not file:
+            raise InputError("/load needs FILE")
+        num_tokens = self._engine.load_kv(file)
+        self.talk = self.talk.restored(self._engine.snapshot_note)
+        if self.talk.turns:
+            self.do_show("")
+        say(f"loaded {num_tokens} tokens from {file}")
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
@@ -200,6 +219,8 @@ def build_parser() -> arguments.OneLineParser:
     text = "keep N tokens of the documents: the longest are cut"
     kind = arguments.positive
     parser.add_argument("--max-prompt-tokens", type=kind, metavar="N", help=text)
+    text = "continue the conversation that /save wrote to FILE"
+    parser.add_argument("--load", metavar="FILE", help=text)
     arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"

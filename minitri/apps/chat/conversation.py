@@ -8,12 +8,13 @@ the places of questions and answers, and cut there. A model without one gets pla
 import argparse
 import bisect
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from minitri.core.config import ModelConfig
-from minitri.core.errors import MAX_COUNT, InputError
+from minitri.core.errors import MAX_COUNT, InputError, explain
 from minitri.core.log import log
 
 if TYPE_CHECKING:
@@ -130,3 +131,14 @@ class Conversation:
         while len(turns) > 1 and len(self.ids(turns)) > most:
             turns = turns[(len(turns) + 3) // 4 :]
         return turns
+
+    def as_note(self) -> str:
+        """The conversation as JSON, for `restored`."""
+        return json.dumps([self.system, self.documents, self.turns])
+
+    def restored(self, note: str) -> "Conversation":
+        """The conversation in a note of `as_note`. Raises `InputError`."""
+        with explain("the snapshot holds no conversation", "load one of /save"):
+            system, documents, turns = json.loads(note)
+            parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
+            return Conversation(self.tokenizer, system, *parts)
