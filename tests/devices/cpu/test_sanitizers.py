@@ -22,17 +22,9 @@ WRONG = {
 
 
 def run(folder: Path, sanitizer: str, program: Path) -> subprocess.CompletedProcess[str]:
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-g",
-        "-march=native",
-        "-pthread",
-        "-w",
-        f"-fsanitize={sanitizer}",
-    ]
+    flags = ["-std=c++17", "-O1", "-g", "-march=native", "-pthread", "-w"]
     built = folder / "program"
-    command = ["c++", *flags, "-I", str(folder), str(program), "-o", str(built)]
+    command = ["c++", *flags, f"-fsanitize={sanitizer}", "-I", folder, program, "-o", built]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode == 0:
         done = subprocess.run([built], capture_output=True, text=True, timeout=600)

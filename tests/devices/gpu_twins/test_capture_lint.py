@@ -1,5 +1,8 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
 
+import functools
+from unittest.mock import MagicMock
+
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -65,9 +68,7 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
 def test_so_do_trees_and_guesses_of_no_fixed_length(
     method, how, sampling, coupled, lengths_on_the_device, monkeypatch
 ):
-    monkeypatch.setattr(
-        "minitri.core.stack.may_use_clock", lambda *_, **__: False
-    )  # plans are open
+    monkeypatch.setattr("minitri.core.stack.may_use_clock", lambda *_, **__: False)
     small = {"budget": 24, "num_recent_tokens": 60}
     how = {"method": method, "sampling": sampling, "coupled": coupled, **small, **how}
     pool = LintedPool()
@@ -75,31 +76,24 @@ def test_so_do_trees_and_guesses_of_no_fixed_length(
     assert pool.num_runs > 2 * pool.num_graphs > 0
 
 
-class Hidden:
+def hidden(kernel):
     """An interpreted kernel whose inside is not watched, as that of a compiled one. It is given
     other memory of the same contents, as the interpreter keeps what it was given for a while."""
 
-    def __init__(self, kernel) -> None:
-        self.kernel = kernel
+    def twin(tensor):
+        place = (tensor.storage_offset(), tensor.shape, tensor.stride())
+        return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone(), *place)
 
-    def __call__(self, *args, **options):
-        return self.kernel(*args, **options)
+    def launch(grid, *args, **options) -> None:
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            twins = {n: twin(it) for n, it in enumerate(args) if isinstance(it, torch.Tensor)}
+            kernel[grid](*(twins.get(n, it) for n, it in enumerate(args)), **options)
+            for n, it in twins.items():
+                args[n].copy_(it)
 
-    def __getitem__(self, grid):
-        def launch(*args, **options) -> None:
-            with torch._C.DisableTorchFunction(), _disable_current_modes():
-                twins = {n: twin(it) for n, it in enumerate(args) if isinstance(it, torch.Tensor)}
-                self.kernel[grid](*(twins.get(n, it) for n, it in enumerate(args)), **options)
-                for n, it in twins.items():
-                    args[n].copy_(it)
-
-        return launch
-
-
-def twin(tensor):
-    """The same numbers in a copy of all the memory that a tensor is a part of."""
-    place = (tensor.storage_offset(), tensor.shape, tensor.stride())
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone(), *place)
+    launches = MagicMock()
+    launches.__getitem__.side_effect = lambda grid: functools.partial(launch, grid)
+    return launches
 
 
 @pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
@@ -111,7 +105,7 @@ def test_so_do_steps_with_fused_layers_and_kernels_of_triton(
         "minitri.devices.gpu.kernels.flash_decoding", reason="needs triton"
     )
     for name in ("attend_piece", "merge_pieces"):
-        monkeypatch.setattr(module, name, Hidden(getattr(module, name)))
+        monkeypatch.setattr(module, name, hidden(getattr(module, name)))
     monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
     config = tiny_config(num_layers=2, head_dim=16)
     target = tiny_model(config)
@@ -134,7 +128,8 @@ ADDED = {
     "tolist: the host waits for a number": "len(block.positions_BT.tolist())",
     "bernoulli_: random numbers that are no input": "block.positions_BT.clone().bernoulli_()",
     "made in a step stays": "vars(self).setdefault('all', []).append(block.positions_BT + 0) or 0",
-    "numbers from the host": "torch.tensor([0])",
+    "lift_fresh: numbers from the host": "torch.tensor([0])",
+    "zeros: numbers from the host": "torch.zeros(1).long()",
     "index: a size that depends on data": "block.positions_BT[block.positions_BT > -1].sum()",
     "nonzero: a size that depends on data": "block.positions_BT.nonzero().sum()",
     "has moved since the capture": "setattr(cache, 'keys', cache.keys.clone()) or 0",

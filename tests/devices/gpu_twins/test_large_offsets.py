@@ -9,14 +9,11 @@ import pytest
 import torch
 
 from minitri.core.caches.full import FullCache
-from minitri.core.model.attention import attend_math
 from minitri.core.model.cache import BlockKV, gather_path
 from minitri.devices.cpu.kernels import load_kernels
-from tests.devices.test_attention import random_case
+from tests.devices.test_attention import oracle, random_case
 
 L, K, S, D = 32, 32, 122_880, 128
-HUGE = 2**31 + 64
-"""Numbers between the heads of a cache."""
 
 
 def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
@@ -37,7 +34,8 @@ def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_
     cache.values = cache.keys
     for start, slots_BT in ((S - 4, None), (S - 2, torch.tensor([[S - 2, S - 1]]))):
         new = torch.randn(1, 2, K, D).bfloat16()
-        cache._set_lengths([start])
+        cache.crop([S - 4])
+        cache.advance([start - (S - 4)])
         cache.update(L - 1, BlockKV(new, new, new, slots_BT))
         for head in (0, K - 1):
             at = ((L - 1) * K + head) * S * D + (start + 1) * D  # by hand, of the second token
@@ -47,20 +45,10 @@ def test_the_last_layers_block_lands_at_the_far_end_of_a_cache_of_seven_billion_
     assert torch.equal(cache.keys[L - 1, 0, :, S - 3 : S - 1], tail[:, 2:])
 
 
-ROWS = 6
-"""Of the real size: the last of them begins after 2^31 numbers, though none is as large."""
-
-
-def many_rows() -> list[torch.Tensor]:
-    """Keys and values of the first and the last head of six rows, in the middle of more memory: a
-    wrong offset finds zeros, not a fault."""
-    num = ROWS * K * S * D
-    flat = [sparse(3 * num, torch.float16)[num : 2 * num] for _ in range(2)]
-    return [slots.view(ROWS, K, S, D)[:, ::31] for slots in flat]
-
-
 def test_kernels_reach_rows_that_are_far_apart():
-    """A stride of 32 bits times a row is an offset of 64."""
+    """A stride of 32 bits times a row is an offset of 64. Six rows of the real size: the last of
+    them begins after 2^31 numbers, though none is as large. They are in the middle of more memory:
+    a wrong offset finds zeros, not a fault."""
     pytest.importorskip("triton", reason="needs triton, which is made for Linux")
     if torch.cuda.is_available():
         pytest.skip("sparse memory is the host's")
@@ -68,12 +56,13 @@ def test_kernels_reach_rows_that_are_far_apart():
 
     lengths = [0, 3, 70, 1, 17, 66]
     q, *near, _ = random_case(2, lengths, H=4, K=2, D=D, S=80, dtype=torch.float16)
-    far = many_rows()
-    for there, here in zip(far, near, strict=True):
-        there[:, :, :80] = here
-    exact = attend_math(q.double(), *(slots.double() for slots in near), lengths)
+    num, far = 6 * K * S * D, []
+    for here in near:
+        rows = sparse(3 * num, torch.float16)[num : 2 * num].view(6, K, S, D)[:, ::31]
+        rows[:, :, :80] = here
+        far.append(rows)
     found = [attend_short_block(q, *far, torch.tensor(lengths))]
     if (compiled := load_kernels()) is not None:
         found.append(compiled.attend(q, *far, lengths))
     for got in found:
-        assert (got.double() - exact).abs().max() < 3e-3
+        assert (got.double() - oracle(q, *near, lengths)).abs().max() < 3e-3
