@@ -5,7 +5,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -51,37 +50,38 @@ def set_compiler(script: str, folder: Path, monkeypatch) -> None:
 def test_a_library_is_built_once_for_each_source_compiler_and_processor(
     source, cache, tmp_path, monkeypatch, caplog
 ):
-    def check(num_built: int) -> None:
-        """A library that is asked for twice is built once, after so many others."""
+    def num_built() -> int:
+        """How many libraries were built, after this one was asked for twice."""
         assert load_library(source).answer() == load_library(source).answer() == 42
-        assert len(caplog.messages) == num_built
+        return len(caplog.messages)
 
-    check(1)
-    assert len([*cache.iterdir()]) == 1  # nothing unfinished stays
+    assert num_built() == len([*cache.iterdir()]) == 1  # nothing unfinished stays
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    source.write_text('extern "C" int answer() { return 41 + 1; }\n')
-    check(2)
     (source.parent / "new.h").touch()
-    check(3)
+    assert num_built() == 2
+    # A compiler that does not know native flags does without.
+    script = f'case "$1" in -march=*) echo "unknown" >&2; exit 1;; esac; exec {REAL} $EXTRA "$@"'
+    set_compiler(script, tmp_path, monkeypatch)
+    assert num_built() == 3
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    for number, text in enumerate(("flags\t: 1\ncpu MHz\t: 1\n", "flags\t: 2\n"), 4):
+        build.CPUINFO.write_text(text)  # of another processor
+        assert num_built() == number
+    build.CPUINFO.write_text("flags\t: 1\ncpu MHz\t: 2\n")
+    assert num_built() == 5
+    build.CPUINFO.write_text("isa\t: rv64\n")  # which says too little: macros do
+    for number, macro in enumerate(("", "-D__NEW_INSTRUCTIONS__"), 6):
+        monkeypatch.setenv("EXTRA", macro)
+        assert num_built() == number
+
+
+def test_fewer_instructions_are_another_library_and_unknown_ones_are_refused(source, monkeypatch):
+    load_library(source)
     monkeypatch.setenv("MINITRI_KERNELS", "avx2")
     assert not build.built_library(source).exists()
     monkeypatch.setenv("MINITRI_KERNELS", "avx9")
     with pytest.raises(InputError, match="avx9"):
         kernels._load_once.__wrapped__()
-    monkeypatch.delenv("MINITRI_KERNELS")
-    # A compiler that does not know native flags does without.
-    script = f'case "$1" in -march=*) echo "unknown" >&2; exit 1;; esac; exec {REAL} $EXTRA "$@"'
-    set_compiler(script, tmp_path, monkeypatch)
-    check(4)
-    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
-    for number, name in enumerate(("flags", "stepping", "Features"), 5):  # another processor
-        with build.CPUINFO.open("a") as file:
-            file.write(f"{name}\t: 1\ncpu MHz\t: {name}\n")
-        check(number)
-    build.CPUINFO.write_text("model\t: 1\nisa\t: rv64\n")  # which says too little
-    for number, macro in enumerate(("", "-D__NEW_INSTRUCTIONS__"), 8):
-        monkeypatch.setenv("EXTRA", macro)
-        check(number)
 
 
 @pytest.mark.slow
@@ -103,15 +103,6 @@ def test_a_library_that_is_built_takes_no_compiler(source, tmp_path, monkeypatch
     build.CPUINFO.write_text("flags\t: fpu\n")
     with pytest.raises(OSError, match="apt install"):
         load_library(source)
-
-
-def test_threads_that_ask_at_once_get_the_same_kernels(request, caplog, monkeypatch):
-    monkeypatch.setattr(kernels, "Kernels", lambda *_: object())
-    request.addfinalizer(kernels._load_once.cache_clear)
-    kernels._load_once.cache_clear()
-    with ThreadPoolExecutor(4) as threads:
-        found = set(threads.map(lambda _: kernels.load_kernels(), range(4)))
-    assert len(found) == len(caplog.messages) == 1
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder", "others may write", "no folder"])

@@ -1,22 +1,17 @@
-"""Matrices of 4 and 8 bits: what they stand for, how they lie, what models make of them."""
+"""Matrices of 4 and 8 bits: what they stand for, how they lie, what models make of them. And
+weights that are packed where there are no kernels."""
 
 import pytest
 import torch
 
 from minitri import load
-from minitri.core.model.linear import TiedHead
+from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.core.model.llama import Block
-from minitri.core.roofline import bytes_per_pass
 from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu import quantized
-from minitri.devices.cpu.kernel_layers import (
-    KernelLinear,
-    KernelPartialHead,
-    KernelTiedHead,
-    quantized_copy,
-    use_kernels,
-)
+from minitri.devices.cpu.kernel_layers import KernelLinear, KernelTiedHead, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
+from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
@@ -48,13 +43,11 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatc
 
 @every_dtype
 @pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype, monkeypatch):
+def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
     plain = TiedHead.empty(96, 50, dtype=dtype)
     head = KernelTiedHead(plain, load_kernels(), quantize(random(50, 96), bits), bits)
     table_VE = load_kernels().dequantize(head.weight, 96, bits, dtype)[:50]
-    for numbers_at_once in (1, 1 << 19):
-        monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
-        assert torch.equal(head.plain_weight(dtype), table_VE)
+    assert torch.equal(head.plain_weight(dtype), table_VE)
     for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.arange(120) % 50):
         assert torch.equal(head.rows(numbers), table_VE[numbers])
 
@@ -65,36 +58,22 @@ def forms_of(model) -> tuple[set[Form], Form]:
     return {*forms}, head
 
 
-def check_copy(model, twin) -> None:
-    """A copy is smaller, guesses like its model, and leaves that as it is."""
-    assert twin.num_bytes < model.num_bytes
-    tokens = torch.arange(5).unsqueeze(0)
-    block, cache = Block(tokens, tokens), new_cache(model.config)
-    exact, rough, again = (it.logits(it(block, cache)) for it in (model, twin, model))
-    assert torch.equal(rough.isfinite(), exact.isfinite())
-    known = exact.isfinite()
-    assert 0 < (exact - rough)[known].norm() / exact[known].norm() < 0.6  # weights are random
-    assert torch.equal(exact, again)  # a pass of the model does not take the copy's weights
-
-
-def test_a_copy_in_4_bits_is_small_and_guesses_like_its_model(folder):
-    model = load(folder, device="cpu", dtype="float32").model
-    twin = quantized_copy(model)
-    check_copy(model, twin)
-    assert twin.num_bytes < model.num_bytes / 4
-
-
-def test_a_drafter_in_4_bits_keeps_a_lent_table_and_a_trimmed_head():
+def test_a_copy_in_4_bits_guesses_like_its_model_and_keeps_a_lent_table_and_a_trimmed_head():
     target = tiny_model(tiny_config())
     plain = trimmed_copy(target, range(3, 40))
     use_kernels(plain, load_kernels())
     twin = drafter_in_few_bits(plain, "auto")
     assert drafter_in_few_bits(plain, "same") is plain
-    check_copy(plain, twin)
-    assert isinstance(twin.lm_head.linear, KernelPartialHead)
     assert forms_of(twin) == ({Form.Q4, Form.PLAIN}, Form.Q8)  # 48 columns are no whole groups
+    assert twin.num_bytes == sum(it.nbytes for it in twin.parameters()) < plain.num_bytes
     tokens = torch.arange(5).unsqueeze(0)
     assert torch.equal(twin.embed(tokens), target.embed(tokens))
+    block, cache = Block(tokens, tokens), new_cache(target.config)
+    exact, rough, again = (it.logits(it(block, cache)) for it in (plain, twin, plain))
+    assert torch.equal(exact, again)  # a pass of the model does not take the copy's weights
+    known = exact.isfinite()
+    assert torch.equal(rough.isfinite(), known)
+    assert 0 < (exact - rough)[known].norm() / exact[known].norm() < 0.6  # weights are random
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -109,7 +88,33 @@ def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied,
     assert forms_of(theirs) == ({Form.PLAIN}, Form.PLAIN)
     assert ours.num_bytes == sum(weight.nbytes for weight in ours.parameters())
     assert ours.num_bytes < theirs.num_bytes * (0.3 if tied else 0.6)
-    assert bytes_per_pass(ours) < bytes_per_pass(theirs) / 3
     how = {"method": "naive", "coupled": True, "temperature": 0.9, "max_new_tokens": 40, "seed": 3}
     texts = [it.complete([*range(5, 65)], **how).token_ids for it in (small, plain)]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", [Linear, TiedHead, TrimmedHead])
+def test_a_packed_layer_computes_what_the_plain_one_does(kind, dtype):
+    if not can_pack(dtype, torch.device("cpu")):
+        pytest.skip(f"no packed kernel for {dtype} on this CPU")
+    if kind is TrimmedHead:
+        layer = TrimmedHead(48, 200, 300, dtype=dtype)
+        layer.token_ids.copy_(torch.arange(200) + 50)
+    else:
+        layer = kind.empty(48, 200, dtype=dtype)
+    weight = next(layer.parameters()).normal_(generator=torch.manual_seed(0))
+    inputs = [torch.randn(*shape, 48).to(dtype) for shape in ((1, 1), (1, 5), (3, 1), (2, 70))]
+    plain = [layer(x) for x in inputs]
+    packed = torch.nn.ModuleList([layer])
+    pack_linears(packed)
+    kinds = {type(module) for module in packed.modules()}
+    assert kinds.isdisjoint({Linear, TiedHead})
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for x, wanted in zip(inputs, plain, strict=True):
+        torch.testing.assert_close(packed[0](x), wanted, rtol=tolerance, atol=tolerance)
+    if kind is TiedHead:
+        numbers = torch.arange(200).view(2, -1)
+        assert torch.equal(packed[0].rows(numbers), weight[numbers])
+    if kind is TrimmedHead:
+        assert (plain[0] == -torch.inf).sum(-1).eq(100).all()

@@ -1,33 +1,18 @@
 """K and V in tiles: read and written like plain tensors, and multiplied to the same bits."""
 
-import json
-import os
-import platform
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from minitri import load
 from minitri.core.model.cache import gather_path
-from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.tiles import Tiles, tiled_slots
 from tests.conftest import write_hf_folder
 from tests.core.rigs import CPU
-from tests.devices.test_attention import random_case, random_rule
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
-
-
-def in_tiles(slots: torch.Tensor, which: int, pair: int) -> Tiles:
-    """The same keys (0) or values (1) in tiles."""
-    tiles = tiled_slots(tuple(slots.shape), slots.dtype, pair)[which]
-    tiles[...] = slots
-    return tiles
 
 
 @pytest.mark.parametrize(
@@ -38,7 +23,8 @@ def test_tiles_are_read_and_written_like_a_tensor(dtype, pair, which):
     """Ranges that begin and end anywhere, single slots, rows, and paths of a tree."""
     chance, generator = random.Random(1), torch.Generator().manual_seed(1)
     plain = torch.zeros(2, 3, 4, 64, 32, dtype=dtype)
-    tiles = in_tiles(plain, which, pair)
+    tiles = tiled_slots(tuple(plain.shape), dtype, pair)[which]
+    tiles[...] = plain
     for _ in range(100):
         start = chance.randrange(64)
         end = chance.randrange(start, 65)
@@ -65,23 +51,6 @@ def test_tiles_are_made_where_kernels_can_read_them_only(kernels):
         assert all(isinstance(it, Tiles) is is_tiled and it.shape == shape for it in slots)
 
 
-@pytest.mark.parametrize("D", [32, 64, 128])
-def test_attention_over_tiles_has_the_bits_of_plain_slots(kernels, D):
-    """NaN after the prefixes and blocks, which end anywhere in a block of slots."""
-    cases = [(1, (0, 62, 63)), (1, (511, 512, 1)), (3, (62, 1200)), (LONGEST_BLOCK + 71, (0, 130))]
-    for dtype, pair in kernels.pairs.items():
-        for T, prefixes in cases:
-            q, k, v, lengths = random_case(T, prefixes, D=D, dtype=dtype)
-            k, v = (F.pad(it, (0, 0, 0, -k.shape[2] % 64), value=torch.nan) for it in (k, v))
-            tiled = (in_tiles(k, 0, pair), in_tiles(v, 1, pair))
-            for rule in (None, random_rule(T)):
-                plain, found = (
-                    kernels.attend(q, *slots, lengths, rule, is_short=T <= LONGEST_BLOCK)
-                    for slots in ((k, v), tiled)
-                )
-                assert torch.equal(found, plain)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_over_tiles_says_what_plain_slots_say(tmp_path, monkeypatch, dtype):
     """By all methods, with rebuilds, trees, prefixes that are kept, and snapshots."""
@@ -101,23 +70,4 @@ def test_a_run_over_tiles_says_what_plain_slots_say(tmp_path, monkeypatch, dtype
         engine.load_kv(tmp_path / "kv")
         texts.append(engine.complete(prompt[:120], **asked | tree).token_ids)
     assert texts[:4] == texts[4:]
-    assert texts[0] == texts[1] == texts[2]
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="needs a processor with AVX2")
-def test_a_seed_has_one_text_on_fewer_instructions(tmp_path):
-    """In bfloat16 on kernels for AVX2, which multiply no pairs."""
-    folder = write_hf_folder(tmp_path / "model", head_dim=32)
-    flags = "--coupled --temperature 1 --seed 3 -n 40 --budget 64 --dtype bfloat16 --bitwise"
-    texts = []
-    for method in ("autoregressive", "retrieval", "triforce"):
-        command = [sys.executable, "-m", "minitri", "the sea " * 60, "--model", folder, "--json"]
-        done = subprocess.run(
-            [*command, "--quiet", "--method", method, *flags.split()],
-            capture_output=True,
-            text=True,
-            env=os.environ | {"MINITRI_KERNELS": "avx2"},
-        )
-        texts.append(json.loads(done.stdout)["token_ids"])
     assert texts[0] == texts[1] == texts[2]

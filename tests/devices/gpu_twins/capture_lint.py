@@ -1,10 +1,9 @@
 """What a CUDA graph cannot hold is refused in its CPU twin, where steps run eagerly.
 
-A capture records kernels and the addresses that they read and write. So a captured step may not ask
-a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
-memory, which would be gone at a replay, nor draw random numbers of its own; and what it reads
-next to its inputs must stay where it is. All steps of a pool share memory: what one returned may be
-overwritten when another one runs, and what else it made, when it is over.
+A captured step may not ask a tensor for its numbers, nor make tensors of a size that depends on
+them or on the host, nor draw random numbers of its own; what it reads next to its inputs must stay
+where it is. All steps of a pool share memory: what one returned may be overwritten when another one
+runs, and what else it made, when it is over.
 """
 
 import torch

@@ -4,9 +4,7 @@ travels twice."""
 import pytest
 import torch
 
-from minitri import End, GenerationConfig, PrefillProgress, Request, SpeculationConfig
 from minitri.core.prefill import prefill
-from tests.cascades import tiny_engine
 from tests.conftest import tiny_model
 from tests.core.rigs import WARM, Rig, new_cache, random_prompt
 from tests.devices.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
@@ -72,25 +70,3 @@ def test_a_reading_that_was_given_up_leaves_no_trace():
             for _ in prefill(model, prompt, full, b, chunk=16):
                 pass
     assert_same(ours, exact)
-
-
-@pytest.mark.parametrize("method", ["autoregressive", "retrieval"])
-def test_prompts_that_join_a_batch_are_read_to_their_ends(method, monkeypatch):
-    """More requests than rows: some are read while other texts are under way. Every text is that of
-    a run on the device."""
-    engine, how = tiny_engine(), {"batch_size": 2, "generation": GenerationConfig(prefill_chunk=16)}
-    how["speculation"] = SpeculationConfig(method, budget=24, num_recent_tokens=40)
-    requests = [
-        Request(random_prompt(engine.config, n, seed=n), generation=GenerationConfig(new))
-        for n, new in ((90, 5), (33, 25), (120, 9), (2, 12), (64, 7))
-    ]
-    texts = []
-    for full in (None, lambda *_: offloaded(1, 2, config=engine.config)):
-        if full is not None:
-            engine.release()
-            monkeypatch.setattr("minitri.core.memory.allocate_full_cache", full)
-        events = list(engine.stream(requests, **how))
-        texts.append({it.row: it.token_ids for it in events if isinstance(it, End)})
-    assert texts[0] == texts[1]
-    done = [it.num_done for it in events if isinstance(it, PrefillProgress) and it.row == 2]
-    assert done == [*range(16, 120, 16), 120]

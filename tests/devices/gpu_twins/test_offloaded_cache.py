@@ -14,21 +14,21 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri.core.model.cache import BlockKV
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK
-from tests.conftest import fill, tiny_model
+from tests.conftest import tiny_model
 from tests.core.policies import NAMES, policy_of
 from tests.core.rigs import WARM, Rig, near_copy, new_cache, random_prompt
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL
-from tests.devices.gpu_twins.offload import CONFIG, TOKEN, InOrder, Traffic, assert_same, offloaded
-
-
-def random_block(batch_size: int, size: int, seed: int = 0) -> BlockKV:
-    generator = torch.Generator().manual_seed(seed)
-    shape = (batch_size, size, CONFIG.num_kv_heads, CONFIG.head_dim)
-    keys, values = (torch.randn(shape, generator=generator) for _ in range(2))
-    return BlockKV(keys, keys, values)
+from tests.devices.gpu_twins.offload import (
+    CONFIG,
+    TOKEN,
+    Traffic,
+    assert_same,
+    check_blocks,
+    offloaded,
+    random_block,
+)
 
 
 class RaceError(AssertionError):
@@ -48,7 +48,7 @@ class RecordedEvent:
             clock[stream] = max(clock[stream], time)
 
 
-class Recorder(InOrder, TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """A stream of copies, and a record of who touched which bytes when."""
 
     def __init__(self) -> None:
@@ -73,6 +73,8 @@ class Recorder(InOrder, TorchDispatchMode):
     def event(self) -> RecordedEvent:
         return RecordedEvent(self)
 
+    def share(self, tensor: torch.Tensor) -> None: ...
+
     def synchronize(self) -> None:
         for clock in self.clocks.values():
             clock |= {name: own[name] for name, own in self.clocks.items()}
@@ -83,15 +85,12 @@ class Recorder(InOrder, TorchDispatchMode):
         self.watched = [(it.data_ptr(), it.data_ptr() + it.nbytes) for it in tensors]
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        touched = [
-            (argument, schema.alias_info is not None and schema.alias_info.is_write)
-            for argument, schema in zip(args, func._schema.arguments, strict=False)
-            if isinstance(argument, torch.Tensor) and not func.is_view
-        ]
         clock = self.clocks[self.current]
         clock[self.current] += 1
-        for tensor, is_write in touched:
-            self._touch(tensor, is_write, clock)
+        for argument, schema in zip(args, func._schema.arguments, strict=False):
+            if isinstance(argument, torch.Tensor) and not func.is_view:
+                is_write = schema.alias_info is not None and schema.alias_info.is_write
+                self._touch(argument, is_write, clock)
         return func(*args, **(kwargs or {}))
 
     def _touch(self, tensor, is_write: bool, clock: dict[str, int]) -> None:
@@ -146,7 +145,7 @@ def test_trees_need_no_other_events():
         recorder.watch(full)
         for _ in range(3):
             for layer in range(5):
-                full.update(layer, random_block(3, 4))
+                full.update(layer, random_block(full, 4))
         settings = {"method": "naive", "tree": "6", "num_new": 12, "num_recent_tokens": 60}
         Rig(target, PROMPTS, draft=near_copy(target, 0.02), full=full, **settings).run()
 
@@ -158,7 +157,7 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     for layer in range(1, 5):
         buffer = cache.buffers[(layer - 1) % 2]
         buffer.ready.wait = lambda: seen.append({it.layer for it in cache.buffers})
-        cache.update(layer, random_block(1, 2))
+        cache.update(layer, random_block(cache, 2))
     assert seen == [{1, 2}, {2, 3}, {3, 4}, {3, 4}]
     cache.advance([2])
     assert {it.layer for it in cache.buffers} == {1, 2}
@@ -223,36 +222,17 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
 def test_what_is_written_into_a_row_is_read_after_a_pass_of_others(on_chip):
     """The row has no text: the pass wrote to its first slots what its block was padded with."""
     cache = offloaded(on_chip, 2)
-    blocks = [random_block(1, 9, seed=9 + layer) for layer in range(5)]
-    wanted = [(it.keys_BTKD[0].transpose(0, 1), it.values_BTKD[0].transpose(0, 1)) for it in blocks]
     for layer in range(5):
-        cache.update(layer, random_block(2, 3, seed=layer))
-    for layer, pair in enumerate(wanted):
-        cache.write(layer, 0, *pair)
-    for found, exact in zip(cache.tokens(0, 0, 9), zip(*wanted, strict=True), strict=True):
-        assert torch.equal(found, torch.stack(exact))
+        cache.update(layer, random_block(cache, 3))
+    wanted = torch.randn(2, 5, CONFIG.num_kv_heads, 9, CONFIG.head_dim)
+    for layer in range(5):
+        cache.write(layer, 0, *wanted[:, layer])
+    for found, exact in zip(cache.tokens(0, 0, 9), wanted, strict=True):
+        assert torch.equal(found, exact)
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
     """To the bit; the latest block stays on the device."""
-    cache, exact = offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900)
-    for layer in range(5):
-        exact.update(layer, random_block(2, 280, seed=layer))
-    exact.advance([280, 131])
-    fill(cache, exact)
-    for number, size in enumerate(
-        (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
-    ):
-        assert_same(cache, exact)
-        for layer in range(5):
-            block = random_block(2, size, seed=5 * number + layer)
-            pairs = zip(cache.update(layer, block), exact.update(layer, block), strict=True)
-            for got, wanted in pairs:
-                for b, length in enumerate(exact.lengths):
-                    assert torch.equal(got[b, :, : length + size], wanted[b, :, : length + size])
-        kept = ((number * 7) % size, (number * 11) % size)
-        for full in (cache, exact):
-            full.advance([size, size])
-            full.crop([length - cut for length, cut in zip(full.lengths, kept, strict=True)])
-    assert_same(cache, exact)
+    sizes = (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
+    check_blocks(offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900), sizes)
