@@ -1,17 +1,15 @@
-"""Matrices of 4 and 8 bits: what they stand for, how they lie, what models make of them. And
-weights that are packed where there are no kernels."""
+"""Matrices of 4 and 8 bits: what they stand for, how they lie, what models make of them."""
 
 import pytest
 import torch
 
 from minitri import load
-from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.core.model.linear import TiedHead
 from minitri.core.model.llama import Block
 from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, KernelTiedHead, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
-from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
@@ -91,30 +89,3 @@ def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied,
     how = {"method": "naive", "coupled": True, "temperature": 0.9, "max_new_tokens": 40, "seed": 3}
     texts = [it.complete([*range(5, 65)], **how).token_ids for it in (small, plain)]
     assert texts[0] == texts[1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", [Linear, TiedHead, TrimmedHead])
-def test_a_packed_layer_computes_what_the_plain_one_does(kind, dtype):
-    if not can_pack(dtype, torch.device("cpu")):
-        pytest.skip(f"no packed kernel for {dtype} on this CPU")
-    if kind is TrimmedHead:
-        layer = TrimmedHead(48, 200, 300, dtype=dtype)
-        layer.token_ids.copy_(torch.arange(200) + 50)
-    else:
-        layer = kind.empty(48, 200, dtype=dtype)
-    weight = next(layer.parameters()).normal_(generator=torch.manual_seed(0))
-    inputs = [torch.randn(*shape, 48).to(dtype) for shape in ((1, 1), (1, 5), (3, 1), (2, 70))]
-    plain = [layer(x) for x in inputs]
-    packed = torch.nn.ModuleList([layer])
-    pack_linears(packed)
-    kinds = {type(module) for module in packed.modules()}
-    assert kinds.isdisjoint({Linear, TiedHead})
-    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    for x, wanted in zip(inputs, plain, strict=True):
-        torch.testing.assert_close(packed[0](x), wanted, rtol=tolerance, atol=tolerance)
-    if kind is TiedHead:
-        numbers = torch.arange(200).view(2, -1)
-        assert torch.equal(packed[0].rows(numbers), weight[numbers])
-    if kind is TrimmedHead:
-        assert (plain[0] == -torch.inf).sum(-1).eq(100).all()

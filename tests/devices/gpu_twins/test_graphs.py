@@ -1,15 +1,16 @@
 """Steps over static buffers give what eager ones give, see `test_capture_lint.py`, too. On a CPU no
 graph is captured; all around it is the same."""
 
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 from minitri.core.errors import InputError
-from minitri.core.graphs import GraphPool
+from minitri.core.graphs import GraphPool, filters_of
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SamplingParams, StepPlan
+from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, Rig, near_copy, new_cache, plain_tokens, tiny_config
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
@@ -63,6 +64,16 @@ def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
         assert found[-1][0][1].shape == (1, CONFIG.vocab_size)
     torch.testing.assert_close(*found)
     assert pool.num_graphs == 4  # of each size the forward pass, and the distributions
+
+
+def test_filters_of_several_kinds_are_refused_where_they_would_be_captured():
+    wanted = [SamplingParams(0.6), SamplingParams(0.6, top_p=0.9)]
+    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    with pytest.raises(InputError, match="of one kind"):
+        filters_of(wanted, on_gpu, GenerationConfig())
+    assert filters_of([SamplingParams(), wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
+    assert filters_of(wanted, on_cpu, GenerationConfig()) == wanted[0]
+    assert filters_of(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
 
 
 @pytest.mark.parametrize("tree", ["", "1x2"])

@@ -27,9 +27,9 @@ def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
     assert host.num_free_bytes == 0
     del borrowers[0], borrowers[0], tensors
     assert host.num_free_bytes == 70
-    again = host.lend(host, (3, 5), torch.float32)
-    assert (again.shape, again.data_ptr(), host.num_free_bytes) == ((3, 5), address, 0)
-    again.fill_(1.0)
+    again = host.lend(host, (7, 10), torch.uint8)
+    assert (again.shape, again.data_ptr(), host.num_free_bytes) == ((7, 10), address, 0)
+    again.fill_(1)
     host.lend(Borrower(), (50,), torch.uint8)
     host.lend(host, (80,), torch.uint8)
     assert host.num_free_bytes == 0

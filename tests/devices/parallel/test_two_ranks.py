@@ -38,7 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
     for method in METHODS
     for kind, sampling, coupled in (("greedy", GREEDY, False), ("coupled", WARM, True))
 }
-RUNS["triforce, shaped"] = settings_of("triforce", 12, SHAPED, **SMALL)
+RUNS["triforce, shaped"] = settings_of("triforce", 12, SHAPED, gamma1=2, gamma2=4, **SMALL)
 RUNS["tree, shaped"] = settings_of("triforce", 12, SHAPED, **SMALL, **TREE)
 RUNS["tree, independent"] = settings_of("triforce", 12, WARM, **SMALL, **TREE)
 
@@ -94,10 +94,9 @@ def seen(models) -> list[dict]:
 @pytest.mark.parametrize("case", [*RUNS, "suffix", "tied"])
 def test_two_ranks_write_the_text_of_one_process(seen, case):
     """By every method and drafter, in batches."""
-    (alone, plans), first, second = (them[case] for them in seen)
-    assert first[0] == alone
-    assert first == second
-    assert "auto" in case or plans == first[1]
+    alone, first, second = (them[case] for them in seen)
+    assert first[0] == alone[0]
+    assert first == second  # their plans, too
 
 
 def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
