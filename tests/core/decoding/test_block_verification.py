@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
-from tests.core.exactness import PROMPT, Table, outcomes, outcomes_of_block
+from tests.core.exactness import PROMPT, Table, outcomes
 
 
 def test_a_block_accepts_at_least_as_much_after_every_start():
@@ -21,9 +21,8 @@ def test_a_block_accepts_at_least_as_much_after_every_start():
             continue
         p_BNV = torch.stack([target.row(prefix) for prefix in prefixes]).unsqueeze(0)
         proposal = Proposal.of([[*tokens]], q_NV.unsqueeze(0), [["draft"] * 3])
-        ways = (verify, outcomes), (verify_block, outcomes_of_block)
-        for number, (rule, textbook) in enumerate(ways):
-            for weight, numbers in textbook(proposal, p_BNV, 0):
+        for number, rule in enumerate((verify, verify_block)):
+            for weight, numbers in outcomes(proposal, p_BNV, 0, rule=rule):
                 uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
                 [found] = decide(rule, proposal, p_BNV, uniforms_BN)
                 total[number] += share * weight * (len(found) - 1)
