@@ -1,6 +1,7 @@
 """Bugs put into the product on purpose: a change of a function's syntax tree, while it runs.
 
-The function itself gets the changed code, so everybody who holds it sees the change.
+The function itself gets the changed code, so everybody who holds it sees the change. A mutant names
+the structure that it changes: `_` in it stands for any expression.
 """
 
 import ast
@@ -17,10 +18,6 @@ import pytest
 
 import minitri
 
-NO_PLUGINS = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
-"""The last two collect garbage at the end, which takes longer than most tests here."""
-
-
 PACKAGE = Path(minitri.__file__).parent
 
 
@@ -34,39 +31,37 @@ class Mutant:
     new: str
     killer: str
     """The test that notices it, as pytest names it from `tests/` on."""
+    is_quick: bool = False
 
 
 def read_table(table: str) -> list[Mutant]:
     """Mutants of a text: tests, names and changes by their indentation."""
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     killer, name, change = "", "", ""
-    for line in [*table.splitlines(), "", "  end"]:
+    for line in [*table.splitlines(), "end"]:
         depth = len(line) - len(line.lstrip())
         if depth < 4 and change:
             place, new = change.split(" => ")
             function, old = place.split(": ", 1)
-            found.append(Mutant(name, function, old, new, killer))
+            mutants.append(Mutant(name.strip("* "), function, old, new, killer, name[0] == "*"))
             change = ""
         if depth >= 4:
             change = f"{change} {line.strip()}".strip()
         elif depth == 2:
             name, _, change = line.strip().partition(" | ")
-        elif line:
+        elif line and not line.startswith("#"):
             killer = (killer + line).replace("::[", "[") if line.startswith("::") else line
-    return found
+    return mutants
 
 
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """The product with this bug."""
-    place, _, number = mutant.function.partition("#")
-    file, qualname = find(place)
+    file, qualname = find(mutant.function)
     tree = ast.parse(file.read_text())
-    replacer = Replacer(mutant.old, mutant.new, int(number or 0))
+    replacer = Replacer(mutant.old, mutant.new)
     replacer.visit(node_at(tree, qualname))
-    wanted = int(number) if number else 1
-    assert replacer.count >= wanted, f"{mutant.name}: the text is not there"
-    assert number or replacer.count == 1, f"{mutant.name}: the text is not there once"
+    assert replacer.count == 1, f"{mutant.name}: the code is there {replacer.count} times"
     function = function_at(file, qualname)
     healthy = function.__code__
     compiled = compile(ast.fix_missing_locations(tree), str(file), "exec")
@@ -78,22 +73,36 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 
 class Replacer(ast.NodeTransformer):
-    """Puts other code where an expression or a statement stands, at its first or n-th place."""
+    """Puts other code where an expression or a statement stands."""
 
-    def __init__(self, old: str, new: str, number: int) -> None:
-        olds, news = ast.parse(old).body, ast.parse(new).body
-        self.count, self.number = 0, number or 1
-        if all(isinstance(node, ast.Expr) for node in (*olds, *news)):
-            olds, news = [olds[0].value], [news[0].value]
-        [self.old], self.new = map(ast.dump, olds), news
+    def __init__(self, old: str, new: str) -> None:
+        self.count = 0
+        [self.old], self.new = ast.parse(old).body, ast.parse(new).body
+        if isinstance(self.old, ast.Expr) and isinstance(self.new[0], ast.Expr):
+            self.old, self.new = self.old.value, self.new[0].value
 
     def visit(self, node):
-        if ast.dump(node) != self.old:
+        if not matches(self.old, node):
             return self.generic_visit(node)
         self.count += 1
-        if self.count != self.number:
-            return node
-        return self.new if isinstance(node, ast.stmt) else self.new[0]
+        return self.new
+
+
+def matches(pattern: object, node: object) -> bool:
+    """Whether code has the structure of a pattern."""
+    if isinstance(pattern, ast.Name) and pattern.id == "_":
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(map(matches, pattern, node))
+    if isinstance(pattern, ast.AST):
+        return matches([*vars_of(pattern)], [*vars_of(node)])
+    return pattern == node
+
+
+def vars_of(node: ast.AST) -> Iterator[object]:
+    return (getattr(node, name, None) for name in node._fields if name != "ctx")
 
 
 @functools.cache
@@ -103,7 +112,7 @@ def parsed() -> dict[Path, ast.Module]:
 
 
 def find(name: str) -> tuple[Path, str]:
-    """File and name of a function that a mutant names."""
+    """File and name of a function that a mutant names, as FUNCTION or FILE:FUNCTION."""
     place, _, qualname = name.rpartition(":")
     files = [file for file, tree in parsed().items() if node_at(tree, qualname)]
     [file] = [it for it in files if ".".join(it.with_suffix("").parts).endswith(place)]
@@ -130,20 +139,20 @@ def function_at(file: Path, qualname: str) -> FunctionType:
 
 def code_of(code: CodeType, qualname: str) -> CodeType:
     """The code of a function inside that of its module."""
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    for found in inner:
-        if found.co_qualname == qualname:
-            return found
-    [outer] = [it for it in inner if qualname.startswith(it.co_qualname + ".")]
-    return code_of(outer, qualname)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if inner.co_qualname == qualname:
+                return inner
+            if qualname.startswith(inner.co_qualname + "."):
+                return code_of(inner, qualname)
+    raise LookupError(qualname)
 
 
 @dataclass
 class Outcome:
     """How tests ended that ran inside a test."""
 
-    passed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    num_passed: int = 0
     errors: list[type[BaseException]] = field(default_factory=list)
     """What the failed ones raised, in setup and teardown too."""
 
@@ -151,18 +160,17 @@ class Outcome:
     def pytest_runtest_makereport(self, item, call):
         report = (yield).get_result()
         if report.failed:
-            self.failed.append(item.nodeid)
             self.errors.append(call.excinfo.type)
-        elif report.when == "call" and report.passed:
-            self.passed.append(item.nodeid)
+        self.num_passed += report.when == "call" and report.passed
 
 
 def run_tests(*names: str) -> Outcome:
     """Runs tests in this process and says how they ended; stops at the first failure."""
     outcome = Outcome()
-    options = ["-x", "-q", "--no-header", "-o", "addopts=", *NO_PLUGINS]
+    # The last two plugins collect garbage at the end, which takes longer than most tests here.
+    off = [f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")]
     with contextlib.chdir(Path(__file__).parent), pytest.MonkeyPatch.context() as patching:
         patching.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         patching.delenv("PYTEST_ADDOPTS", raising=False)
-        pytest.main([*options, *names], plugins=[outcome])
+        pytest.main(["-x", "-q", "--no-header", "-o", "addopts=", *off, *names], plugins=[outcome])
     return outcome
