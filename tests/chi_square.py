@@ -15,6 +15,7 @@ from torch import Tensor
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.drafters.plugin import Drafter
 from minitri.core.memory import Models
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
@@ -23,14 +24,12 @@ from minitri.core.stack import Stack
 from minitri.core.stats import Stats
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
+from tests.core.statistics import FALSE_ALARM as FALSE_ALARM
+from tests.core.statistics import p_value as p_value
 from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 500
 PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
-FALSE_ALARM = 1e-5
-"""Odds of each test."""
-LEAST = 1.25e-3
-"""Rarer texts are put together; with 4,000 seeds every cell expects five texts or more."""
 SMALL = {"budget": 4, "chunk_size": 2, "num_sink_tokens": 1, "num_recent_tokens": 3}
 """Caches for four tokens of a prompt of 16, so that the retrieval level is often wrong."""
 
@@ -86,7 +85,7 @@ def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
 @torch.inference_mode()
 def count_texts(
     target: Llama,
-    draft: Llama | None,
+    draft: Llama | Drafter | None,
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     num_seeds: int,
@@ -100,7 +99,8 @@ def count_texts(
         seeds = list(range(first, first + ROWS))
         RUN["first seed"] = first
         requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
-        models = Models(target, target, draft)
+        is_model = draft is None or isinstance(draft, Llama)
+        models = Models(target, target, *(draft, None) if is_model else (None, draft))
         session = begin(models, requests, speculation, make_filters=make_filters)
         read_prompt_once(session)
         cascade = session.cascade
@@ -142,25 +142,3 @@ def costs_that_change(*_: object) -> Callable[[str, float], float]:
     """Costs after which the autotuner takes another plan from step to step."""
     numbers = random.Random(RUN["first seed"])
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
-
-
-def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Odds that a sound engine is as far off; a text of probability 0 makes it 0."""
-    if counts[probs == 0].sum() > 0:
-        return 0.0
-    observed, expected = cells(counts, probs), cells(probs, probs) * counts.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return chi_square_tail(len(expected) - 1, float(statistic))
-
-
-def cells(values: Tensor, probs: Tensor) -> Tensor:
-    """Values of the common texts, and the sum of those of the rare ones."""
-    is_common = probs >= LEAST
-    is_rare = (probs > 0) & ~is_common
-    rare = [values[is_rare].sum().view(1)] if is_rare.any() else []
-    return torch.cat([values[is_common], *rare])
-
-
-def chi_square_tail(freedom: int, statistic: float) -> float:
-    halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(*halves))

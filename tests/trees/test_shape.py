@@ -24,35 +24,25 @@ def test_a_node_sees_itself_and_its_ancestors():
     assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
 
 
-def expected_tokens(shape, rates):
-    """Tokens per round if the r-th child of an accepted node is accepted at `rates[r]`."""
-    reached = [1.0]
-    for node, parent in enumerate(shape.parents[1:], 1):
-        reached.append(reached[parent] * rates[shape.children[parent].index(node)])
-    return sum(reached)
-
-
-def best_by_dynamic_programme(rates, num_nodes, max_depth):
-    """Sequoia's recursion: how many tokens the best subtree of a number of nodes is worth."""
-
-    @functools.cache
-    def tree(nodes, depth):  # of these, one is the subtree's own root
-        return 1 + children(nodes - 1, 0, depth) if nodes else 0.0
+def worth(rates, num_nodes, max_depth):
+    """The most tokens per round of any tree: of a root with `num_nodes` below it, by recursion."""
 
     @functools.cache
     def children(nodes, rank, depth):
         if nodes == 0 or depth == 0 or rank == len(rates):
             return 0.0
-        sizes = range(nodes + 1)
-        return max(
-            rates[rank] * tree(n, depth - 1) + children(nodes - n, rank + 1, depth) for n in sizes
+        sizes = range(1, nodes + 1)
+        below = (
+            rates[rank] * (1 + children(n - 1, 0, depth - 1)) + children(nodes - n, rank + 1, depth)
+            for n in sizes
         )
+        return max(below, default=0.0)
 
-    return tree(num_nodes + 1, max_depth)
+    return 1 + children(num_nodes, 0, max_depth)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
+def test_sequoia_finds_the_best_tree(seed):
     rng = random.Random(seed)
     rates, left = [], 1.0
     for _ in range(rng.randint(1, 5)):
@@ -61,12 +51,14 @@ def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
     num_nodes, max_depth = rng.randint(1, 14), rng.randint(1, 5)
     shape = sequoia(rates, num_nodes, max_depth)
     assert len(shape) <= num_nodes + 1
-    assert shape.depths[-1] <= max_depth
     assert shape.depths == sorted(shape.depths)
-    for children in shape.children:  # side by side in the order of their chances
-        assert children == list(range(children[0], children[-1] + 1)) if children else True
-    wanted = best_by_dynamic_programme(tuple(rates), num_nodes, max_depth)
-    assert expected_tokens(shape, rates) == pytest.approx(wanted)
+    assert shape.depths[-1] <= max_depth
+    reached = [1.0]  # odds that a node is accepted, if the r-th child is at `rates[r]`
+    for node, parent in enumerate(shape.parents[1:], 1):
+        siblings = shape.children[parent]
+        assert siblings == list(range(siblings[0], siblings[-1] + 1))
+        reached.append(reached[parent] * rates[siblings.index(node)])
+    assert sum(reached) == pytest.approx(worth(tuple(rates), num_nodes, max_depth))
 
 
 def test_a_plans_tree_has_its_size_and_depth_and_is_wide_where_guesses_are_unsure():
