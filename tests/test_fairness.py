@@ -56,16 +56,8 @@ def test_texts_go_on_between_any_two_chunks_which_are_short_then(run):
     until(run, Token, talking)
     reading = ask(run, 200)
     order = [event.row for event in until(run, Token, reading)[:-1]]
-    chunks = [i for i, row in enumerate(order) if row == reading]
-    assert len(chunks) >= 199 // CHUNK
-    assert all(later > earlier + 1 for earlier, later in itertools.pairwise(chunks))
-
-
-def test_requests_that_come_and_go_do_not_hold_up_a_text(run):
-    talking = ask(run, 3, 40)
-    until(run, Token, talking)
-    events = [event for first in range(8) for event in until(run, End, ask(run, 4, 1, first=first))]
-    assert sum(event.row == talking for event in events) >= 7
+    assert order.count(reading) >= 199 // CHUNK
+    assert (reading, reading) not in itertools.pairwise(order)
 
 
 def test_a_long_prompt_is_read_though_short_ones_never_end(run):
@@ -149,10 +141,9 @@ def test_a_client_that_has_gone_is_forgotten():
 
 
 @pytest.mark.parametrize("name", ["owner", "client"])
-@pytest.mark.parametrize("value", [None, 3])
-def test_owners_and_clients_are_texts(run, name, value):
+def test_owners_and_clients_are_texts(run, name):
     with pytest.raises(InputError, match=f"{name} is .*; it must be a text"):
-        run.submit(Request([1, 2], **{name: value}))
+        run.submit(Request([1, 2], **{name: None}))
 
 
 def test_no_text_begins_with_what_another_owner_left(run):

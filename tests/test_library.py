@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
 from minitri.core.model.block import read_block
 from minitri.text.chat_template import ChatTemplate
@@ -65,8 +64,8 @@ def test_what_is_said_about_guesses_does_not_go_with_none(engine):
 
 
 def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
-    first, *others = (engine.complete("She had", **COUPLED) for _ in range(3))
-    assert len({first.seed, *(done.seed for done in others)}) > 1
+    first, other = (engine.complete("She had", **COUPLED) for _ in range(2))
+    assert first.seed != other.seed
     assert engine.complete("She had", seed=first.seed, **COUPLED).token_ids == first.token_ids
 
 
@@ -74,16 +73,16 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
     run = engine.generate(["a", "b", "c"], max_new_tokens=3, ignore_eos=True)
     ends = [event for event in run if isinstance(event, End)]
     assert run.results() == sorted(ends, key=lambda end: end.row)
-    for end in ends:
-        assert end.text == "".join(token.text for token in end.tokens)
-    with pytest.raises(InputError, match="got 3; use results"):
-        run.result()
     left = engine.generate("a")
     left.close()
-    with pytest.raises(InputError, match="closed before"):
-        left.result()
-    with engine.open(reserve=64) as run, pytest.raises(InputError, match="no end"):
-        run.results()
+    with engine.open(reserve=64) as opened:
+        for refused, message in (
+            (run.result, "got 3; use results"),
+            (left.result, "closed before"),
+            (opened.results, "no end"),
+        ):
+            with pytest.raises(InputError, match=message):
+                refused()
 
 
 def test_a_chat_goes_on_after_the_template(engine, template):
@@ -155,16 +154,9 @@ def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
     assert (plain.prompt_scores, plain.text) == ((), scored.text)
 
 
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ([5], "one token"),
-        (3, "the prompt is 3; give a text"),
-        ([5] * 513, "513 tokens but tiny holds 512; shorten it to 512 tokens"),
-    ],
-)
-def test_a_text_that_cannot_be_scored_is_refused(engine, wrong, message):
-    with pytest.raises(InputError, match=message):
+@pytest.mark.parametrize("wrong", [[5], 3, [5] * 513])
+def test_a_text_that_cannot_be_scored_is_refused(engine, wrong):
+    with pytest.raises(InputError, match="one token|the prompt is 3|513 tokens"):
         engine.score(wrong)
 
 
@@ -203,13 +195,9 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
         asyncio.run(close_meanwhile(engine))
     assert list(run) == []
     assert "closed" in repr(engine)
-    for use in (
-        lambda: engine.complete([5]),
-        lambda: engine.open(reserve=2),
-        lambda: asyncio.run(told(engine.agenerate([5]))),
-        lambda: engine.score([5, 6]),
-        lambda: engine.model,
-    ):
+    uses = [lambda: engine.open(reserve=2), lambda: asyncio.run(told(engine.agenerate([5])))]
+    uses += [lambda: engine.complete([5]), lambda: engine.score([5, 6]), lambda: engine.model]
+    for use in uses:
         with pytest.raises(InputError, match="^the engine is closed; load it again$"):
             use()
     engine.close()
@@ -219,11 +207,3 @@ def test_what_a_notebook_shows_is_short(engine):
     done = engine.complete([5] * 300, max_new_tokens=40, ignore_eos=True, seed=1)
     shown = [done, done.stats, *done.tokens, Request([5] * 300), engine, done.row_stats]
     assert max(len(repr(it)) for it in shown) < 700
-
-
-def test_the_packages_help_names_everything():
-    assert all(name in minitri.__doc__ for name in minitri.__all__ if name not in UNNAMED)
-
-
-UNNAMED = {"Engine", "Event", "Idle", "ModelConfig", "RowStats", "Stats"}
-"""What a first program meets by itself."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import minitri
-from tests.cascades import settings_of, texts_of
+from tests.cascades import settings_of
 from tests.core.rigs import WARM
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
@@ -82,12 +82,16 @@ def test_right_guesses_are_accepted(engine, distribution):
 
 
 def test_rows_of_a_batch_are_asked_each_for_itself(engine):
-    other = with_drafter(engine, Bigrams(engine.config.vocab_size))
-    prompts = [PROMPT, "The harbour wind", PROMPT[:30]]
+    asked = {}
+
+    class Noting:
+        def guess(self, tokens, row):
+            asked.setdefault(row, set()).add(tokens[0])
+            return tokens[-1]
+
     settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
-    texts = texts_of(other.generate(prompts, **settings | {"seed": 3}))
-    for seed, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 3):
-        assert text == other.complete(prompt, **settings | {"seed": seed}).token_ids
+    list(with_drafter(engine, Noting()).generate([[5, 9], [6], [7] * 30], **settings))
+    assert asked == {0: {5}, 1: {6}, 2: {7}}
 
 
 def probs(*values: float, size: int = 320) -> torch.Tensor:

@@ -78,17 +78,11 @@ def run(engine: Engine, case: Case, rows: slice = slice(None), **speculation) ->
         return refusal
     ends = ends_of(events)
     for end in ends:
-        check_row([event for event in events if event.row == end.row], end)
+        own = [event for event in events if event.row == end.row]
+        assert own[-1] is end
+        assert "".join(event.text for event in own if isinstance(event, Token)) == end.text
     check_counts(ends)
     return [(end.token_ids, end.text, end.finish_reason) for end in ends]
-
-
-def check_row(events: list, end: End) -> None:
-    """The events of a row tell the same as its end, which is the last of them."""
-    assert events[-1] is end
-    tokens = [event for event in events if isinstance(event, Token)]
-    assert tuple(token.token_id for token in tokens) == end.token_ids
-    assert "".join(token.text for token in tokens) == end.text
 
 
 def check_counts(ends: list[End]) -> None:

@@ -110,9 +110,9 @@ def test_a_long_match_and_past_success_allow_more_guesses():
     def num_guesses(text, *endings) -> int:
         """Guesses after a text, and ten matches that were followed by these in turns."""
         drafter, sequence = new_drafter(text, num_guesses=64), list(text)
-        for ending in endings:
+        for i, ending in enumerate(endings):
             drafter.propose([sequence], [True])
-            sequence += [*ending, *text[-3:]]
+            sequence += [*ending, 10 + i, *text[-2:]]
             drafter.prepare([sequence], [True])
         return len(drafter.propose([sequence], [True]).tokens[0])
 
