@@ -34,6 +34,14 @@ SMALL = {"budget": 4, "chunk_size": 2, "num_sink_tokens": 1, "num_recent_tokens"
 """Caches for four tokens of a prompt of 16, so that the retrieval level is often wrong."""
 
 
+def model_of(vocab_size: int, seed: int) -> Llama:
+    """One layer, whose attention matters."""
+    model = tiny_model(tiny_config(vocab_size=vocab_size, num_layers=1), seed=seed)
+    model.layers[0].input_layernorm.weight.fill_(1)
+    model.attend = attend_together
+    return model
+
+
 def target_model() -> Llama:
     return model_of(V, seed=0)
 
@@ -41,14 +49,6 @@ def target_model() -> Llama:
 def other_model(vocab_size: int = V) -> Llama:
     """An adversarial drafter: its favourites are not the target's."""
     return model_of(vocab_size, seed=9)
-
-
-def model_of(vocab_size: int, seed: int) -> Llama:
-    """One layer, whose attention matters."""
-    model = tiny_model(tiny_config(vocab_size=vocab_size, num_layers=1), seed=seed)
-    model.layers[0].input_layernorm.weight.fill_(1)
-    model.attend = attend_together
-    return model
 
 
 def attend_together(
@@ -67,19 +67,15 @@ def attend_together(
     return out_BKGTD.flatten(1, 2).transpose(1, 2)
 
 
-def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
+def exact_probs(model: Llama, sampling: SamplingParams) -> Tensor:
     """(V,) * NUM_TOKENS, by the model's own forward passes in float64 softmax."""
-    sequences = [list(tokens) for tokens in itertools.product(range(V), repeat=NUM_TOKENS - 1)]
-    blocks = [[*PROMPT, *tokens] for tokens in sequences]
-    hidden = read_block(model, blocks, new_cache(model.config, len(sequences)))
+    texts = torch.tensor([*itertools.product(range(V), repeat=NUM_TOKENS)])
+    blocks = [[*PROMPT, *text] for text in texts[:, :-1].tolist()]
+    hidden = read_block(model, blocks, new_cache(model.config, len(texts)))
     logits = model.logits(hidden[:, len(PROMPT) - 1 :])[..., :V].double()
-    probs = probs_from_logits(logits.flatten(0, 1), sampling).view(-1, NUM_TOKENS, V)
-    joint = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
-    for number, tokens in enumerate(sequences):
-        for i, token in enumerate(tokens):
-            joint[tuple(tokens)] *= probs[number, i, token]
-        joint[tuple(tokens)] *= probs[number, -1]
-    return joint
+    probs_BNV = probs_from_logits(logits.flatten(0, 1), sampling).view(-1, NUM_TOKENS, V)
+    probs_B = probs_BNV.gather(2, texts.unsqueeze(2)).prod(1)
+    return probs_B.view((V,) * NUM_TOKENS)
 
 
 @torch.inference_mode()

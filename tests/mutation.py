@@ -6,7 +6,6 @@ the structure that it changes: `_` in it stands for any expression.
 
 import ast
 import contextlib
-import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -57,14 +56,13 @@ def read_table(table: str) -> list[Mutant]:
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """The product with this bug."""
-    file, qualname = find(mutant.function)
-    tree = ast.parse(file.read_text())
+    module, tree, node = find(mutant.function)
     replacer = Replacer(mutant.old, mutant.new)
-    replacer.visit(node_at(tree, qualname))
+    replacer.visit(node)
     assert replacer.count == 1, f"{mutant.name}: the code is there {replacer.count} times"
-    function = function_at(file, qualname)
+    function = function_at(module, mutant.function.rpartition(":")[2])
     healthy = function.__code__
-    compiled = compile(ast.fix_missing_locations(tree), str(file), "exec")
+    compiled = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
     function.__code__ = code_of(compiled, healthy.co_qualname)
     try:
         yield
@@ -105,36 +103,31 @@ def vars_of(node: ast.AST) -> Iterator[object]:
     return (getattr(node, name, None) for name in node._fields if name != "ctx")
 
 
-@functools.cache
-def parsed() -> dict[Path, ast.Module]:
-    """Every file of the package."""
-    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
-
-
-def find(name: str) -> tuple[Path, str]:
-    """File and name of a function that a mutant names, as FUNCTION or FILE:FUNCTION."""
+def find(name: str) -> tuple[str, ast.Module, ast.AST]:
+    """Module, its syntax tree and in that the function of a name: FUNCTION, or FILE:FUNCTION."""
     place, _, qualname = name.rpartition(":")
-    files = [file for file, tree in parsed().items() if node_at(tree, qualname)]
-    [file] = [it for it in files if ".".join(it.with_suffix("").parts).endswith(place)]
-    return file, qualname
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        text = file.read_text()
+        if module.endswith(place) and f"def {qualname.rpartition('.')[2]}(" in text:
+            tree = node = ast.parse(text)
+            for part in qualname.split("."):
+                inner = getattr(node, "body", [])
+                node = next((it for it in inner if getattr(it, "name", "") == part), None)
+            found += [(module, tree, node)] if node else []
+    [only] = found
+    return only
 
 
-def node_at(tree: ast.AST, qualname: str) -> ast.AST | None:
-    """The function or class of this name, if it is there."""
-    part, _, rest = qualname.partition(".")
-    found = [item for item in tree.body if getattr(item, "name", None) == part]
-    return node_at(found[0], rest) if found and rest else next(iter(found), None)
-
-
-def function_at(file: Path, qualname: str) -> FunctionType:
+def function_at(module: str, qualname: str) -> FunctionType:
     """A function or method, without decorators."""
-    module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
-    found = importlib.import_module(module)
+    function = importlib.import_module(module)
     for part in qualname.split("."):
-        found = inspect.getattr_static(found, part)
+        function = inspect.getattr_static(function, part)
     for wrapped in ("__func__", "fget", "func"):
-        found = getattr(found, wrapped, found)
-    return inspect.unwrap(found)
+        function = getattr(function, wrapped, function)
+    return inspect.unwrap(function)
 
 
 def code_of(code: CodeType, qualname: str) -> CodeType:

@@ -4,30 +4,25 @@ A `Case` holds numbers, not objects, so a failing one can be read and copied. Wh
 small numbers, where the edges of blocks, chunks and windows meet; some settings are wrong.
 """
 
-import copy
-import dataclasses
 import functools
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from minitri import Engine, Grammar
 from minitri.core.errors import MAX_COUNT
-from minitri.core.model.llama import Llama
 from minitri.core.settings import METHODS, VERIFICATIONS
 from minitri.text.prompt_ids import MAX_SEED
-from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.conftest import byte_level_tokenizer, tiny_model
+from tests.cascades import tiny_engine
+from tests.conftest import tiny_model
 from tests.core.policies import NAMES
-from tests.core.rigs import near_copy, tiny_config, trimmed_copy
+from tests.core.rigs import near_copy, trimmed_copy
 
 VOCAB = 320
-CONFIG = tiny_config(vocab_size=VOCAB, context_length=512)
-DRAFTERS = ["ngram", "near copy", "the target itself", "unrelated", "larger vocabulary"]
+DRAFTERS = ["lookup", "near copy", "the target itself", "unrelated", "larger vocabulary"]
 DRAFTERS += ["smaller vocabulary", "trimmed head", "short context"]
 TREES = ["1", "2", "5", "12", "2x1", "3x2", "4x4", "64", "1x64"]
-END_TOKEN = 2
 MAX_PASSES = 200
 """Passes of the small models that a run may take where every guess is rejected."""
 SCHEMA = """{"type": "object", "properties": {"name": {"enum": ["She", "the sea", "é"]}, "n": {
@@ -74,8 +69,6 @@ class Case:
     drafter: str
     ids: list[list[int]]
     seed: int
-    context: int
-    """Tokens that the target holds, sometimes just enough, or too few."""
     sampling: dict[str, Any]
     generation: dict[str, Any]
     speculation: dict[str, Any]
@@ -85,8 +78,8 @@ class Case:
     """One of the rows, to be looked at closely."""
 
 
-def case_of(seed: int, odds: int = 3) -> Case:
-    """Any greedy or coupled run; one in `odds` has filters that look at the text."""
+def case_of(seed: int) -> Case:
+    """Any greedy or coupled run."""
     rng = random.Random(seed)
 
     def rarely(odds: int = 6) -> bool:
@@ -101,7 +94,7 @@ def case_of(seed: int, odds: int = 3) -> Case:
         ids.append([rng.choice(kinds) for _ in range(number(150, 1, 400))])
     drafter = rng.choice(DRAFTERS)
     chunk = rng.choice([4, 8, 1, 2, 3, 5, 16, 64])
-    has_wide_windows = drafter == "ngram" or rarely(10)  # else some would be refused
+    has_wide_windows = drafter == "lookup" or rarely(10)  # else some would be refused
     speculation = {
         "method": rng.choice(["triforce", *METHODS]),
         "policy": rng.choice(["retrieval", *NAMES]),
@@ -118,82 +111,41 @@ def case_of(seed: int, odds: int = 3) -> Case:
     }
     is_greedy = rarely(2)
     speculation["coupled"] = not is_greedy or rarely(2)
-    sampling = {} if is_greedy else filters(rng)
-    if rarely(odds):
-        sampling |= text_filters(rng)
+    sampling = {
+        "temperature": 0.0 if is_greedy else rng.choice([0.8, 1.0, 1e-6, 100, rng.random() + 0.01]),
+        "top_k": rng.choice([0, 40, 1, 2, 5, VOCAB - 1, VOCAB, 10**6]),
+        "top_p": rng.choice([1.0, 0.95, 0.5, 1e-9, rng.random() + 1e-9]),
+        "min_p": rng.choice([0.0, 0.0, 0.05, 1.0, rng.random()]),
+        "presence_penalty": rng.uniform(-2, 2) if rarely(3) else 0.0,
+        "grammar": rng.choice(GRAMMARS) if rarely(8) else None,
+    }
     num_passes = (speculation["gamma1"] or 4) * (speculation["gamma2"] or 6)
     num_new = min(number(40, 80), max(MAX_PASSES // num_passes, 3))
     generation = {"max_new_tokens": num_new, "prefill_chunk": number(100, 1, 5, MAX_COUNT)}
-    generation["ignore_eos"] = rarely()
     settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
     if rarely(20):
         part = rng.choice([*WRONG])
         name = rng.choice([*WRONG[part]])
         settings[part][name] = rng.choice(WRONG[part][name])
-    context = max(map(len, ids)) + num_new + (-1 if rarely(20) else rng.choice([0, 0, 1, 7, 300]))
     first = number(2**31, 0, MAX_SEED - len(ids) + 1)
-    row = rng.randrange(len(ids))
-    return Case(drafter, ids, first, context, **settings, plan_seed=seed, row=row)
-
-
-def filters(rng: random.Random) -> dict[str, Any]:
-    """Settings of a distribution, at a temperature above 0."""
-    return {
-        "temperature": rng.choice([0.8, 1.0, 0.3, 2.0, 1e-6, 100, rng.uniform(0.05, 5)]),
-        "top_k": rng.choice([0, 40, 1, 2, 5, VOCAB - 1, VOCAB, 10**6]),
-        "top_p": rng.choice([1.0, 0.95, 0.5, 1e-9, rng.uniform(0.01, 1)]),
-        "min_p": rng.choice([0.0, 0.0, 0.05, 1.0, rng.random()]),
-    }
-
-
-def text_filters(rng: random.Random) -> dict[str, Any]:
-    """Settings of filters that look at a text, one or several."""
-    words = ["She", "e", " the", "ha", "é", "1814", "\n"]
-    drawn = {
-        "repetition_penalty": rng.uniform(0.5, 2),
-        "presence_penalty": rng.uniform(-2, 2),
-        "frequency_penalty": rng.uniform(-2, 2),
-        "logit_bias": {rng.randrange(VOCAB): rng.uniform(-100, 100) for _ in range(3)},
-        "bad_words": rng.sample(words, 2),
-        "min_tokens": rng.randint(1, 30),
-        "grammar": rng.choice(GRAMMARS),
-    }
-    names = rng.sample([*drawn], rng.randint(1, 4))
-    return {name: drawn[name] for name in names}
+    return Case(drafter, ids, first, **settings, plan_seed=seed, row=rng.randrange(len(ids)))
 
 
 @functools.cache
-def base_target() -> Llama:
-    return tiny_model(CONFIG)
-
-
-@functools.cache
-def tokenizer() -> Tokenizer:
-    return Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
-
-
-@functools.cache
-def drafter(name: str) -> Llama | None:
-    """The model of a name in DRAFTERS; None: n-grams."""
-    target = base_target()
-    if name in ("ngram", "the target itself"):
-        return None if name == "ngram" else target
-    if name == "unrelated":
-        return tiny_model(dataclasses.replace(CONFIG, num_layers=1), seed=5)
-    if name == "trimmed head":
-        return trimmed_copy(target, range(0, VOCAB - 2, 3))
-    if name.endswith("vocabulary"):
-        size = VOCAB + 77 if name == "larger vocabulary" else 200
-        return tiny_model(dataclasses.replace(CONFIG, vocab_size=size))
-    model = near_copy(target, 0.02)
-    if name == "short context":
-        model.config = dataclasses.replace(CONFIG, context_length=100)
-    return model
-
-
-def make_engine(case: Case, eos: tuple[int, ...] = ()) -> Engine:
-    """The engine of a case, with these end tokens."""
-    target = copy.copy(base_target())  # shares the weights
-    context = dataclasses.replace(CONFIG, context_length=max(case.context, 1))
-    target.config = dataclasses.replace(context, eos_token_ids=eos)
-    return Engine(target, tokenizer(), drafter(case.drafter))
+def engine_of(drafter: str) -> Engine:
+    """The engine with the drafter of a name in DRAFTERS."""
+    engine = tiny_engine()
+    target, config = engine.model, engine.config
+    draft = engine.models.draft if drafter == "near copy" else None
+    if drafter == "the target itself":
+        draft = target
+    if drafter == "unrelated":
+        draft = tiny_model(replace(config, num_layers=1), seed=5)
+    if drafter == "trimmed head":
+        draft = trimmed_copy(target, range(0, VOCAB - 2, 3))
+    if drafter.endswith("vocabulary"):
+        draft = tiny_model(replace(config, vocab_size=397 if drafter[0] == "l" else 200))
+    if drafter == "short context":
+        draft = near_copy(target, 0.02)
+        draft.config = replace(config, context_length=100)
+    return Engine(target, engine.tokenizer, draft)

@@ -91,11 +91,11 @@ def test_a_chat_goes_on_after_the_template(engine, template):
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids
     for given in (messages, "Why?"):
         assert engine.chat(given, seed=1, **COUPLED).result().token_ids == wanted
-    _, [last] = asyncio.run(told(engine.achat("Why?", seed=1, **COUPLED)))
+    _, [last] = asyncio.run(collect(engine.achat("Why?", seed=1, **COUPLED)))
     assert last.token_ids == wanted
 
 
-async def told(events, most=10**6):
+async def collect(events, most=10**6):
     """The first events, and those that end something."""
     found = []
     async for event in events:
@@ -119,9 +119,9 @@ def test_asyncio_gets_the_texts_of_the_loop_next_to_each_other(engine):
         return last
 
     async def ask_all():
-        wrong = [told(engine.agenerate(prompt)) for prompt in ("", [7] * 600, ["a", "b"])]
-        left = told(engine.agenerate("She had", max_new_tokens=300, ignore_eos=True), most=3)
-        cancelled = asyncio.create_task(told(engine.agenerate("She", max_new_tokens=300)))
+        wrong = [collect(engine.agenerate(prompt)) for prompt in ("", [7] * 600, ["a", "b"])]
+        left = collect(engine.agenerate("She had", max_new_tokens=300, ignore_eos=True), most=3)
+        cancelled = asyncio.create_task(collect(engine.agenerate("She", max_new_tokens=300)))
         asked = asyncio.gather(*map(ask, range(11), prompts))
         failed = await asyncio.gather(*wrong, return_exceptions=True)
         cancelled.cancel()
@@ -187,7 +187,7 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
         await anext(events)
         engine.close()
         with pytest.raises(InputError, match="is closed; load it again"):
-            await told(events)
+            await collect(events)
 
     with tiny_engine() as engine:
         run = engine.generate([5, 6])
@@ -195,7 +195,7 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
         asyncio.run(close_meanwhile(engine))
     assert list(run) == []
     assert "closed" in repr(engine)
-    uses = [lambda: engine.open(reserve=2), lambda: asyncio.run(told(engine.agenerate([5])))]
+    uses = [lambda: engine.open(reserve=2), lambda: asyncio.run(collect(engine.agenerate([5])))]
     uses += [lambda: engine.complete([5]), lambda: engine.score([5, 6]), lambda: engine.model]
     for use in uses:
         with pytest.raises(InputError, match="^the engine is closed; load it again$"):

@@ -11,14 +11,14 @@ import pytest
 from minitri import Generation, InputError, Request
 from minitri.worker import Job, Worker
 from tests.cascades import tiny_engine
-from tests.test_library import told
+from tests.test_library import collect
 
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}
 
 
 async def ask(engine):
     """How a text ends, within seconds."""
-    task = asyncio.create_task(told(engine.agenerate("She had", **SHORT)))
+    task = asyncio.create_task(collect(engine.agenerate("She had", **SHORT)))
     assert (await asyncio.wait([task], timeout=60))[0], "still waiting"
     _, [end] = await task
     return end
@@ -47,9 +47,9 @@ def test_a_request_that_leaves_opens_no_run(engine):
         worker.submit(first)
         worker.submit(other)
         other.is_cancelled = True
-        await told(first.events())
+        await collect(first.events())
         worker.submit(last)
-        await told(last.events())
+        await collect(last.events())
         worker.close()
 
     asyncio.run(run())
