@@ -91,3 +91,27 @@ def test_a_wrong_request_is_named(engine, wanted, message):
         for batch_size in (0, "2", 1.5, True):
             with pytest.raises(InputError, match="batch_size"):
                 start(batch_size=batch_size, reserve=64)
+
+
+def test_no_text_begins_with_what_another_owner_left(engine):
+    def ask(run, num_new=4, **whose) -> int:
+        whose = {"max_new_tokens": num_new, "ignore_eos": True, **whose}
+        return run.submit(Request([*range(40, 140)], **whose))
+
+    def num_cached(run, owner) -> int:
+        number = ask(run, owner=owner)
+        while not isinstance(event := next(run), End) or event.row != number:
+            pass
+        return event.row_stats.num_cached_tokens
+
+    with engine.open(batch_size=4, reserve=400) as run:
+        assert num_cached(run, "a") == 0
+        assert num_cached(run, "b") == 0
+        assert num_cached(run, "a") > 80
+        ask(run, 60, owner="c")
+        while not isinstance(next(run), Token):
+            pass
+        assert num_cached(run, "d") == 0
+        for name in ("owner", "client"):
+            with pytest.raises(InputError, match=f"{name} is .*; it must be a text"):
+                ask(run, **{name: None})
