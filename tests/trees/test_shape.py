@@ -6,7 +6,7 @@ import random
 import pytest
 
 from minitri.core.errors import InputError
-from minitri.core.settings import SpeculationConfig, StepPlan, parse_tree
+from minitri.core.settings import SpeculationConfig, StepPlan
 from minitri.trees.tree_shape import TreeShape, sequences, sequoia, shape_of
 
 
@@ -70,10 +70,7 @@ def test_a_plans_tree_has_its_size_and_depth_and_is_wide_where_guesses_are_unsur
     assert shape_of(StepPlan("triforce", 3, 2, "4x3")) == sequences(4, 3)
 
 
-def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
-    assert parse_tree("16") == (16, 0)
-    assert parse_tree("4x3") == (4, 3)
-    assert str(StepPlan("naive", 3, 0, "4x3")) == "naive gamma1 3 tree 4x3"
+def test_plans_that_guess_below_the_target_have_the_tree():
     plans = SpeculationConfig("triforce", gamma2=4, tree="12").plans
     assert [str(plan) for plan in plans] == [
         "triforce gamma1 2 gamma2 4 tree 12",
@@ -82,10 +79,6 @@ def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
     plans = SpeculationConfig("auto", tree="16").plans
-    assert {plan.tree for plan in plans if plan.uses_drafter} == {"16"}
-    assert {plan.tree for plan in plans if not plan.uses_drafter} == {""}
-
-
-def test_the_depth_of_sequences_is_gamma1():
+    assert {(plan.tree, plan.uses_drafter) for plan in plans} == {("16", True), ("", False)}
     with pytest.raises(InputError, match="^gamma1 is "):
         SpeculationConfig(gamma1=2, tree="4x3")

@@ -252,4 +252,3 @@ def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():
     budgets = [SpeculationConfig(chunk_size=8).budget_for(n) for n in (1, 1024, 2050, 16384, 10**6)]
     assert budgets == [256, 256, 512, 4096, 4096]
     assert SpeculationConfig(chunk_size=100).budget_for(1) == 300
-    assert SpeculationConfig(budget=16).budget_for(10**6) == 16

@@ -89,18 +89,6 @@ def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target()
         assert 5 * tuner.tokens_per_second(plan) == pytest.approx(fresh.tokens_per_second(plan))
 
 
-def test_a_lookup_that_should_cost_nothing_costs_what_was_measured():
-    """N-grams read no weights, so their prior is 0."""
-    tuner = Autotuner(PLANS, prior_of({**COSTS, "draft": 0.0}), use_clock=True)
-    free = tuner.tokens_per_second(NAIVE)
-    for _ in range(2):
-        tuner.note_round("draft", 0, 0.004)
-        tuner.note_round("target", 2, prior_of(COSTS)("target", 2))
-    paid = Autotuner(PLANS, prior_of(COSTS), use_clock=True).tokens_per_second(NAIVE)
-    assert tuner.tokens_per_second(NAIVE) == pytest.approx(paid)
-    assert paid < 0.95 * free
-
-
 def test_a_tree_is_taken_only_while_its_nodes_cost_little():
     """It reads more tokens, here and there, than a chain of its depth; else they are alike."""
     chain, tree = StepPlan("naive", 2), StepPlan("naive", 2, 0, "8")
