@@ -17,7 +17,8 @@ TABLE = r"""
 core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-1-1]
   * resample from p-hat | _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   * bonus token from the wrong row
-    _sample_next: (rows, num_accepted_B) => (rows, num_accepted_B.clamp_max(last - 1))
+    _sample_next: (rows, num_accepted_B)
+    => (rows, num_accepted_B.clamp_max(guesses.tokens_BN.shape[1] - 1))
   * biased acceptance numbers | verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1]**1.001
   q without top-p | Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q | RandomSource.sample: sample_by_number(_, _) => probs_BV.argmax(1)
