@@ -15,6 +15,7 @@ from torch import Tensor
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
+from minitri.core.drafters.plugin import Drafter
 from minitri.core.memory import Models
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
@@ -23,16 +24,22 @@ from minitri.core.stack import Stack
 from minitri.core.stats import Stats
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
+from tests.core.statistics import FALSE_ALARM as FALSE_ALARM
+from tests.core.statistics import p_value as p_value
 from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 500
 PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
-FALSE_ALARM = 1e-5
-"""Odds of each test."""
-LEAST = 1.25e-3
-"""Rarer texts are put together; with 4,000 seeds every cell expects five texts or more."""
 SMALL = {"budget": 4, "chunk_size": 2, "num_sink_tokens": 1, "num_recent_tokens": 3}
 """Caches for four tokens of a prompt of 16, so that the retrieval level is often wrong."""
+
+
+def model_of(vocab_size: int, seed: int) -> Llama:
+    """One layer, whose attention matters."""
+    model = tiny_model(tiny_config(vocab_size=vocab_size, num_layers=1), seed=seed)
+    model.layers[0].input_layernorm.weight.fill_(1)
+    model.attend = attend_together
+    return model
 
 
 def target_model() -> Llama:
@@ -42,14 +49,6 @@ def target_model() -> Llama:
 def other_model(vocab_size: int = V) -> Llama:
     """An adversarial drafter: its favourites are not the target's."""
     return model_of(vocab_size, seed=9)
-
-
-def model_of(vocab_size: int, seed: int) -> Llama:
-    """One layer, whose attention matters."""
-    model = tiny_model(tiny_config(vocab_size=vocab_size, num_layers=1), seed=seed)
-    model.layers[0].input_layernorm.weight.fill_(1)
-    model.attend = attend_together
-    return model
 
 
 def attend_together(
@@ -68,25 +67,21 @@ def attend_together(
     return out_BKGTD.flatten(1, 2).transpose(1, 2)
 
 
-def exact_probs(model: Llama, sampling: SamplingParams) -> torch.Tensor:
+def exact_probs(model: Llama, sampling: SamplingParams) -> Tensor:
     """(V,) * NUM_TOKENS, by the model's own forward passes in float64 softmax."""
-    sequences = [list(tokens) for tokens in itertools.product(range(V), repeat=NUM_TOKENS - 1)]
-    blocks = [[*PROMPT, *tokens] for tokens in sequences]
-    hidden = read_block(model, blocks, new_cache(model.config, len(sequences)))
+    texts = torch.tensor([*itertools.product(range(V), repeat=NUM_TOKENS)])
+    blocks = [[*PROMPT, *text] for text in texts[:, :-1].tolist()]
+    hidden = read_block(model, blocks, new_cache(model.config, len(texts)))
     logits = model.logits(hidden[:, len(PROMPT) - 1 :])[..., :V].double()
-    probs = probs_from_logits(logits.flatten(0, 1), sampling).view(-1, NUM_TOKENS, V)
-    joint = torch.ones((V,) * NUM_TOKENS, dtype=torch.float64)
-    for number, tokens in enumerate(sequences):
-        for i, token in enumerate(tokens):
-            joint[tuple(tokens)] *= probs[number, i, token]
-        joint[tuple(tokens)] *= probs[number, -1]
-    return joint
+    probs_BNV = probs_from_logits(logits.flatten(0, 1), sampling).view(-1, NUM_TOKENS, V)
+    probs_B = probs_BNV.gather(2, texts.unsqueeze(2)).prod(1)
+    return probs_B.view((V,) * NUM_TOKENS)
 
 
 @torch.inference_mode()
 def count_texts(
     target: Llama,
-    draft: Llama | None,
+    draft: Llama | Drafter | None,
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     num_seeds: int,
@@ -100,7 +95,8 @@ def count_texts(
         seeds = list(range(first, first + ROWS))
         RUN["first seed"] = first
         requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
-        models = Models(target, target, draft)
+        is_model = draft is None or isinstance(draft, Llama)
+        models = Models(target, target, *(draft, None) if is_model else (None, draft))
         session = begin(models, requests, speculation, make_filters=make_filters)
         read_prompt_once(session)
         cascade = session.cascade
@@ -142,25 +138,3 @@ def costs_that_change(*_: object) -> Callable[[str, float], float]:
     """Costs after which the autotuner takes another plan from step to step."""
     numbers = random.Random(RUN["first seed"])
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])
-
-
-def p_value(counts: Tensor, probs: Tensor) -> float:
-    """Odds that a sound engine is as far off; a text of probability 0 makes it 0."""
-    if counts[probs == 0].sum() > 0:
-        return 0.0
-    observed, expected = cells(counts, probs), cells(probs, probs) * counts.sum()
-    statistic = ((observed - expected) ** 2 / expected).sum()
-    return chi_square_tail(len(expected) - 1, float(statistic))
-
-
-def cells(values: Tensor, probs: Tensor) -> Tensor:
-    """Values of the common texts, and the sum of those of the rare ones."""
-    is_common = probs >= LEAST
-    is_rare = (probs > 0) & ~is_common
-    rare = [values[is_rare].sum().view(1)] if is_rare.any() else []
-    return torch.cat([values[is_common], *rare])
-
-
-def chi_square_tail(freedom: int, statistic: float) -> float:
-    halves = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(*halves))

@@ -1,11 +1,11 @@
 """Bugs put into the product on purpose: a change of a function's syntax tree, while it runs.
 
-The function itself gets the changed code, so everybody who holds it sees the change.
+The function itself gets the changed code, so everybody who holds it sees the change. A mutant names
+the structure that it changes: `_` in it stands for any expression.
 """
 
 import ast
 import contextlib
-import functools
 import importlib
 import inspect
 from collections.abc import Iterator
@@ -16,10 +16,6 @@ from types import CodeType, FunctionType
 import pytest
 
 import minitri
-
-NO_PLUGINS = ["-p", "no:cacheprovider", "-p", "no:unraisableexception", "-p", "no:threadexception"]
-"""The last two collect garbage at the end, which takes longer than most tests here."""
-
 
 PACKAGE = Path(minitri.__file__).parent
 
@@ -34,42 +30,39 @@ class Mutant:
     new: str
     killer: str
     """The test that notices it, as pytest names it from `tests/` on."""
+    is_quick: bool = False
 
 
 def read_table(table: str) -> list[Mutant]:
     """Mutants of a text: tests, names and changes by their indentation."""
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     killer, name, change = "", "", ""
-    for line in [*table.splitlines(), "", "  end"]:
+    for line in [*table.splitlines(), "end"]:
         depth = len(line) - len(line.lstrip())
         if depth < 4 and change:
             place, new = change.split(" => ")
             function, old = place.split(": ", 1)
-            found.append(Mutant(name, function, old, new, killer))
+            mutants.append(Mutant(name.strip("* "), function, old, new, killer, name[0] == "*"))
             change = ""
         if depth >= 4:
             change = f"{change} {line.strip()}".strip()
         elif depth == 2:
             name, _, change = line.strip().partition(" | ")
-        elif line:
+        elif line and not line.startswith("#"):
             killer = (killer + line).replace("::[", "[") if line.startswith("::") else line
-    return found
+    return mutants
 
 
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """The product with this bug."""
-    place, _, number = mutant.function.partition("#")
-    file, qualname = find(place)
-    tree = ast.parse(file.read_text())
-    replacer = Replacer(mutant.old, mutant.new, int(number or 0))
-    replacer.visit(node_at(tree, qualname))
-    wanted = int(number) if number else 1
-    assert replacer.count >= wanted, f"{mutant.name}: the text is not there"
-    assert number or replacer.count == 1, f"{mutant.name}: the text is not there once"
-    function = function_at(file, qualname)
+    module, tree, node = find(mutant.function)
+    replacer = Replacer(mutant.old, mutant.new)
+    replacer.visit(node)
+    assert replacer.count == 1, f"{mutant.name}: the code is there {replacer.count} times"
+    function = function_at(module, mutant.function.rpartition(":")[2])
     healthy = function.__code__
-    compiled = compile(ast.fix_missing_locations(tree), str(file), "exec")
+    compiled = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
     function.__code__ = code_of(compiled, healthy.co_qualname)
     try:
         yield
@@ -78,72 +71,81 @@ def mutated(mutant: Mutant) -> Iterator[None]:
 
 
 class Replacer(ast.NodeTransformer):
-    """Puts other code where an expression or a statement stands, at its first or n-th place."""
+    """Puts other code where an expression or a statement stands."""
 
-    def __init__(self, old: str, new: str, number: int) -> None:
-        olds, news = ast.parse(old).body, ast.parse(new).body
-        self.count, self.number = 0, number or 1
-        if all(isinstance(node, ast.Expr) for node in (*olds, *news)):
-            olds, news = [olds[0].value], [news[0].value]
-        [self.old], self.new = map(ast.dump, olds), news
+    def __init__(self, old: str, new: str) -> None:
+        self.count = 0
+        [self.old], self.new = ast.parse(old).body, ast.parse(new).body
+        if isinstance(self.old, ast.Expr) and isinstance(self.new[0], ast.Expr):
+            self.old, self.new = self.old.value, self.new[0].value
 
     def visit(self, node):
-        if ast.dump(node) != self.old:
+        if not matches(self.old, node):
             return self.generic_visit(node)
         self.count += 1
-        if self.count != self.number:
-            return node
-        return self.new if isinstance(node, ast.stmt) else self.new[0]
+        return self.new
 
 
-@functools.cache
-def parsed() -> dict[Path, ast.Module]:
-    """Every file of the package."""
-    return {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+def matches(pattern: object, node: object) -> bool:
+    """Whether code has the structure of a pattern."""
+    if isinstance(pattern, ast.Name) and pattern.id == "_":
+        return isinstance(node, ast.expr)
+    if type(pattern) is not type(node):
+        return False
+    if isinstance(pattern, list):
+        return len(pattern) == len(node) and all(map(matches, pattern, node))
+    if isinstance(pattern, ast.AST):
+        return matches([*vars_of(pattern)], [*vars_of(node)])
+    return pattern == node
 
 
-def find(name: str) -> tuple[Path, str]:
-    """File and name of a function that a mutant names."""
+def vars_of(node: ast.AST) -> Iterator[object]:
+    return (getattr(node, name, None) for name in node._fields if name != "ctx")
+
+
+def find(name: str) -> tuple[str, ast.Module, ast.AST]:
+    """Module, its syntax tree and in that the function of a name: FUNCTION, or FILE:FUNCTION."""
     place, _, qualname = name.rpartition(":")
-    files = [file for file, tree in parsed().items() if node_at(tree, qualname)]
-    [file] = [it for it in files if ".".join(it.with_suffix("").parts).endswith(place)]
-    return file, qualname
+    found = []
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        text = file.read_text()
+        if module.endswith(place) and f"def {qualname.rpartition('.')[2]}(" in text:
+            tree = node = ast.parse(text)
+            for part in qualname.split("."):
+                inner = getattr(node, "body", [])
+                node = next((it for it in inner if getattr(it, "name", "") == part), None)
+            found += [(module, tree, node)] if node else []
+    [only] = found
+    return only
 
 
-def node_at(tree: ast.AST, qualname: str) -> ast.AST | None:
-    """The function or class of this name, if it is there."""
-    part, _, rest = qualname.partition(".")
-    found = [item for item in tree.body if getattr(item, "name", None) == part]
-    return node_at(found[0], rest) if found and rest else next(iter(found), None)
-
-
-def function_at(file: Path, qualname: str) -> FunctionType:
+def function_at(module: str, qualname: str) -> FunctionType:
     """A function or method, without decorators."""
-    module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
-    found = importlib.import_module(module)
+    function = importlib.import_module(module)
     for part in qualname.split("."):
-        found = inspect.getattr_static(found, part)
+        function = inspect.getattr_static(function, part)
     for wrapped in ("__func__", "fget", "func"):
-        found = getattr(found, wrapped, found)
-    return inspect.unwrap(found)
+        function = getattr(function, wrapped, function)
+    return inspect.unwrap(function)
 
 
 def code_of(code: CodeType, qualname: str) -> CodeType:
     """The code of a function inside that of its module."""
-    inner = [const for const in code.co_consts if isinstance(const, CodeType)]
-    for found in inner:
-        if found.co_qualname == qualname:
-            return found
-    [outer] = [it for it in inner if qualname.startswith(it.co_qualname + ".")]
-    return code_of(outer, qualname)
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            if inner.co_qualname == qualname:
+                return inner
+            if qualname.startswith(inner.co_qualname + "."):
+                return code_of(inner, qualname)
+    raise LookupError(qualname)
 
 
 @dataclass
 class Outcome:
     """How tests ended that ran inside a test."""
 
-    passed: list[str] = field(default_factory=list)
-    failed: list[str] = field(default_factory=list)
+    num_passed: int = 0
     errors: list[type[BaseException]] = field(default_factory=list)
     """What the failed ones raised, in setup and teardown too."""
 
@@ -151,18 +153,17 @@ class Outcome:
     def pytest_runtest_makereport(self, item, call):
         report = (yield).get_result()
         if report.failed:
-            self.failed.append(item.nodeid)
             self.errors.append(call.excinfo.type)
-        elif report.when == "call" and report.passed:
-            self.passed.append(item.nodeid)
+        self.num_passed += report.when == "call" and report.passed
 
 
 def run_tests(*names: str) -> Outcome:
     """Runs tests in this process and says how they ended; stops at the first failure."""
     outcome = Outcome()
-    options = ["-x", "-q", "--no-header", "-o", "addopts=", *NO_PLUGINS]
+    # The last two plugins collect garbage at the end, which takes longer than most tests here.
+    off = [f"-pno:{name}" for name in ("cacheprovider", "unraisableexception", "threadexception")]
     with contextlib.chdir(Path(__file__).parent), pytest.MonkeyPatch.context() as patching:
         patching.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
         patching.delenv("PYTEST_ADDOPTS", raising=False)
-        pytest.main([*options, *names], plugins=[outcome])
+        pytest.main(["-x", "-q", "--no-header", "-o", "addopts=", *off, *names], plugins=[outcome])
     return outcome

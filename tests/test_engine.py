@@ -21,10 +21,9 @@ PROMPTS = [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
 NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
 
 
-def texts(engine, prompts, *, n=12, sampling=SamplingParams(), seed=0, **settings):  # noqa: B008
+def texts(engine, prompts, *, n=12, **settings):
     """Of all rows, by the model alone."""
-    how = {"sampling": sampling, "generation": GenerationConfig(n, **settings), "seed": seed}
-    return texts_of(engine.generate(prompts, speculation=False, **how))
+    return texts_of(engine.generate(prompts, max_new_tokens=n, speculation=False, **settings))
 
 
 def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
@@ -39,8 +38,7 @@ def test_greedy_tokens_equal_those_of_the_naive_loop(engine):
 
 @pytest.mark.parametrize("num_events", [0, 2, 8])
 def test_a_caller_may_stop_at_any_moment(engine, num_events):
-    generation = GenerationConfig(max_new_tokens=12, prefill_chunk=16)
-    with engine.generate(PROMPTS[1], generation=generation) as left:
+    with engine.generate(PROMPTS[1], max_new_tokens=12, prefill_chunk=16) as left:
         seen = list(itertools.islice(left, num_events))
     assert left.stats.num_generated_tokens == sum(isinstance(event, Token) for event in seen)
     left.close()
@@ -51,8 +49,8 @@ def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
     """Half of a character in the decoder, the start of a stop string in the scanner."""
     half = engine.tokenizer.encode("🦥")[:2]
     begun = engine.tokenizer.encode("EN")
-    texts, ends = ((half, "\ufffd"), (begun, "EN")), (([2], "eos"), ([], "length"))
-    for (tokens, shown), (last, reason) in itertools.product(texts, ends):
+    waiting, ends = ((half, "\ufffd"), (begun, "EN")), (([2], "eos"), ([], "length"))
+    for (tokens, shown), (last, reason) in itertools.product(waiting, ends):
         generation = GenerationConfig(len(tokens + last), stop=("END",))
         reader = TextReader(engine.tokenizer, [5], stop=generation.stop)
         row = Row(0, Request([5], generation=generation), [5], reader)
@@ -73,40 +71,14 @@ def test_prompts_may_be_tensors_and_arrays(engine, prompts):
 
 
 NO_PROMPTS = [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x"), b"She had", [None]]
-BAD_PROMPTS = [
-    ["a", 3],
-    [1.5],
-    [True, 5],
-    "a\udcff",
-    "",
-    [],
-    [[]],
-    ["fine", ""],
-    [3, 320],
-    [[3], [-1]],
-]
+BAD_PROMPTS = [["a", 3], [1.5], [True, 5], "a\udcff", "", [], [[]], ["fine", ""], [3, 320]]
 
 
-@pytest.mark.parametrize("prompts", [*NO_PROMPTS, *BAD_PROMPTS, [7] * 501])
+@pytest.mark.parametrize("prompts", [*NO_PROMPTS, *BAD_PROMPTS, [[3], [-1]], [7] * 501])
 def test_bad_prompts_are_refused_before_any_work(engine, prompts):
     for start in (engine.generate, engine.complete):
         with pytest.raises(InputError, match="prompt"):
-            start(prompts, generation=GenerationConfig(max_new_tokens=12))
-    with pytest.raises(InputError, match="one prompt, got 2"):
-        engine.complete(PROMPTS[:2])
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "num_new", "advice"),
-    [
-        (501, 12, "500 tokens or stretch the context with rope_scaling=yarn:2"),
-        (20, 10**9, "minus max_new_tokens=1000000000; lower max_new_tokens=$"),
-        (20, 512, "lower max_new_tokens= or stretch the context with rope_scaling=yarn:2"),
-    ],
-)
-def test_a_prompt_that_is_too_long_has_plausible_ways_out(engine, num_tokens, num_new, advice):
-    with pytest.raises(InputError, match=advice):
-        engine.generate([7] * num_tokens, max_new_tokens=num_new)
+            start(prompts, max_new_tokens=12)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]])
@@ -116,13 +88,24 @@ def test_bad_seeds_are_refused(engine, seed):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"budget": 10**20, "chunk_size": 1}, {"chunk_size": 1024}, {"budget": 4096}]
+    ("num_tokens", "num_new", "advice"),
+    [
+        (501, 12, "500 tokens or stretch the context with rope_scaling=yarn:2"),
+        (20, 10**9, "lower max_new_tokens=$"),
+        (20, 512, "lower max_new_tokens= or stretch the context with rope_scaling=yarn:2"),
+    ],
 )
+def test_a_prompt_that_is_too_long_has_plausible_ways_out(engine, num_tokens, num_new, advice):
+    with pytest.raises(InputError, match=advice):
+        engine.generate([7] * num_tokens, max_new_tokens=num_new)
+
+
+@pytest.mark.parametrize("settings", [{"budget": 10**20, "chunk_size": 1}, {"chunk_size": 1024}])
 def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
     """Clipped to what the texts can fill; no more memory is reserved than for them."""
     speculation = SpeculationConfig("retrieval", **settings)
-    generation = GenerationConfig(4, ignore_eos=True)
-    end = engine.complete(PROMPTS[0], generation=generation, speculation=speculation)
+    how = {"max_new_tokens": 4, "ignore_eos": True, "speculation": speculation}
+    end = engine.complete(PROMPTS[0], **how)
     assert [end.token_ids] == texts(engine, PROMPTS[0], n=4, ignore_eos=True)
     assert end.stats.kv_cache_bytes < 1 << 20
 
@@ -131,19 +114,14 @@ KINDS = {"generation": GenerationConfig, "sampling": SamplingParams}
 KINDS["speculation"] = SpeculationConfig
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [(kind, name, it) for kind in WRONG for name, values in WRONG[kind].items() for it in values],
-)
-def test_bad_settings_are_refused_by_name(kind, name, value):
-    with pytest.raises(InputError, match=name):
-        KINDS[kind](**{name: value})
-
-
-@pytest.mark.parametrize("bad", [{"sampling": {}}, {"speculation": "triforce"}, {"generation": 3}])
-def test_settings_of_a_wrong_kind_are_refused(engine, bad):
+@pytest.mark.parametrize("kind", WRONG)
+def test_bad_settings_are_refused_by_name(engine, kind):
+    for name, values in WRONG[kind].items():
+        for value in values:
+            with pytest.raises(InputError, match=name):
+                KINDS[kind](**{name: value})
     with pytest.raises(InputError, match=r"where a \w+ belongs"):
-        engine.generate(PROMPTS[0], **bad)
+        engine.generate(PROMPTS[0], **{kind: "triforce"})
 
 
 BAD = {"model": [None], "draft": [3], "dtype": [torch.float32, "int3"]}
@@ -171,4 +149,4 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     no_memory = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     monkeypatch.setattr("minitri.core.memory.FullCache.allocate", no_memory)
     with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
-        engine.generate([1, 2, 3], generation=GenerationConfig(max_new_tokens=12))
+        engine.generate([1, 2, 3], max_new_tokens=12)

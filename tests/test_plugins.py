@@ -4,20 +4,18 @@ Equal texts are in `tests/test_matrix.py`."""
 
 import itertools
 import math
-from collections import Counter
 from unittest.mock import Mock
 
 import pytest
 import torch
 
 import minitri
-from tests.cascades import settings_of, texts_of
+from tests.cascades import settings_of
 from tests.core.rigs import WARM
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"
 GREEDY = minitri.SamplingParams(), False
 COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
-BOTH = pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 
 
 class Bigrams:
@@ -39,15 +37,11 @@ class Visited(minitri.Policy):
         self.memory, self.seen = memory, {}
 
     def scores(self, layer, b, q_KRD, chunks_KNMD):
-        means_KND = chunks_KNMD.float().mean(2)
-        scores_KN = (q_KRD.float() @ means_KND.transpose(1, 2)).amax(1).softmax(1)
+        scores_KN = (q_KRD @ chunks_KNMD.mean(2).mT).amax(1).softmax(1)
         before = self.seen.get((b, layer), scores_KN[:, :0])
         scores_KN[:, : before.shape[1]] += self.memory * before
         self.seen[b, layer] = scores_KN
         return scores_KN
-
-    def reset(self, b: int) -> None:
-        self.seen = {place: scores for place, scores in self.seen.items() if place[0] != b}
 
 
 def with_drafter(engine, drafter) -> minitri.Engine:
@@ -69,7 +63,7 @@ def test_a_drafter_is_given_to_load(folder):
             minitri.load(str(folder), device="cpu", **wrong)
 
 
-@BOTH
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED], ids=["greedy", "coupled"])
 def test_right_guesses_are_accepted(engine, distribution):
     """Certain ones, and ones with a distribution; it says nothing at the end of what it knows."""
     prompt = engine.tokenizer.encode(PROMPT)
@@ -88,43 +82,24 @@ def test_right_guesses_are_accepted(engine, distribution):
 
 
 def test_rows_of_a_batch_are_asked_each_for_itself(engine):
-    other = with_drafter(engine, Bigrams(engine.config.vocab_size))
-    prompts = [PROMPT, "The harbour wind", PROMPT[:30]]
-    settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
-    texts = texts_of(other.generate(prompts, **settings | {"seed": 3}))
-    for seed, (text, prompt) in enumerate(zip(texts, prompts, strict=True), 3):
-        assert text == other.complete(prompt, **settings | {"seed": seed}).token_ids
+    asked = {}
 
-
-@pytest.mark.slow
-def test_guesses_of_a_drafter_follow_the_filters_and_leave_the_distribution(engine):
-    """Two tokens of 600 seeds with a drafter that is sure of a wrong one, and without: chi-square
-    over nine outcomes is above 40 by chance in one of 3 * 10^5 cases."""
-
-    class Biased:
+    class Noting:
         def guess(self, tokens, row):
-            wrong = torch.zeros(320).index_fill(0, torch.tensor(tokens[-1]), 0.5)
-            return wrong + 0.5 / 320
+            asked.setdefault(row, set()).add(tokens[0])
+            return tokens[-1]
 
-    def texts(drafter, method, first):
-        other = with_drafter(engine, drafter)
-        settings = {"sampling": minitri.SamplingParams(1.0, top_k=3), "method": method}
-        settings["generation"] = minitri.GenerationConfig(3)
-        seeds = range(first, first + 600)
-        return Counter(other.complete(PROMPT, seed=s, **settings).token_ids[:2] for s in seeds)
-
-    ours, theirs = texts(Biased(), "naive", 0), texts(None, "autoregressive", 1000)
-    assert len({*ours, *theirs}) == 9
-    assert sum((ours[t] - theirs[t]) ** 2 / (ours[t] + theirs[t]) for t in {*ours, *theirs}) < 40
+    settings = settings_of("triforce", 30, WARM, gamma1=2, gamma2=3, budget=24)
+    list(with_drafter(engine, Noting()).generate([[5, 9], [6], [7] * 30], **settings))
+    assert asked == {0: {5}, 1: {6}, 2: {7}}
 
 
 def probs(*values: float, size: int = 320) -> torch.Tensor:
     return torch.tensor([*map(float, values), *[0.0] * (size - len(values))])
 
 
-WRONG_GUESSES = [-1, 320, 2**70, "token", 1.5, [0.5, 0.5], torch.tensor(3)]
-WRONG_GUESSES += [probs(1, size=321), probs(1).unsqueeze(0), probs(0.5), probs(2), probs(1.5, -0.5)]
-WRONG_GUESSES += [probs(math.nan), probs(math.inf), ValueError("no idea"), AttributeError("a\nb")]
+WRONG_GUESSES = [-1, 320, 2**70, "token", 1.5, [0.5, 0.5], probs(1, size=321), probs(0.5)]
+WRONG_GUESSES += [probs(1).unsqueeze(0), probs(1.5, -0.5), probs(math.nan), AttributeError("a\nb")]
 
 
 @pytest.mark.parametrize("answer", WRONG_GUESSES, ids=repr)
@@ -156,9 +131,8 @@ def test_every_run_has_a_policy_of_its_own(engine):
     assert policy.seen == {}
 
 
-WRONG_SCORES = [None, 5, torch.zeros(3), torch.zeros(2, 1), math.nan, ValueError("a\nb")]
-BROKEN = [("observe", ValueError("no")), ("reset", ValueError("no"))]
-BROKEN += [("scores", answer) for answer in WRONG_SCORES]
+BROKEN = [("observe", ValueError("no")), ("reset", ValueError("a\nb"))]
+BROKEN += [("scores", answer) for answer in (None, torch.zeros(2, 1), math.nan)]
 
 
 @pytest.mark.parametrize(("method", "answer"), BROKEN, ids=repr)

@@ -30,26 +30,19 @@ def ours(prompt_file, call, num_prompt: int, *flags: str) -> dict:
 
 
 def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    import transformers
 
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    config = AutoConfig.from_pretrained(**where)
+    how = {"config": transformers.AutoConfig.from_pretrained(**where), "dtype": torch.float32}
     if rope is not None:
-        config.rope_parameters, config.max_position_embeddings = rope, 32768
-    how = {"config": config, "dtype": torch.float32, **dequantized()}
-    model = AutoModelForCausalLM.from_pretrained(**where, **how).eval()
-    tokens = torch.tensor([AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]])
-    out = model.generate(tokens, max_new_tokens=32, do_sample=False, eos_token_id=2, pad_token_id=2)
+        how["config"].rope_parameters, how["config"].max_position_embeddings = rope, 32768
+    if hasattr(transformers, "GgufConfig"):  # else they stay quantized
+        how["quantization_config"] = transformers.GgufConfig(dequantize=True)
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]
+    settings = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
+    out = model.generate(torch.tensor([ids]), max_new_tokens=32, **settings)
     return out[0, num_prompt:].tolist()
-
-
-def dequantized() -> dict:
-    """Newer versions of `transformers` keep GGUF weights quantized unless told not to."""
-    try:
-        from transformers import GgufConfig
-    except ImportError:
-        return {}
-    return {"quantization_config": GgufConfig(dequantize=True)}
 
 
 @pytest.mark.parametrize(

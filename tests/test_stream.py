@@ -2,33 +2,21 @@
 
 import pytest
 
-from minitri import (
-    End,
-    GenerationConfig,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import End, GenerationConfig, InputError, Request, SamplingParams, Token
 from minitri.core.requests import PrefillProgress
 from tests.cascades import texts_of
 
 WARM = SamplingParams(temperature=0.9, top_p=0.95)
 SAMPLINGS = (SamplingParams(), WARM, SamplingParams(temperature=1.3, top_k=5))
 METHODS = ("autoregressive", "naive", "retrieval", "triforce")
+SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 8}
 
 
-def settings_of(method: str) -> SpeculationConfig:
-    return SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=8)
-
-
-def requests(engine, num: int = 9) -> list[Request]:
+def requests(num: int = 9) -> list[Request]:
     """Prompts of 1 to 70 tokens, long and short ones mixed; each ends elsewhere."""
-    vocab = engine.config.vocab_size
     return [
         Request(
-            [(7 * i + 3 * j * j) % vocab for j in range(1 + (i * 23) % 70)],
+            [(7 * i + 3 * j * j) % 320 for j in range(1 + (i * 23) % 70)],
             seed=100 + i,
             sampling=SAMPLINGS[i % 3],
             generation=GenerationConfig(max_new_tokens=3 + (i * 5) % 17, ignore_eos=i % 2 == 0),
@@ -40,31 +28,26 @@ def requests(engine, num: int = 9) -> list[Request]:
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("batch_size", [2, 4])
 def test_every_request_gets_what_it_gets_alone(engine, method, batch_size):
-    speculation, wanted = settings_of(method), requests(engine)
-    settings = {"speculation": speculation, "generation": GenerationConfig(prefill_chunk=16)}
-    run = engine.stream(wanted, batch_size=batch_size, **settings)
+    settings = {"method": method, "prefill_chunk": 16, **SIZES}
+    run = engine.stream(requests(), batch_size=batch_size, **settings)
     events = list(run)
-    alone = [texts_of(engine.stream([it], speculation=speculation))[0] for it in wanted]
-    assert texts_of(events) == alone
+    assert texts_of(events) == [texts_of(engine.stream([it], **settings))[0] for it in requests()]
     done = {e.row: e.num_done for e in events if isinstance(e, PrefillProgress)}
-    assert done == {i: len(request.prompt) for i, request in enumerate(wanted)}
+    assert done == {i: len(request.prompt) for i, request in enumerate(requests())}
     assert run.stats.num_prompt_tokens == run.stats.num_prefilled_tokens == sum(done.values())
     num_tokens = run.stats.num_generated_tokens
     assert num_tokens == sum(isinstance(event, Token) for event in events)
-    assert num_tokens == run.stats.num_decoded_tokens + len(wanted)
+    assert num_tokens == run.stats.num_decoded_tokens + len(requests())
 
 
 def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
     """While the new prompt is read, chunk by chunk, the other row goes on."""
     prompt = list(range(60))
-    short, long = (GenerationConfig(max_new_tokens=n, ignore_eos=True) for n in (2, 40))
-    texts = ((prompt[:5], short), (prompt[:5], long), (prompt, short))
-    wanted = [Request(text, generation=generation) for text, generation in texts]
-    settings = {"speculation": False, "generation": GenerationConfig(prefill_chunk=10)}
-    run = engine.stream(wanted, batch_size=2, **settings)
+    texts = ((prompt[:5], 2), (prompt[:5], 40), (prompt, 2))
+    wanted = [Request(text, max_new_tokens=n, ignore_eos=True) for text, n in texts]
+    run = engine.stream(wanted, batch_size=2, speculation=False, prefill_chunk=10)
     order = [(type(event).__name__, event.row) for event in run]
-    ends = [row for name, row in order if name == "End"]
-    assert ends == [0, 2, 1]
+    assert [row for name, row in order if name == "End"] == [0, 2, 1]
     others = [place for place in order if place[1]]
     first = others.index(("PrefillProgress", 2))
     assert others[first : first + 6] == [("PrefillProgress", 2), ("Token", 1)] * 3
@@ -79,14 +62,10 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
         sizes.add(len(hidden))
         return type(engine.model).logits(engine.model, hidden)
 
-    def ask(prompt, num_new):
-        generation = GenerationConfig(num_new, ignore_eos=True)
-        run.submit(Request(prompt, seed=5, sampling=WARM, generation=generation))
-
-    settings = {"speculation": settings_of(method), "generation": GenerationConfig(reserve=200)}
-    with engine.open(batch_size=4, **settings) as run:
-        ask([1, 2, 3], 2)
-        ask([7, 8, 9] * 20, 60)
+    with engine.open(batch_size=4, reserve=200, method=method, **SIZES) as run:
+        for prompt, num_new in (([1, 2, 3], 2), ([7, 8, 9] * 20, 60)):
+            generation = GenerationConfig(num_new, ignore_eos=True)
+            run.submit(Request(prompt, 5, WARM, generation))
         while not isinstance(next(run), End):
             pass
         monkeypatch.setattr(engine.model, "logits", logits)
@@ -101,7 +80,6 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
         ([], "no requests"),
         ([Request("fine"), Request("")], "request 1: .*empty"),
         ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
-        ([Request("fine"), Request([-1])], "request 1: prompt has token id -1"),
         ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
         (["fine"], "'fine' where a Request"),
     ],
@@ -109,10 +87,31 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
 def test_a_wrong_request_is_named(engine, wanted, message):
     with pytest.raises(InputError, match=message):
         engine.stream(wanted)
-
-
-@pytest.mark.parametrize("batch_size", [0, -1, "2", 1.5, True])
-def test_a_batch_of_no_rows_is_refused(engine, batch_size):
     for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
-        with pytest.raises(InputError, match="batch_size"):
-            start(batch_size=batch_size, generation=GenerationConfig(reserve=64))
+        for batch_size in (0, "2", 1.5, True):
+            with pytest.raises(InputError, match="batch_size"):
+                start(batch_size=batch_size, reserve=64)
+
+
+def test_no_text_begins_with_what_another_owner_left(engine):
+    def ask(run, num_new=4, **whose) -> int:
+        whose = {"max_new_tokens": num_new, "ignore_eos": True, **whose}
+        return run.submit(Request([*range(40, 140)], **whose))
+
+    def num_cached(run, owner) -> int:
+        number = ask(run, owner=owner)
+        while not isinstance(event := next(run), End) or event.row != number:
+            pass
+        return event.row_stats.num_cached_tokens
+
+    with engine.open(batch_size=4, reserve=400) as run:
+        assert num_cached(run, "a") == 0
+        assert num_cached(run, "b") == 0
+        assert num_cached(run, "a") > 80
+        ask(run, 60, owner="c")
+        while not isinstance(next(run), Token):
+            pass
+        assert num_cached(run, "d") == 0
+        for name in ("owner", "client"):
+            with pytest.raises(InputError, match=f"{name} is .*; it must be a text"):
+                ask(run, **{name: None})

@@ -8,9 +8,9 @@ cascade for every outcome of every random number, level by level, and adds the p
 import functools
 import itertools
 import random
-from functools import cache
 
 import torch
+from torch import Tensor
 
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
@@ -29,9 +29,9 @@ class Table:
     def __init__(self, V: int, seed: int, *, near: "Table | None" = None) -> None:
         """`near`: a table to stay close to, as a drafter's is to its target's."""
         self.V, self.seed, self.near = V, seed, near
-        self.row = cache(self._row)
+        self.row = functools.cache(self._row)
 
-    def _row(self, context: tuple[int, ...]) -> torch.Tensor:
+    def _row(self, context: tuple[int, ...]) -> Tensor:
         generator = random.Random(f"{self.seed} {context}")
         weights = exactly([generator.choice([0.0, 0.2, 0.5, 1.0, 2.0]) for _ in range(self.V)])
         weights[generator.randrange(self.V)] += 0.3
@@ -39,11 +39,11 @@ class Table:
         return own if self.near is None else 0.5 * own + 0.5 * self.near.row(context)
 
 
-def exactly(numbers) -> torch.Tensor:
+def exactly(numbers) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def probs_after(runner, text: list[int], num_guesses: int = 0) -> torch.Tensor:
+def probs_after(runner, text: list[int], num_guesses: int = 0) -> Tensor:
     """A runner's distributions (1, N + 1, V) after the last tokens of a text."""
     certain, guesses = text[: len(text) - num_guesses], text[len(text) - num_guesses :]
     q_BNV = torch.ones(1, num_guesses, 1)
@@ -105,61 +105,39 @@ UPPER, BOTH = (EDGE,), (EDGE, 1 - EDGE)
 
 
 def outcomes(
-    proposal: Proposal, probs_BNV: torch.Tensor, b: int, edges: tuple[float, ...] = UPPER
+    proposal: Proposal, probs_BNV: Tensor, b: int, *, rule=verify, edges=UPPER
 ) -> list[tuple[float, list[float]]]:
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
-    numbers that lead there, as `verify` takes them. A test is passed or failed by a hair; a token
+    numbers that lead there, as the rule takes them. A test is passed or failed by a hair; a token
     is sampled just within the upper edge of its cell, or once at each of `edges`."""
-    found, reached = [], 1.0
-    numbers = [0.5] * len(proposal.tokens[b])
-    for i, token in enumerate(proposal.tokens[b]):
-        p_V, q_V = probs_BNV[b, i], proposal.probs_BNV[b, i] / proposal.probs_BNV[b, i].sum()
-        accept = min(1.0, float(p_V[token] / q_V[token]))
-        if accept < 1:
-            rest_V = (p_V - q_V).clamp_min(0)
-            failed = [*numbers[:i], accept + (1 - accept) * EDGE, *numbers[i + 1 :]]
-            found += [
-                (reached * (1 - accept) * share, [*failed, number])
-                for share, number in cells(rest_V / rest_V.sum(), edges)
-            ]
-        if accept == 0:
-            return found
-        numbers[i] = accept * (1 - EDGE)
-        reached *= accept
-    rest = cells(probs_BNV[b, len(numbers)], edges)
-    return found + [(reached * share, [*numbers, number]) for share, number in rest]
-
-
-def outcomes_of_block(
-    proposal: Proposal, probs_BNV: torch.Tensor, b: int
-) -> list[tuple[float, list[float]]]:
-    """The same for block verification: the longest prefix that passes stays."""
-    tokens, found, reached, numbers = proposal.tokens[b], [], 1.0, [0.5] * len(proposal.tokens[b])
-    n, weights, odds = len(tokens), [1.0], [1.0]
-    for i, token in enumerate(tokens):
-        p, q = probs_BNV[b, i], proposal.probs_BNV[b, i]
-        weights.append(min(1.0, weights[-1] * float(p[token] / q[token])))
-    rests = [weights[i] * probs_BNV[b, i] - proposal.probs_BNV[b, i] for i in range(n)]
-    rests = [rest.clamp_min(0) for rest in rests] + [probs_BNV[b, n]]
-    for weight, rest in zip(weights[1:-1], rests[1:], strict=False):
-        odds.append(1.0 if weight == 1 else float(rest.sum() / (rest.sum() + 1 - weight)))
-    odds += weights[1:][-1:]
-    for i in range(n, -1, -1):
-        if odds[i] > 0 and reached > 0:
-            passed = numbers.copy()
-            if i > 0:
-                passed[i - 1] = odds[i] * (1 - EDGE)
-            found += [
-                (reached * odds[i] * share, [*passed, number])
-                for share, number in cells(rests[i] / rests[i].sum())
-            ]
-        if i > 0:
-            numbers[i - 1] = odds[i] + (1 - odds[i]) * EDGE
-        reached *= 1 - odds[i]
+    tokens, p_NV = proposal.tokens[b], probs_BNV[b]
+    n, is_block = len(tokens), rule is verify_block
+    q_NV = proposal.probs_BNV[b] / proposal.probs_BNV[b].sum(1, keepdim=True)
+    ratios = [float(p_NV[i, token] / q_NV[i, token]) for i, token in enumerate(tokens)]
+    scales = [1.0] * (n + 1)
+    for i, ratio in enumerate(ratios if is_block else []):
+        scales[i + 1] = min(1.0, scales[i] * ratio)
+    rests = [(scales[i] * p_NV[i] - q_NV[i]).clamp_min(0) for i in range(n)] + [p_NV[n]]
+    chances = [min(1.0, ratio) for ratio in ratios]
+    if is_block:  # the longest prefix that passes stays
+        for i in range(1, n):
+            left = float(rests[i].sum())
+            chances[i - 1] = 1.0 if scales[i] == 1 else left / (left + 1 - scales[i])
+        chances[n - 1 :] = scales[1:][n - 1 :]
+    found = []
+    for num_kept in range(n + 1):
+        numbers, weight = [0.5] * n, 1.0
+        for i in range(max(num_kept - 1, 0), n) if is_block else range(min(num_kept + 1, n)):
+            is_passed, chance = i < num_kept, chances[i]
+            numbers[i] = chance * (1 - EDGE) if is_passed else chance + (1 - chance) * EDGE
+            weight *= chance if is_passed else 1 - chance
+        if weight > 0:
+            rest_V = rests[num_kept] / rests[num_kept].sum()
+            found += [(weight * share, [*numbers, at]) for share, at in cells(rest_V, edges)]
     return found
 
 
-def cells(probs: torch.Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
+def cells(probs: Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
     """The probability of each possible token, or its share at each of `edges`, and a number in its
     cell of the CDF."""
     ends = zip(probs, probs.cumsum(0), strict=True)
@@ -171,32 +149,29 @@ class ScriptedSource(IndependentSource):
     """A random source that follows a script per row, and notes decisions beyond them."""
 
     def __init__(self, scripts: list[list[list[float]]], rule=verify) -> None:
-        super().__init__(kind="block" if rule is verify_block else "token")
+        super().__init__("block" if rule is verify_block else "token")
         self.scripts, self.step = scripts, [0] * len(scripts)
         self.rule = rule
         self.frontier: dict[int, list[tuple[float, list[float]]]] = {}
 
     def sample(self, probs_BV, starts, active):
-        nothing = Proposal.nothing(len(active))
-        self.drawn = self.numbers_of(nothing, probs_BV.unsqueeze(1), active)
+        self.drawn = self.script(Proposal.nothing(len(active)), probs_BV.unsqueeze(1), active)
         return super().sample(probs_BV, starts, active)
 
     def verify(self, proposal, probs_BNV, starts, active):
-        self.drawn = self.numbers_of(proposal, probs_BNV, active)
+        self.drawn = self.script(proposal, probs_BNV, active)
         return super().verify(proposal, probs_BNV, starts, active)
-
-    def numbers_of(self, proposal, probs_BNV, active):
-        textbook = outcomes_of_block if self.rule is verify_block else outcomes
-        uniforms_BN = torch.zeros(len(active), max(proposal.counts) + 1, dtype=torch.float64)
-        for b, n in enumerate(proposal.counts):
-            if active[b]:
-                found = self.next_numbers(b, functools.partial(textbook, proposal, probs_BNV, b))
-                numbers = exactly(found or [0.0] * (n + 1))
-                uniforms_BN[b, :n], uniforms_BN[b, -1] = numbers[:-1], numbers[-1]
-        return uniforms_BN
 
     def numbers(self, counts, starts, active):
         return self.drawn
+
+    def script(self, proposal, probs_BNV, active):
+        uniforms_BN = torch.zeros(len(active), max(proposal.counts) + 1, dtype=torch.float64)
+        textbook = functools.partial(outcomes, proposal, probs_BNV, rule=self.rule)
+        for b, n in enumerate(proposal.counts):
+            if active[b] and (found := self.next_numbers(b, functools.partial(textbook, b))):
+                uniforms_BN[b, [*range(n), -1]] = exactly(found)
+        return uniforms_BN
 
     def next_numbers(self, b, textbook):
         """What the script says; notes the outcomes of a decision that it says nothing of."""
@@ -223,43 +198,32 @@ class ScheduledTuner(Autotuner):
         return self.plan
 
 
-def toy_cascade(
-    source,
-    batch_size,
-    target,
-    middle,
-    draft,
-    gamma1,
-    gamma2,
-    *,
-    plans=None,
-    make_filters=lambda: None,
-    make_level=None,
-) -> Cascade:
-    """TriForce over tables; `None` for middle or draft leaves that stage out. All rows take part
-    from the first step on, without `start`. A stage is made by `make_level(table, filters, source,
-    stats, meter)`; by default it guesses chains."""
-    text_filters = [make_filters() for _ in range(batch_size)]
-    names = {(False, False): "autoregressive", (False, True): "naive"}
-    names |= {(True, False): "retrieval", (True, True): "triforce"}
-    name = names[middle is not None, draft is not None]
-    gammas = gamma1 if draft else 0, gamma2 if middle else 0
-    plans = plans or [StepPlan(name, *gammas)]
-    meter = Meter(Stats(), ScheduledTuner(plans), Clock())
-
-    def make(table, name):
-        if table is None:
-            return None
-        return (make_level or chain_level)(table, text_filters, source, LevelStats(name), meter)
-
-    stages = make(target, "target"), make(middle, "retrieval"), make(draft, "draft")
-    cascade = Cascade([list(PROMPT) for _ in range(batch_size)], meter, *stages)
-    cascade.active = [True] * batch_size
-    return cascade
+def plan_of(gamma1: int, gamma2: int, tree: str = "") -> StepPlan:
+    """The plan of these gammas; 0 leaves a stage out."""
+    methods = {(False, False): "autoregressive", (True, False): "naive"}
+    methods |= {(False, True): "retrieval", (True, True): "triforce"}
+    return StepPlan(methods[gamma1 > 0, gamma2 > 0], gamma1, gamma2, tree)
 
 
 def chain_level(table, text_filters, source, stats, meter) -> Level:
     return Level(TableRunner(table, len(text_filters), text_filters), source, stats, meter)
+
+
+def toy_cascade(
+    source, batch_size, tables, plans, *, make_filters=lambda: None, make_level=chain_level
+) -> Cascade:
+    """Stages over tables for target, retrieval level and drafter, None for those that are left out.
+    All rows take part from the first step on, without `start`."""
+    text_filters = [make_filters() for _ in range(batch_size)]
+    meter = Meter(Stats(), ScheduledTuner(plans), Clock())
+    names = "target", "retrieval", "draft"
+    stages = [
+        table and make_level(table, text_filters, source, LevelStats(name), meter)
+        for table, name in zip(tables, names, strict=True)
+    ]
+    cascade = Cascade([list(PROMPT) for _ in range(batch_size)], meter, *stages)
+    cascade.active = [True] * batch_size
+    return cascade
 
 
 def largest_error(
@@ -273,35 +237,24 @@ def largest_error(
     rule=verify,
     by_definition=lambda table: table,
     make_source=ScriptedSource,
+    plans=None,
     **settings,
 ) -> float:
     """How far the first `horizon` tokens of a cascade over random tables are from the target's
-    distribution, `by_definition` of filters. A gamma of 0 leaves its stage out."""
+    distribution, `by_definition` of filters: all random numbers of a few steps, then the exact
+    target goes on. A gamma of 0 leaves its stage out."""
     target = Table(V, seed)
     middle = Table(V, seed + 1, near=target) if gamma2 else None
     draft = Table(V, seed + 2, near=target) if gamma1 else None
-
-    def build(source, batch_size):
-        stages = target, middle, draft
-        return toy_cascade(source, batch_size, *stages, gamma1, gamma2, **settings)
-
     exact = by_definition(target)
-    probs = output_distribution(
-        build, horizon, exact, num_steps=num_steps, rule=rule, make_source=make_source
-    )
-    return float((probs - target_distribution(exact, horizon)).abs().max())
-
-
-def output_distribution(
-    build, horizon: int, target: Table, *, num_steps, rule, make_source
-) -> torch.Tensor:
-    """The distribution of the first `horizon` tokens after a prompt, (V,) * horizon: a few steps of
-    what `build(source, batch_size)` makes, all random numbers; then the exact target goes on."""
-    total = torch.zeros((target.V,) * horizon, dtype=torch.float64)
+    total, wanted = (torch.zeros((V,) * horizon, dtype=torch.float64) for _ in range(2))
+    add_up(wanted, (), 1.0, exact, horizon)
     paths: list[tuple[float, list[list[float]]]] = [(1.0, [])]
     while paths:
         source = make_source([script for _, script in paths], rule)
-        cascade = build(source, len(paths))
+        tables = target, middle, draft
+        wanted_plans = plans or [plan_of(gamma1, gamma2)]
+        cascade = toy_cascade(source, len(paths), tables, wanted_plans, **settings)
         for _ in range(num_steps):
             cascade.step()
         longer = []
@@ -311,9 +264,9 @@ def output_distribution(
             else:
                 tokens = tuple(cascade.sequences[b][len(PROMPT) :])
                 assert len(tokens) >= num_steps  # every step of every row adds one at least
-                add_up(total, tokens, weight, target, horizon)
+                add_up(total, tokens, weight, exact, horizon)
         paths = longer
-    return total
+    return float((total - wanted).abs().max())
 
 
 def add_up(total, tokens: tuple[int, ...], weight: float, target: Table, horizon: int) -> None:
@@ -323,10 +276,3 @@ def add_up(total, tokens: tuple[int, ...], weight: float, target: Table, horizon
     for token, share in enumerate(target.row((*PROMPT, *tokens))):
         if share > 0:
             add_up(total, (*tokens, token), weight * float(share), target, horizon)
-
-
-def target_distribution(target: Table, horizon: int) -> torch.Tensor:
-    """What `output_distribution` must give."""
-    probs = torch.zeros((target.V,) * horizon, dtype=torch.float64)
-    add_up(probs, (), 1.0, target, horizon)
-    return probs

@@ -27,23 +27,25 @@ def test_a_target_that_drafts_for_itself_is_always_right(distribution):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "device", "is_row_invariant", "distribution", "timed", "may"),
+    ("dtype", "device", "is_row_invariant", "distribution", "how", "may"),
     [
-        (torch.float32, "cpu", False, GREEDY, False, True),
-        (torch.float32, "cpu", False, COUPLED, False, True),
-        (torch.float32, "cpu", True, (SamplingParams(0.8), False), False, False),
-        (torch.bfloat16, "cpu", False, GREEDY, False, False),
-        (torch.bfloat16, "cpu", True, GREEDY, False, True),
-        (torch.float32, "cuda", False, COUPLED, False, False),
-        (torch.bfloat16, "cuda", False, (SamplingParams(0.8), False), True, True),
+        (torch.float32, "cpu", False, GREEDY, {}, True),
+        (torch.float32, "cpu", False, GREEDY, {"is_open": True}, False),
+        (torch.float32, "cpu", False, COUPLED, {}, True),
+        (torch.float32, "cpu", True, (SamplingParams(0.8), False), {}, False),
+        (torch.bfloat16, "cpu", False, GREEDY, {}, False),
+        (torch.bfloat16, "cpu", True, GREEDY, {}, True),
+        (torch.float32, "cuda", False, COUPLED, {}, False),
+        (torch.bfloat16, "cuda", False, (SamplingParams(0.8), False), {"timed": True}, True),
     ],
 )
 def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
-    dtype, device, is_row_invariant, distribution, timed, may
+    dtype, device, is_row_invariant, distribution, how, may
 ):
     sampling, coupled = distribution
-    speculation = SpeculationConfig("auto", coupled=coupled, timed=timed)
+    speculation = SpeculationConfig("auto", coupled=coupled, timed="timed" in how)
     shape = MemoryShape((1,), sampling, GenerationConfig(4), speculation)
     execution = Execution(is_row_invariant=is_row_invariant)
     target = SimpleNamespace(dtype=dtype, device=torch.device(device), execution=execution)
-    assert may_use_clock(SimpleNamespace(target=target), shape) == may
+    found = may_use_clock(SimpleNamespace(target=target), shape, is_open="is_open" in how)
+    assert found == may

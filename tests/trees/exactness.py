@@ -3,7 +3,6 @@
 import torch
 
 from minitri.core.decoding.text_filters import paths_of
-from minitri.core.settings import StepPlan
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape
 from minitri.trees.walk import MISSING, draw_children, walk
@@ -106,8 +105,6 @@ def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings
         level.shape = lambda: shape if meter.tuner.plan.tree else None
         return level
 
-    names = {(False, False): "autoregressive", (False, True): "naive"}
-    names |= {(True, False): "retrieval", (True, True): "triforce"}
-    plans = plans or [StepPlan(names[gamma2 > 0, gamma1 > 0], gamma1, gamma2, "1")]
+    plans = plans or [exactness.plan_of(gamma1, gamma2, "1")]
     how = {"make_level": make_level, "make_source": ScriptedTrees, "plans": plans}
     return exactness.largest_error(V, gamma1, gamma2, **how, **settings)

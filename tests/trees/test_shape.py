@@ -6,7 +6,7 @@ import random
 import pytest
 
 from minitri.core.errors import InputError
-from minitri.core.settings import SpeculationConfig, StepPlan, parse_tree
+from minitri.core.settings import SpeculationConfig, StepPlan
 from minitri.trees.tree_shape import TreeShape, sequences, sequoia, shape_of
 
 
@@ -24,35 +24,25 @@ def test_a_node_sees_itself_and_its_ancestors():
     assert seen == [[0], [0, 1], [0, 2], [0, 1, 3], [0, 1, 3, 4]]
 
 
-def expected_tokens(shape, rates):
-    """Tokens per round if the r-th child of an accepted node is accepted at `rates[r]`."""
-    reached = [1.0]
-    for node, parent in enumerate(shape.parents[1:], 1):
-        reached.append(reached[parent] * rates[shape.children[parent].index(node)])
-    return sum(reached)
-
-
-def best_by_dynamic_programme(rates, num_nodes, max_depth):
-    """Sequoia's recursion: how many tokens the best subtree of a number of nodes is worth."""
-
-    @functools.cache
-    def tree(nodes, depth):  # of these, one is the subtree's own root
-        return 1 + children(nodes - 1, 0, depth) if nodes else 0.0
+def worth(rates, num_nodes, max_depth):
+    """The most tokens per round of any tree: of a root with `num_nodes` below it, by recursion."""
 
     @functools.cache
     def children(nodes, rank, depth):
         if nodes == 0 or depth == 0 or rank == len(rates):
             return 0.0
-        sizes = range(nodes + 1)
-        return max(
-            rates[rank] * tree(n, depth - 1) + children(nodes - n, rank + 1, depth) for n in sizes
+        sizes = range(1, nodes + 1)
+        below = (
+            rates[rank] * (1 + children(n - 1, 0, depth - 1)) + children(nodes - n, rank + 1, depth)
+            for n in sizes
         )
+        return max(below, default=0.0)
 
-    return tree(num_nodes + 1, max_depth)
+    return 1 + children(num_nodes, 0, max_depth)
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
+def test_sequoia_finds_the_best_tree(seed):
     rng = random.Random(seed)
     rates, left = [], 1.0
     for _ in range(rng.randint(1, 5)):
@@ -61,12 +51,14 @@ def test_sequoia_finds_what_the_dynamic_programme_finds(seed):
     num_nodes, max_depth = rng.randint(1, 14), rng.randint(1, 5)
     shape = sequoia(rates, num_nodes, max_depth)
     assert len(shape) <= num_nodes + 1
-    assert shape.depths[-1] <= max_depth
     assert shape.depths == sorted(shape.depths)
-    for children in shape.children:  # side by side in the order of their chances
-        assert children == list(range(children[0], children[-1] + 1)) if children else True
-    wanted = best_by_dynamic_programme(tuple(rates), num_nodes, max_depth)
-    assert expected_tokens(shape, rates) == pytest.approx(wanted)
+    assert shape.depths[-1] <= max_depth
+    reached = [1.0]  # odds that a node is accepted, if the r-th child is at `rates[r]`
+    for node, parent in enumerate(shape.parents[1:], 1):
+        siblings = shape.children[parent]
+        assert siblings == list(range(siblings[0], siblings[-1] + 1))
+        reached.append(reached[parent] * rates[siblings.index(node)])
+    assert sum(reached) == pytest.approx(worth(tuple(rates), num_nodes, max_depth))
 
 
 def test_a_plans_tree_has_its_size_and_depth_and_is_wide_where_guesses_are_unsure():
@@ -78,10 +70,7 @@ def test_a_plans_tree_has_its_size_and_depth_and_is_wide_where_guesses_are_unsur
     assert shape_of(StepPlan("triforce", 3, 2, "4x3")) == sequences(4, 3)
 
 
-def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
-    assert parse_tree("16") == (16, 0)
-    assert parse_tree("4x3") == (4, 3)
-    assert str(StepPlan("naive", 3, 0, "4x3")) == "naive gamma1 3 tree 4x3"
+def test_plans_that_guess_below_the_target_have_the_tree():
     plans = SpeculationConfig("triforce", gamma2=4, tree="12").plans
     assert [str(plan) for plan in plans] == [
         "triforce gamma1 2 gamma2 4 tree 12",
@@ -90,10 +79,6 @@ def test_a_tree_of_one_kind_of_plan_is_named_by_its_size():
     assert SpeculationConfig("retrieval", tree="2x5").plans == [StepPlan("retrieval", 0, 5, "2x5")]
     assert SpeculationConfig("naive", tree="8x8").max_block == 65
     plans = SpeculationConfig("auto", tree="16").plans
-    assert {plan.tree for plan in plans if plan.uses_drafter} == {"16"}
-    assert {plan.tree for plan in plans if not plan.uses_drafter} == {""}
-
-
-def test_the_depth_of_sequences_is_gamma1():
+    assert {(plan.tree, plan.uses_drafter) for plan in plans} == {("16", True), ("", False)}
     with pytest.raises(InputError, match="^gamma1 is "):
         SpeculationConfig(gamma1=2, tree="4x3")

@@ -1,8 +1,5 @@
 """Drawing the nodes of trees and walking through them, a decision at a time."""
 
-import collections
-import itertools
-
 import pytest
 import torch
 
@@ -27,18 +24,6 @@ FORK = TreeShape((-1, 0, 0))
 def level_of(source):
     """A level that only draws and walks."""
     return TreeLevel(None, source, None, None)
-
-
-def test_children_are_drawn_without_replacement():
-    """Their order has the probability of drawing balls out of an urn."""
-    source, counts = IndependentSource(), collections.Counter()
-    source.restart(0, 3)
-    for _ in range(20_000):
-        counts[tuple(level_of(source).draw(0, PROBS, 2, 9))] += 1
-    for first, second in itertools.permutations((0, 2, 3), 2):
-        chance = float(PROBS[first] * PROBS[second] / (1 - PROBS[first]))
-        assert counts.pop((first, second)) / 20_000 == pytest.approx(chance, abs=0.012)
-    assert not counts
 
 
 def test_a_child_without_a_token_is_missing():
@@ -100,8 +85,7 @@ def test_coupled_children_share_the_noise_of_their_position():
 
 
 def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
-    drawn = []
-    real = IndependentSource.uniforms
+    drawn, real = [], IndependentSource.uniforms
 
     def noting(source, b, count):
         numbers = real(source, b, count)
@@ -109,6 +93,6 @@ def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
         return numbers
 
     monkeypatch.setattr(IndependentSource, "uniforms", noting)
-    settings = settings_of("naive", 150, SamplingParams(1.1), gamma1=2, tree="5")
+    settings = settings_of("naive", 60, SamplingParams(1.1), gamma1=2, tree="5")
     list(tiny_engine().generate([[5, 6, 7], [8, 9]], **settings))
-    assert len(set(drawn)) == len(drawn) > 500
+    assert len(set(drawn)) == len(drawn) > 200

@@ -1,5 +1,7 @@
 """The drafter's cache: sinks and recent tokens, rotated by slot."""
 
+import functools
+
 import pytest
 import torch
 
@@ -16,14 +18,15 @@ CONFIG = tiny_config(num_layers=1)
 """One layer: K and V depend on a token alone, so a slid window equals one that was read afresh."""
 DEEP = tiny_config(num_layers=2)
 TEXT = random_prompt(CONFIG, 200)
+model_of = functools.cache(tiny_model)
 
 
 def new_runner(config=CONFIG, batch_size=1) -> DraftRunner:
     speculation = SpeculationConfig("naive", gamma1=2, **SIZES)
+    cache = StreamingCache(model_of(config), batch_size, speculation)
     # At temperature 1 distributions are the softmax of the logits.
-    model, sampling = tiny_model(config), SamplingParams(1.0)
-    cache = StreamingCache(model, batch_size, speculation)
-    return DraftRunner(model, cache, sampling, vocab_size=config.vocab_size)
+    sampling, vocab_size = SamplingParams(1.0), config.vocab_size
+    return DraftRunner(model_of(config), cache, sampling, vocab_size=vocab_size)
 
 
 def distribution_of(runner, tokens) -> torch.Tensor:
@@ -48,7 +51,7 @@ def read_on(runner, tokens, start, end):
 def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
     """In every layer, whatever slides have happened; before the first it reads as ever."""
     runner, sinks = new_runner(DEEP), dict[str, torch.Tensor]()
-    for n, distribution in read_on(runner, TEXT, 1, 190):
+    for n, distribution in read_on(runner, TEXT, 1, 110):
         window, length = runner.cache, runner.cache.lengths[0]
         if n < SINKS + RECENT + SLIDE:
             assert length == n
@@ -60,24 +63,16 @@ def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
         for raw_BKSD, keys_BKSD in zip(window.raw_keys, window.keys, strict=True):
             wanted = rotary.rotate(raw_BKSD[:, :, :length].transpose(1, 2)).transpose(1, 2)
             assert torch.allclose(keys_BKSD[:, :, :length], wanted, atol=1e-6)
-    assert runner.cache.lengths[0] < 190
+    assert length < 60
 
 
-@pytest.mark.parametrize("start", [5, 47, 48, 150])
-@pytest.mark.parametrize("num_guesses", [1, 3])
+@pytest.mark.parametrize(("start", "num_guesses"), [(5, 1), (47, 3), (48, 1), (48, 3), (150, 3)])
 def test_what_is_cropped_leaves_no_trace(start, num_guesses):
     """Guesses read, cropped and poisoned, before the right tokens."""
     clean, guessing = new_runner(), new_runner()
     wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
-
-    def read_both(first, last):
-        pairs = zip(
-            read_on(clean, TEXT, first, last), read_on(guessing, TEXT, first, last), strict=True
-        )
-        for (n, distribution), (_, guessed) in pairs:
-            assert torch.allclose(distribution, guessed, atol=1e-6), n
-
-    read_both(1, start)
+    for runner in (clean, guessing):
+        runner.prepare([TEXT[:start]], [True])
     probs_after(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
     guessing.crop([start])
     assert guessing.cache.num_tokens == [start]
@@ -87,34 +82,28 @@ def test_what_is_cropped_leaves_no_trace(start, num_guesses):
     for runner in (clean, guessing):
         runner.prepare([TEXT[: start + 1]], [True])
     assert guessing.cache.lengths == clean.cache.lengths
-    read_both(start + 1, 200)
+    readers = (read_on(runner, TEXT, start + 1, start + 45) for runner in (clean, guessing))
+    for (n, ours), (_, theirs) in zip(*readers, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6), n
 
 
 @pytest.mark.parametrize(
-    "length", [1, SINKS, SINKS + 1, SINKS + RECENT, SINKS + RECENT + 1, 17, 200]
+    ("length", "num_read"),
+    [(1, 0), (SINKS, 0), (SINKS + 1, 0), (15, 0), (16, 0), (17, 0), (200, 0), (160, 10)],
 )
-def test_a_prompt_costs_one_pass_over_the_window(length):
-    """Exact in a deep model too: all of the window is read at once."""
+def test_a_prompt_costs_one_pass_over_the_window(length, num_read):
+    """Exact in a deep model too: all of the window is read at once, whatever stood there: at last
+    the beginning of another text, of which the first tokens are the same."""
     runner, prompt = new_runner(DEEP), TEXT[:length]
+    other = TEXT[:num_read] + random_prompt(DEEP, 5, seed=5)
+    for _ in read_on(runner, other, 1, num_read):
+        pass
     runner.prepare([prompt], [True])
     num_slots = min(length, SINKS + RECENT + 1)
     distribution = runner.next_probs([prompt], [True]).probs_BNV[0, 0]
     wanted = distribution_of(runner, windowed(prompt, num_slots))
     assert torch.allclose(distribution, wanted, atol=1e-5)
     assert (runner.cache.lengths, runner.cache.num_tokens) == ([num_slots], [length])
-
-
-def test_a_row_that_is_far_back_is_started_over():
-    """Whatever stood in it: here another text, of which the first tokens are the same."""
-    runner, fresh = new_runner(DEEP), new_runner(DEEP)
-    text = TEXT[:10] + random_prompt(DEEP, 150, seed=5)
-    for _ in read_on(runner, TEXT[:11], 1, 10):
-        pass
-    for each in (runner, fresh):
-        each.prepare([text], [True])
-        assert each.cache.num_tokens == [159]
-    ours, theirs = (each.next_probs([text], [True]).probs_BNV for each in (runner, fresh))
-    assert torch.equal(ours, theirs)
 
 
 def test_ragged_rows_slide_on_their_own():
@@ -134,8 +123,8 @@ def test_ragged_rows_slide_on_their_own():
 
 
 def test_a_window_that_the_drafter_cannot_hold_is_refused():
-    target, prompts = tiny_model(tiny_config()), [random_prompt(tiny_config(), 40)]
     settings = {"method": "naive", "gamma1": 2, "num_recent_tokens": 60, "num_sink_tokens": 4}
+    small, enough = (tiny_model(tiny_config(context_length=n)) for n in (101, 102))
     with pytest.raises(InputError, match="101 tokens but its window needs 102 .*num_recent_tokens"):
-        Rig(target, prompts, draft=tiny_model(tiny_config(context_length=101)), **settings)
-    Rig(target, prompts, draft=tiny_model(tiny_config(context_length=102)), **settings)
+        Rig(enough, [TEXT[:40]], draft=small, **settings)
+    Rig(enough, [TEXT[:40]], draft=enough, **settings)

@@ -1,11 +1,10 @@
 """Noise tied to seed and position: fine enough, never used twice, and of the right distribution."""
 
-import itertools
-
 import torch
 
 from minitri.core.decoding import noise
 from minitri.core.decoding.noise import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
+from tests.core.statistics import FALSE_ALARM, p_value
 
 
 def test_gumbel_noise_is_of_fine_numbers_that_differ():
@@ -47,21 +46,8 @@ def test_no_seed_repeats_the_noise_of_another_at_another_position():
 
 
 def test_coupled_tokens_follow_the_distribution_at_every_position():
-    """Chi-square over 20,000 positions, 3 degrees of freedom, for a distribution without symmetry;
-    one false alarm in 10^6 seeds; the seed is fixed. Noise of the wrong sign gives 4,000."""
-    probs = torch.tensor([0.6, 0.25, 0.1, 0.05])
+    """Of 20,000 positions, for a distribution without symmetry."""
+    probs = torch.tensor([0.6, 0.25, 0.1, 0.05], dtype=torch.float64)
     keys = noise_keys(1, torch.arange(20_000))
     tokens = gumbel_argmax(probs.expand(20_000, -1), keys)
-    expected = 20_000 * probs
-    assert ((tokens.bincount(minlength=4) - expected) ** 2 / expected).sum() < 30.7
-
-
-def test_the_noise_of_a_place_is_unrelated_to_its_neighbours():
-    """Up to two apart; 6 standard errors are a false alarm of 1 in 10^8."""
-    tokens = torch.arange(20_000)
-    here = hashed_uniforms(noise_keys(5, torch.tensor(100)), tokens)
-    for seed, position, shift in itertools.product(range(3, 8), range(98, 103), range(-2, 3)):
-        if (seed, position, shift) != (5, 100, 0):
-            there = hashed_uniforms(noise_keys(seed, torch.tensor(position)), tokens + shift)
-            related = torch.corrcoef(torch.stack((here, there)))[0, 1]
-            assert float(related.abs()) < 6 / len(tokens) ** 0.5
+    assert p_value(tokens.bincount(minlength=4), probs) > FALSE_ALARM

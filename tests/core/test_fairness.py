@@ -1,0 +1,157 @@
+"""Whose prompt is read, who gets a place and who decodes next, in an open run without a model."""
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from minitri.core.requests import Request, Row
+from minitri.core.scheduler import Chunk, Scheduler, Start, Step
+from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.shape import MemoryShape
+
+CHUNK = 8
+Event = tuple[str, int]
+"""What happens to a request: read, token or end; and its number."""
+
+
+class Run(Iterator[Event]):
+    """Events of requests, each of which gets one token in every step."""
+
+    def __init__(self, num_places: int = 4) -> None:
+        generation = GenerationConfig(shared_chunk=CHUNK)
+        settings = SamplingParams(), generation, SpeculationConfig()
+        shape = MemoryShape((1,) * num_places, *settings)
+        self.scheduler = Scheduler([], shape, is_open=True)
+        self.active = [False] * num_places
+        self.num_left: list[int] = []  # of tokens, by request
+        self.events = self.turns()
+
+    def ask(self, num_prompt: int, num_new: int = 4, client: str = "") -> int:
+        number = len(self.num_left)
+        self.num_left.append(num_new)
+        self.scheduler.add(Row(number, Request([5], client=client), [5] * num_prompt))
+        return number
+
+    def __next__(self) -> Event:
+        return next(self.events)
+
+    def until(self, kind: str, number: int) -> list[Event]:
+        """The events up to this one."""
+        events = [next(self)]
+        while events[-1] != (kind, number):
+            events.append(next(self))
+        return events
+
+    def turns(self) -> Iterator[Event]:
+        while True:
+            while (row := self.scheduler.next_row()) is not None:
+                self.scheduler.admit(self.scheduler.free_places[0], row)
+            for work in self.scheduler.turn(self.active):
+                match work:
+                    case Chunk(b):
+                        size = CHUNK if any(self.active) else 4 * CHUNK
+                        self.scheduler.note_read(b, max(self.scheduler.unread[b] - size, 0))
+                        yield "read", self.scheduler.running[b].number
+                    case Start(rows):
+                        yield from self.emit(rows)
+                    case Step():
+                        yield from self.emit([b for b, on in enumerate(self.active) if on])
+
+    def emit(self, rows: list[int]) -> Iterator[Event]:
+        for b in rows:
+            number = self.scheduler.running[b].number
+            yield "token", number
+            self.num_left[number] -= 1
+            self.active[b] = self.num_left[number] > 0
+            if not self.active[b]:
+                self.scheduler.remove(b)
+                yield "end", number
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2, 4])
+def test_a_short_prompt_waits_for_two_chunks_of_a_long_one_at_most(num_chunks):
+    run = Run()
+    long = run.ask(350)
+    for _ in range(num_chunks):
+        run.until("read", long)
+    before = run.until("token", run.ask(5))
+    assert before.count(("read", long)) <= 2
+
+
+def test_texts_go_on_between_any_two_chunks():
+    run = Run()
+    talking = run.ask(3, 60)
+    run.until("token", talking)
+    reading = run.ask(200)
+    order = [number for _, number in run.until("token", reading)[:-1]]
+    assert order.count(reading) == 200 // CHUNK
+    assert (reading, reading) not in itertools.pairwise(order)
+
+
+def test_a_long_prompt_is_read_though_short_ones_never_end():
+    run = Run()
+    long, seen = run.ask(300), []
+    while ("token", long) not in seen:
+        seen += run.until("end", run.ask(20, 1))
+        assert len(run.num_left) < 60
+
+
+def test_a_short_prompt_finds_a_place_though_long_ones_wait_for_more_than_there_are():
+    run = Run()
+    long = [run.ask(350) for _ in range(6)]
+    run.until("read", long[0])
+    before = run.until("token", run.ask(5))
+    assert sum(number in long for _, number in before) <= 2
+
+
+def test_short_prompts_come_before_longer_ones_but_not_always():
+    """Every fourth place is for the one that has waited longest."""
+    run = Run()
+    talking = [run.ask(3, 200) for _ in range(3)]
+    run.until("token", talking[-1])
+    for _ in range(2):
+        run.until("token", run.ask(4, 12))
+    long = run.ask(100)
+    short = [run.ask(4, 12) for _ in range(20)]
+    before = {number for _, number in run.until("read", long)}
+    assert 1 <= len(before.intersection(short)) <= 4
+
+
+def test_the_client_with_fewest_rows_is_next():
+    run = Run()
+    first = [run.ask(3, 30, "many") for _ in range(6)]
+    other = run.ask(3, 30, "few")
+    assert {number for _, number in run.until("end", first[0])} == {*first[:3], other}
+
+
+def num_answers_before(run: Run, clients: dict[int, str], awaited: set[int]) -> int:
+    """Each answered request of `clients` comes again, until all that are awaited have begun: the
+    number of answers until then, at most 100."""
+    num_answered = 0
+    while awaited and num_answered < 100:
+        kind, number = next(run)
+        awaited.discard(number)
+        if kind == "end" and number in clients:
+            num_answered += 1
+            client = clients.pop(number)
+            clients[run.ask(4, 2, client)] = client
+    return num_answered
+
+
+def test_clients_that_come_again_do_not_overtake_one_that_waits():
+    """They have nothing open for a moment, and are forgotten."""
+    run = Run(1)
+    run.ask(4, 2, "a")
+    second = run.ask(4, 2, "a")
+    others = {run.ask(4, 2, client): client for client in "bc"}
+    assert num_answers_before(run, others, {second}) <= 4
+    run.until("end", run.ask(4, 2, "d"))
+    assert len(run.scheduler.turns) <= 3
+
+
+def test_every_client_s_long_prompt_gets_its_turn_among_its_short_ones():
+    run = Run(1)
+    short = {run.ask(4, 2, client): client for client in "abab"}
+    long = {run.ask(100, 2, client) for client in "ab"}
+    assert num_answers_before(run, short, long) <= 20
