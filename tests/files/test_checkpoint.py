@@ -11,16 +11,16 @@ from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri.core.config import ModelConfig, RopeConfig
-from minitri.core.errors import InputError
 from minitri.core.model.block import read_block
 from minitri.core.model.rope import rope_frequencies
 from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import stretch_rope
-from minitri.files.hf_folder import Folder, weight_files
+from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
 from tests.core.rigs import new_cache
 from tests.files.gguf_writer import write_gguf
+from tests.files.refused import refused
 
 TOKENS = torch.randint(0, 320, (1, 20), generator=torch.Generator().manual_seed(0))
 
@@ -58,9 +58,7 @@ def as_gguf(folder: Path, path: Path, add=None, **options) -> Path:
     return write_gguf(path, config, byte_level_tokenizer(), weights, add=add, **options)
 
 
-@pytest.mark.parametrize(
-    "layout", ["zipped", "old", "zipped parameters", "old parameters", "bin", "safetensors", "gguf"]
-)
+@pytest.mark.parametrize("layout", ["zipped", "old parameters", "bin", "safetensors", "gguf"])
 def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     target = tmp_path / "model"
     if layout in ("bin", "safetensors"):
@@ -70,27 +68,34 @@ def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     else:
         copy_of(folder, target, "*.safetensors")
         weights = load_file(folder / "model.safetensors")
-        if layout.endswith("parameters"):
+        is_zipped = layout == "zipped"
+        if not is_zipped:
             weights = {name: torch.nn.Parameter(tensor) for name, tensor in weights.items()}
-        is_zipped = layout.startswith("zipped")
         file = target / "pytorch_model.bin"
         torch.save(weights, file, _use_new_zipfile_serialization=is_zipped)
     assert torch.equal(logits(load(target)), logits(load(folder)))
 
 
+YARN = {"type": "yarn", "factor": 4.0, "yarn_beta_slow": 2.0}
+TRAINED = {"original_context_length": 128, "yarn_beta_fast": 16.0}
+
+
 @pytest.mark.parametrize(
     ("settings", "wanted"),
     [
-        ({"factor": 4.0}, {"kind": "linear", "factor": 4.0}),
-        ({"type": "none"}, {"kind": "default", "factor": 1.0}),
-        ({"type": "yarn", "factor": 4.0, "yarn_beta_slow": 2.0}, {"kind": "yarn", "beta_slow": 2}),
+        ({"factor": 4.0}, RopeConfig(kind="linear", factor=4.0, original_context=512)),
+        ({"type": "none"}, RopeConfig()),
+        (YARN, RopeConfig(kind="yarn", factor=4.0, original_context=512, beta_slow=2.0)),
         (
-            {"type": "yarn", "factor": 4.0, "original_context_length": 128, "yarn_beta_fast": 16.0},
-            {"original_context": 128, "beta_fast": 16.0},
+            YARN | TRAINED,
+            RopeConfig(
+                kind="yarn", factor=4.0, original_context=128, beta_fast=16.0, beta_slow=2.0
+            ),
         ),
     ],
+    ids=str,
 )
-def test_gguf_rope_scaling_arrives(folder, tmp_path, settings, wanted):
+def test_gguf_rope_scaling_and_end_tokens_arrive(folder, tmp_path, settings, wanted):
     def add(writer):
         writer.add_eot_token_id(7)
         kinds = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
@@ -98,7 +103,7 @@ def test_gguf_rope_scaling_arrives(folder, tmp_path, settings, wanted):
             kinds[type(value)](f"llama.rope.scaling.{key}", value)
 
     config = GgufFile(as_gguf(folder, tmp_path / "x.gguf", add)).config("x")
-    assert {name: getattr(config.rope, name) for name in wanted} == wanted
+    assert config.rope == wanted
     assert config.eos_token_ids == (2, 7)
 
 
@@ -108,11 +113,10 @@ def test_gguf_divisors_are_llama3_scaling(folder, tmp_path):
     wanted, _ = rope_frequencies(llama3, 16)
     divisors = (rope_frequencies(RopeConfig(), 16)[0] / wanted).numpy()
     add = lambda writer: writer.add_tensor("rope_freqs.weight", divisors)  # noqa: E731
-    file = GgufFile(as_gguf(folder, tmp_path / "x.gguf", add))
-    config = file.config("x")
+    path = as_gguf(folder, tmp_path / "x.gguf", add)
+    config = load(path).config
     assert torch.allclose(rope_frequencies(config.rope, 16)[0], wanted)
-    assert sum(1 for _ in file.tensors(config)) == 21
-    with pytest.raises(InputError, match="rope_scaling="):
+    with refused("rope_scaling="):
         stretch_rope(config, "yarn:4")
 
 
@@ -125,37 +129,30 @@ def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(t
     assert torch.equal(logits(load(tied)), wanted)
 
 
-def test_a_tensor_that_is_there_twice_or_in_no_shard_is_named(folder, tmp_path):
+def test_a_tensor_that_is_there_twice_is_named(folder, tmp_path):
     target = sharded(folder, tmp_path / "model")
     first, second = (target / f"model-0000{n}-of-00003.safetensors" for n in (1, 2))
-    extra, kept = load_file(first), load_file(second)
-    name = next(iter(kept))
-    save_file(extra | {name: kept[name]}, first)
-    with pytest.raises(InputError, match=f"1 unexpected: {name}"):
-        load(target)
-    save_file(extra, first)
-    del kept[name]
-    save_file(kept, second)
-    with pytest.raises(InputError, match=f"lacks 1 tensors .*{name}"):
+    name, tensor = next(iter(load_file(second).items()))
+    save_file(load_file(first) | {name: tensor}, first)
+    with refused(f"1 unexpected: {name}"):
         load(target)
 
 
 def test_generation_config_decides_the_end_tokens_and_null_is_as_good_as_absent(folder, tmp_path):
     copy = copy_of(folder, tmp_path / "copy")
-    before = load(copy).config
+    before = Folder(copy).config("copy")
     edit_json(copy / "generation_config.json", eos_token_id=[2, 7])
     config = json.loads((copy / "config.json").read_text())
     config |= {"head_dim": None, "rope_scaling": None, "attention_bias": None}
     (copy / "config.json").write_text(json.dumps(config))
-    assert load(copy).config == replace(before, eos_token_ids=(2, 7))
+    assert Folder(copy).config("copy") == replace(before, eos_token_ids=(2, 7))
     edit_json(copy / "generation_config.json", eos_token_id=None)
-    assert load(copy).config == before
+    assert Folder(copy).config("copy") == before
 
 
 def test_the_context_of_a_named_model_and_safetensors_win(folder, tmp_path, monkeypatch):
     copy = copy_of(folder, tmp_path / "copy")
     (copy / "pytorch_model.bin").write_bytes(b"")
-    assert weight_files(copy) == [copy / "model.safetensors"]
     located = Located("llama-68m", copy)
     monkeypatch.setattr("minitri.files.open_models.locate", lambda *_, **__: located)
     assert load(copy).config.context_length != 2048
@@ -163,24 +160,20 @@ def test_the_context_of_a_named_model_and_safetensors_win(folder, tmp_path, monk
 
 
 @pytest.mark.parametrize(
-    ("texts", "kind", "context"),
-    [
-        (["yarn:4"], "yarn", 2048),
-        (["linear:2.5"], "linear", 1280),
-        (["yarn:4", "yarn:2"], "yarn", 1024),
-    ],
+    ("text", "kind", "context"),
+    [("yarn:4", "yarn", 2048), ("linear:2.5", "linear", 1280), ("yarn:4 yarn:2", "yarn", 1024)],
 )
-def test_rope_scaling_stretches_the_trained_context(folder, texts, kind, context):
+def test_rope_scaling_stretches_the_trained_context(folder, text, kind, context):
     config = Folder(folder).config("tiny")
-    for text in texts:
-        config = stretch_rope(config, text)
+    for setting in text.split():
+        config = stretch_rope(config, setting)
     assert (config.rope.kind, config.context_length) == (kind, context)
     assert config.rope.theta == 10000.0
 
 
 @pytest.mark.parametrize(
-    "text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "yarn:1e9", "dynamic:2", "default:2", ""]
+    "text", ["yarn", "yarn:", "yarn:0.5", "yarn:nan", "dynamic:2", "default:2"]
 )
 def test_nonsense_rope_scaling_is_refused(text):
-    with pytest.raises(InputError, match="rope_scaling=|RoPE (factor|kind)"):
+    with refused(f"rope_scaling='{text}'"):
         stretch_rope(ModelConfig(1, 8, 8, 1, 1, 8, 8, 8), text)
