@@ -46,15 +46,10 @@ LLAMA3 = """{{- bos_token }}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}
 """
-MISTRAL = """{%- set ns = namespace(index=0) -%}
-{{ bos_token }}{% for message in messages %}
-{% if message['role'] == 'user' %}
-{% set ns.index = ns.index + 1 %}
-[INST] {{ message['content'] }} #{{ ns.index }} [/INST]
-{% elif message['role'] == 'assistant' %}
-{% generation %} {{ message['content'] | tojson }}{{ eos_token }}{% endgeneration %}
-{% elif message['role'] == 'system' %}{% continue %}
-{% else %}{{ raise_exception('Only user and assistant!') }}{% endif %}
+MISTRAL = """{%- set ns = namespace(index=0) -%}{% for message in messages %}
+{% if message['role'] == 'system' %}{% continue %}{% endif %}
+{% set ns.index = ns.index + 1 %}{{ bos_token }}[INST] {{ message['content'] }}
+{% generation %}{{ message['content'] | tojson }} #{{ ns.index }}{% endgeneration %}
 {% endfor %}"""
 TOOLS = """{{ {'b': 1, 'a': [messages, 2.5, none]} | tojson(indent=2) | indent(2, true) }}
 {{ messages | map(attribute='role') | join(', ') | replace('u', 'UU') }}

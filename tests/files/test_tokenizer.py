@@ -94,18 +94,6 @@ def test_broken_bytes_are_told_in_time_and_break_no_character(tokenizer, num_bro
     assert all(told >= n - 3 - decoder.MAX_WAITING for n, told in enumerate(num_told))
 
 
-def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, monkeypatch):
-    [*before, _, _, _] = tokenizer.encode("a\ufffd")
-    ids = tokenizer.encode("a" + "\ufffd" * 1333)[len(before) :]
-    decode, lengths = tokenizer.decode, []
-    count = lambda ids, shown: lengths.append(len(ids)) or decode(ids, shown)  # noqa: E731
-    monkeypatch.setattr(tokenizer, "decode", count)
-    decoder = IncrementalDecoder(tokenizer, before)
-    text = "".join(decoder.push(token) for token in ids) + decoder.flush()
-    assert text == "\ufffd" * 1333
-    assert sum(lengths) < 40 * len(ids)
-
-
 def test_ids_of_a_padded_vocabulary_have_no_text(tokenizers):
     assert tokenizers["sentencepiece"].decode([1, 450, 499]) == ""
 

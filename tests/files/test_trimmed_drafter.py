@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri import SamplingParams
 from tests.cascades import settings_of
-from tests.conftest import edit_json, write_hf_folder
+from tests.conftest import write_hf_folder
 from tests.files.refused import refused
 from tools import distill_data, distill_draft
 
@@ -90,11 +90,6 @@ def test_an_interrupted_distillation_goes_on_where_it_was(distill, drafter, tmp_
     torch.testing.assert_close(whole, parts, rtol=0, atol=0)
 
 
-def test_labels_made_with_other_settings_are_not_mixed(distill, drafter):
-    with refused("was made with other settings"):
-        distill(drafter, "--seed", "1")
-
-
 def test_a_drafter_is_not_a_model_nor_for_another_target(drafter, tmp_path):
     with refused("is a drafter for target, not a model"):
         minitri.load(str(drafter))
@@ -109,7 +104,6 @@ IDS = "lm_head.token_ids"
 @pytest.mark.parametrize(
     ("ids", "word"),
     [
-        (None, f"lacks 1 tensors and has 0 unexpected: {IDS}"),
         (torch.full((200,), 4), f"{IDS} are not 200 different tokens of 320"),
         (torch.arange(121, 321), f"{IDS} are not 200 different tokens of 320"),
         (torch.rand(200), f"{IDS} is torch.float32"),
@@ -118,11 +112,7 @@ IDS = "lm_head.token_ids"
 def test_a_head_with_a_wrong_id_map_is_refused(target, drafter, tmp_path, ids, word):
     left_out = shutil.ignore_patterns("labels", "training.pt")
     folder = shutil.copytree(drafter, tmp_path / "damaged", ignore=left_out)
-    tensors = load_file(folder / "model.safetensors") | {IDS: ids}
-    kept = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    save_file(kept, folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors") | {IDS: ids}
+    save_file(weights, folder / "model.safetensors")
     with refused(word):
-        load(target, folder)
-    edit_json(folder / "config.json", head_size=0)
-    with refused("head_size is "):
         load(target, folder)

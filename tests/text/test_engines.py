@@ -3,6 +3,7 @@ compiled kernels, in open runs."""
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -11,7 +12,6 @@ import minitri
 from minitri import End, Grammar, Request, SamplingParams
 from tests.cascades import texts_of
 from tests.core.rigs import random_prompt
-from tests.files.refused import refused
 from tests.strategies import GRAMMARS
 
 METHODS = {
@@ -107,28 +107,18 @@ def test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do(engine, me
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=str)
 def test_an_output_follows_its_grammar_and_says_so(engine, grammar):
-    for seed in range(3):
-        settings = {"temperature": 1.0, "seed": seed, "max_new_tokens": 200}
-        end = engine.complete("She", grammar=grammar, **settings)
-        assert end.finish_reason in ("eos", "length")
-        if end.finish_reason == "eos" and grammar.kind == "json_object":
-            assert isinstance(json.loads(end.text), dict)
-        if grammar.kind == "choice":
-            assert end.finish_reason == "eos"
-            assert end.text in json.loads(grammar.text)
-
-
-def test_after_the_end_only_end_tokens_follow(engine):
-    settings = {"grammar": Grammar("choice", '["She"]'), "ignore_eos": True, "seed": 1}
-    end = engine.complete("She", max_new_tokens=12, **settings)
-    [eos] = engine.config.eos_token_ids
-    assert end.text == "She"
-    assert set(end.token_ids[-5:]) == {eos}
-
-
-def test_a_bias_for_a_token_that_is_not_there_is_refused(engine):
-    with refused("logit_bias is for token 320", "has 320 tokens"):
-        engine.complete("She", logit_bias={320: 1.0})
+    settings = {"temperature": 1.0, "seed": 1, "max_new_tokens": 200}
+    end = engine.complete("She", grammar=grammar, **settings)
+    is_whole = end.finish_reason == "eos"
+    assert is_whole or end.finish_reason == "length"
+    if grammar.kind == "choice":
+        assert is_whole
+        assert end.text in json.loads(grammar.text)
+    elif grammar.kind.startswith("json") and is_whole:
+        assert isinstance(json.loads(end.text), dict)
+    elif is_whole:
+        pattern = grammar.text if grammar.kind == "regex" else "[a-z]{1,9}( [a-z]{1,9})*"
+        assert re.fullmatch(pattern, end.text)
 
 
 EXPLODING = Grammar("regex", "(.*a){40}.*b.{200}c")
@@ -143,5 +133,3 @@ def test_a_row_whose_grammar_gives_up_ends_alone_and_says_why(engine):
     ends = {event.row: event for event in events if isinstance(event, End)}
     assert ends[1].token_ids == engine.stream([other], method="auto").results()[0].token_ids
     assert ends[0].finish_reason in ("failed", "length")
-    if ends[0].error is not None:
-        assert "too complex" in str(ends[0].error)

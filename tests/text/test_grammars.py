@@ -99,12 +99,9 @@ def test_nothing_leaks_from_one_step_into_the_next():
 
 REFUSED = r"""
 json_schema | {"$ref": "#"} | it allows no text
-json_schema | false | schema is false
 json_schema | {"type": "strin"} | Invalid type: strin
-regex | [^\s\S] | it allows no text
 regex | (a | unclosed group
 lark | start: "a" $ | line 1, column 12: lexer error
-lark | begin: "a" | no start rule
 """
 
 
@@ -122,10 +119,8 @@ def test_what_the_library_cannot_hold_is_refused_in_one_line(case):
         ("json_schema", json.dumps({"enum": ["x" * 10**7]})),
         ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000),
         ("json_schema", "[1]"),
-        ("json_schema", "{'a': 1}"),
         ("json_object", "x"),
         ("regex", ""),
-        ("choice", "[]"),
         ("choice", '["a", ""]'),
         ("gbnf", "root ::= x"),
     ],

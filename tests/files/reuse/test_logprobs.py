@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitri import GenerationConfig, Request, SamplingParams, SpeculationConfig, Token
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig, Token
 from tests.cascades import tiny_engine
 from tests.core.rigs import fresh_read, random_prompt
 
@@ -49,11 +49,3 @@ def test_they_are_those_of_the_plain_forward_pass():
         ids, top = zip(*token.top_logprobs, strict=True)
         assert list(top) == pytest.approx(best.values.tolist(), abs=2e-5)
         assert list(ids) == best.indices.tolist()
-
-
-def test_rows_may_ask_for_different_numbers(engine):
-    kinds = [GenerationConfig(6, ignore_eos=True, logprobs=number) for number in (2, 5, 0, None)]
-    for event in engine.stream([Request([5, 6], generation=kind) for kind in kinds]):
-        if isinstance(event, Token):
-            assert len(event.top_logprobs) == (kinds[event.row].logprobs or 0)
-            assert (event.logprob is None) == (event.row == 3)

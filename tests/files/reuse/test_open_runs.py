@@ -77,40 +77,18 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
         assert [end.row for end in ends_of(until_idle(run))] == [number]
     with engine.generate("fine") as closed, refused("no more requests"):
         closed.submit(request(engine, 1))
+    with engine.open(batch_size=1) as run:
+        assert run.shape.generation.reserve == engine.config.context_length
     for reserve in (0, 1, 10**6):
         with refused(f"reserve is {reserve} tokens"):
             start(engine, reserve=reserve)
 
 
-def test_by_default_there_is_room_for_what_the_model_holds(engine):
-    with engine.open(batch_size=1) as run:
-        assert run.shape.generation.reserve == engine.config.context_length
-
-
-def test_speculation_is_chosen_per_call(engine):
-    for settings in ({"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
-        end = engine.complete([5] * 60, generation=GenerationConfig(16), **settings)
-        chosen = settings.get("method", "autoregressive")
-        assert all(plan.startswith(chosen) for plan in end.stats.steps_per_plan)
-
-
-@pytest.mark.parametrize(
-    ("batch_size", "reserve", "number", "settings"),
-    [
-        (3, 128, 0, {"method": "naive", "tree": "3", "budget": 32}),
-        (3, 128, 0, {"method": "triforce", "tree": "2x2", "budget": 32}),
-        (1, 360, 30, {"method": "retrieval", "gamma2": 3}),
-    ],
-)
-def test_an_open_run_depends_on_nothing_that_it_does_not_run(
-    engine, batch_size, reserve, number, settings, monkeypatch
-):
-    """Rows that never had a text, with trees; the budget of the run before it."""
-    monkeypatch.setattr("minitri.core.settings.MIN_BUDGET", 16)
-    speculation = SpeculationConfig(num_recent_tokens=16, **settings)
-    next(engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360)))
-    wanted = request(engine, number)
-    with start(engine, batch_size, reserve, speculation) as run:
+@pytest.mark.parametrize(("method", "tree"), [("naive", "3"), ("triforce", "2x2")])
+def test_rows_that_never_had_a_text_change_none(engine, method, tree):
+    speculation = SpeculationConfig(method, tree=tree, budget=32, num_recent_tokens=16)
+    wanted = request(engine, 0)
+    with start(engine, 3, speculation=speculation) as run:
         run.submit(wanted)
         [end] = ends_of(until_idle(run))
     assert end.token_ids == alone(engine, wanted, speculation)
