@@ -164,7 +164,7 @@ def test_what_a_template_may_not_see_is_empty():
 
 
 def test_a_long_document_is_no_attack():
-    """Of a million tokens, in a conversation of several turns."""
+    """A million tokens, in a conversation of several turns."""
     talk = [{"role": "user", "content": "word " * 200_000 + str(i)} for i in range(5)]
     assert len(ChatTemplate(LLAMA3, {"bos_token": "<s>"}).render(talk)) > 5_000_000
 

@@ -40,7 +40,7 @@ def copy_of(folder: Path, target: Path, *left_out: str) -> Path:
 
 
 def sharded(folder: Path, target: Path, ending: str = "safetensors") -> Path:
-    """The same weights in three shards with an index."""
+    """A copy of a model in three shards with an index."""
     copy_of(folder, target, "*.safetensors")
     weights = load_file(folder / "model.safetensors")
     stem, save = {"bin": ("pytorch_model", torch.save), "safetensors": ("model", save_file)}[ending]
@@ -53,7 +53,7 @@ def sharded(folder: Path, target: Path, ending: str = "safetensors") -> Path:
 
 
 def as_gguf(folder: Path, path: Path, add=None, **options) -> Path:
-    """The same model; `add` puts metadata or tensors into the writer."""
+    """A model as a GGUF file; `add` puts metadata or tensors into the writer."""
     config = Folder(folder).config("tiny")
     weights = dict(Folder(folder).tensors(config))
     return write_gguf(path, config, byte_level_tokenizer(), weights, add=add, **options)
@@ -86,7 +86,7 @@ RELATIVES = {
 
 @pytest.mark.parametrize("kind", RELATIVES)
 def test_a_gguf_file_of_a_relative_is_the_same_model_whose_text_no_method_changes(kind, tmp_path):
-    """Those of Qwen keep the halves of a rotated head where they are."""
+    """Files of Qwen keep the halves of a rotated head where they are."""
     folder = write_hf_folder(tmp_path / "model", model_type=kind, **RELATIVES[kind])
     ours = load(folder)
     architecture = "llama" if kind == "mistral" else kind

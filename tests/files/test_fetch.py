@@ -36,6 +36,7 @@ def pip(wheel, monkeypatch):
 
     def run(command, *, timeout, **_):
         state.calls += 1
+        assert {"--only-binary=:all:", "--no-input", "--no-deps"} < {*command}
         if state.is_slow:
             raise subprocess.TimeoutExpired(command, timeout)
         with ZipFile(Path(command[command.index("-d") + 1], "tiny-1.0.whl"), "w") as archive:

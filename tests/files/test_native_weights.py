@@ -85,12 +85,12 @@ def load(path, weights="native", dtype="float32", draft="ngram", **options):
 @torch.inference_mode()
 def logits(model, tokens=TEXT, block=1 << 30):
     """After every token, read in blocks."""
-    cache, found = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
-    for some in tokens.split(block):
-        hidden_BTE = read_block(model, [some.tolist()], cache)
-        cache.advance([len(some)])
-        found += model.logits(hidden_BTE[0]).split(1)
-    return torch.cat(found)
+    cache, parts = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
+    for part in tokens.split(block):
+        hidden_BTE = read_block(model, [part.tolist()], cache)
+        cache.advance([len(part)])
+        parts += model.logits(hidden_BTE[0]).split(1)
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -113,11 +113,11 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         packed_NX = torch.empty(packed_shape(70, E, form), dtype=torch.uint8)
         repack(matrix, packed_NX, order)
         for dtype in (torch.float32, torch.bfloat16):
-            found = load_kernels().dequantize(packed_NX, E, form, dtype)
-            assert torch.equal(found[:70], wanted[order].to(dtype))
+            unpacked = load_kernels().dequantize(packed_NX, E, form, dtype)
+            assert torch.equal(unpacked[:70], wanted[order].to(dtype))
         if is_exact(matrix):
-            found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
-            assert torch.equal(*(it.view(torch.int32) for it in (found, wanted[order])))
+            unpacked = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
+            assert torch.equal(*(part.view(torch.int32) for part in (unpacked, wanted[order])))
 
 
 def offsets(kind):
@@ -146,12 +146,13 @@ def prefilled(model):
 def test_only_the_file_s_own_bytes_are_held(file):
     """But for padding: of groups to pairs, of units to 4, of the fifth bits to 8 groups."""
     native, plain = load(file).model, load(file, "auto").model
-    is_tied = native.config.tie_word_embeddings
-    table = 0 if is_tied else plain.embed_tokens.nbytes
-    stored = [it for it in gguf.GGUFReader(file).tensors if len(it.shape) == 2]
-    own = sum(int(it.n_bytes) for it in stored if is_tied or it.name != "token_embd.weight")
+    table = 0 if native.config.tie_word_embeddings else plain.embed_tokens.nbytes
+    stored = [part for part in gguf.GGUFReader(file).tensors if len(part.shape) == 2]
+    names = {"token_embd.weight"} if table else set()
+    num_stored = sum(int(part.n_bytes) for part in stored if part.name not in names)
     small = native.num_bytes - table
-    assert own < small < (1.7 if native.lm_head.form == Form.Q5 else 1.25) * own + 5000
+    padding = 1.7 if native.lm_head.form == Form.Q5 else 1.25
+    assert num_stored < small < padding * num_stored + 5000
     assert bytes_per_pass(native) == small
 
 
@@ -179,8 +180,8 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
     methods = ("autoregressive", "triforce", "auto")
     ways = [settings_of(method, 40, WARM, coupled=True, **SMALL) for method in methods]
-    wanted, *found = (texts_of(engine.generate(prompts, **way)) for way in ways)
-    assert found == [wanted] * 2
+    wanted, *others = (texts_of(engine.generate(prompts, **way)) for way in ways)
+    assert others == [wanted] * 2
 
 
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
@@ -201,7 +202,7 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, t
 
 @pytest.mark.parametrize("kind", ["Q5_0", "Q8_0", "Q6_K"])
 def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path, kind):
-    """Of a file in 4 to 6 bits by its own numbers, of one in 8 by new ones; heads have 8."""
+    """Numbers of a file in 4 to 6 bits are kept, those in 8 bits quantized anew; heads have 8."""
     is_small = FORMS[kind].bits <= 6
     path = write(
         folders[KINDS[kind]], tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0"
@@ -211,9 +212,9 @@ def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path, ki
     wanted = load(path).model if is_small else quantized_copy(model)
     pair = [dict(one.named_parameters()) for one in (twin, wanted)]
     torch.testing.assert_close(*pair, rtol=0, atol=0)
-    shared = {id(it) for it in model.parameters()}
-    own = (it.nbytes for it in twin.parameters() if id(it) not in shared)
-    assert twin.num_bytes == sum(own)
+    shared = {id(part) for part in model.parameters()}
+    added = (part.nbytes for part in twin.parameters() if id(part) not in shared)
+    assert twin.num_bytes == sum(added)
 
 
 def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeypatch, caplog):
@@ -222,8 +223,8 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeyp
     wide = folders["wide"]
     path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
     stored = gguf.GGUFReader(path).tensors
-    alone = sum(math.prod(it.shape) for it in stored) * 4
-    both = alone + sum(int(it.n_bytes) for it in stored)
+    alone = sum(math.prod(part.shape) for part in stored) * 4
+    both = alone + sum(int(part.n_bytes) for part in stored)
     for free, copy, is_native in (
         (both + 1, "auto", False),
         (both - 1, "auto", True),
@@ -242,7 +243,8 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeyp
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):
-    dense, fine = (write(folders["tied"], tmp_path / f"{it}.gguf", it) for it in ("F16", "Q4_0"))
+    dense = write(folders["tied"], tmp_path / "dense.gguf", "F16")
+    fine = write(folders["tied"], tmp_path / "fine.gguf", "Q4_0")
     for path in (folders["tied"].path, dense):
         with refused("weights=native needs a GGUF file"):
             load(path)

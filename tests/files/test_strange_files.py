@@ -129,7 +129,7 @@ FOLDERS = [
     ("holds more than tensors", pickled({"x": Trap()})),
     ("holds more than tensors", pickled({"x": Trap()}, is_zipped=False)),
     ("lacks 21 tensors", index({})),
-    *(("does not list", index({NORM: it})) for it in ("x" * 5000, "\ud800", "..", 5)),
+    *(("does not list", index({NORM: shard})) for shard in ("x" * 5000, "\ud800", "..", 5)),
 ]
 """What the error names, and what is wrong in a folder."""
 
@@ -228,6 +228,7 @@ GGUF = [
     *((WHOLE, lambda data, n=n: data[:n]) for n in (0, 5000, -1)),
     *((WHOLE, damage) for damage in KINDS),
     (WHOLE, packed(TOKENS, 8, "Q", 10**7, more=bytes(30_000_000))),
+    (WHOLE, lambda data: data + bytes(32)),
     (WHOLE, packed(b"token_embd.weight", 20, "I", TYPE.F16)),
     (WHOLE, packed(b"blk.1.ffn_norm.weight", 12, "I", TYPE.F64)),
     ("q_proj.weight that is not read", packed(b"attn_q.weight", 20, "I", TYPE.I32)),

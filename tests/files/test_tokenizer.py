@@ -91,7 +91,18 @@ def test_broken_bytes_are_told_in_time_and_break_no_character(tokenizer, num_bro
     pieces = [decoder.push(token) for token in ids]
     assert "".join(pieces) == "\ufffd" * num_broken + "🦥b"
     num_told = [len("".join(pieces[:n])) for n in range(len(ids))]
-    assert all(told >= n - 3 - decoder.MAX_WAITING for n, told in enumerate(num_told))
+    assert all(num_shown >= n - 3 - decoder.MAX_WAITING for n, num_shown in enumerate(num_told))
+
+
+def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, monkeypatch):
+    ids = tokenizer.encode("a" + "\ufffd" * 1333)
+    decode, lengths = tokenizer.decode, []
+    count = lambda ids, shown: lengths.append(len(ids)) or decode(ids, shown)  # noqa: E731
+    monkeypatch.setattr(tokenizer, "decode", count)
+    decoder = IncrementalDecoder(tokenizer, ids[:1])
+    text = "".join(decoder.push(token) for token in ids[1:]) + decoder.flush()
+    assert text.endswith("\ufffd" * 1333)
+    assert sum(lengths) < 40 * len(ids)
 
 
 def test_ids_of_a_padded_vocabulary_have_no_text(tokenizers):

@@ -31,7 +31,7 @@ def target(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def distill(target, long_text, tmp_path_factory):
-    """What `main` does inside its handling of errors."""
+    """Runs the tool without its handling of errors."""
     books = tmp_path_factory.mktemp("books")
     (books / "train.txt").write_text(long_text[:20_000])
     (books / "held-out.txt").write_text(long_text[30_000:40_000])
@@ -86,7 +86,7 @@ def test_an_interrupted_distillation_goes_on_where_it_was(distill, drafter, tmp_
         with pytest.raises(KeyboardInterrupt):
             distill(tmp_path)
     distill(tmp_path)
-    whole, parts = (load_file(it / "model.safetensors") for it in (drafter, tmp_path))
+    whole, parts = (load_file(name / "model.safetensors") for name in (drafter, tmp_path))
     torch.testing.assert_close(whole, parts, rtol=0, atol=0)
 
 

@@ -101,7 +101,7 @@ def test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do(engine, me
     """Requests that come and go in two places, by chance; each gets what it gets alone."""
     requests = requests_of(engine, 0.9, 12)
     together = texts_of(engine.stream(requests, batch_size=2, **METHODS[method]))
-    alone = [texts_of(engine.stream([it], **METHODS[method]))[0] for it in requests]
+    alone = [texts_of(engine.stream([request], **METHODS[method]))[0] for request in requests]
     assert together == alone
 
 

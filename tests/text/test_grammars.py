@@ -25,7 +25,7 @@ FREE = SamplingParams(1.0)
 
 
 class ToyTokenizer:
-    """What a matcher asks of a tokenizer."""
+    """A tokenizer, as far as a matcher asks."""
 
     num_tokens = 4
 
@@ -43,12 +43,12 @@ def make_matcher():
 
 def is_allowed(output: tuple[int, ...], token: int) -> bool:
     """Whether a token may follow, by the definition of the grammar."""
-    text = "".join(WORDS[it] for it in output)
-    if END in output or not any(it.startswith(text) for it in TEXTS):
+    text = "".join(WORDS[word] for word in output)
+    if END in output or not any(word.startswith(text) for word in TEXTS):
         return token == END
     if token == END:
         return text in TEXTS
-    return any(it.startswith(text + WORDS[token]) for it in TEXTS)
+    return any(word.startswith(text + WORDS[token]) for word in TEXTS)
 
 
 def grammar_error(*sizes, params=FREE, **settings):
@@ -83,11 +83,13 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
         assert grammar_error(*sizes, horizon=4, rule=rule, seed=seed) < ROUNDING
 
 
-def test_what_is_forced_is_remembered_after_committed_tokens(monkeypatch):
+def test_what_is_forced_is_asked_once(monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", ["ab" * 500])
     asked = make_matcher()
     assert asked.forced([]) == [3] * 500
+    monkeypatch.setattr(asked, "_read", None)
     assert asked.forced([3, 3]) == [3] * 498
+    monkeypatch.undo()
     asked.extend([3])
     assert asked.forced([3]) == [3] * 498
     assert asked.forced([0])[0] == 2

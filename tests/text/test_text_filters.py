@@ -46,15 +46,15 @@ class Shaped:
             count = output.count(token)
             x -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
             scores.append(x)
-        scores = self.without(
-            scores, [not self.allowed or self.allowed(output, it) for it in range(self.V)]
-        )
+        tokens = range(self.V)
+        if self.allowed:
+            scores = self.without(scores, [self.allowed(output, token) for token in tokens])
         is_bad = [
             any((*context, token)[-len(word) :] == tuple(word) for word in self.words)
             or (token == END and len(output) < params.min_tokens)
-            for token in range(self.V)
+            for token in tokens
         ]
-        left_V = exactly(self.without(scores, [not it for it in is_bad]))
+        left_V = exactly(self.without(scores, [not bad for bad in is_bad]))
         return probs_from_logits(left_V.unsqueeze(0), params)[0]
 
     def without(self, scores, are_kept):
@@ -105,7 +105,7 @@ def test_nodes_of_trees_are_filtered_by_their_own_paths(sizes, params, words):
 
 
 def test_nothing_leaks_from_one_step_into_the_next():
-    """What is counted after a step is what the target let stand."""
+    """After a step those tokens count that the target accepted."""
     assert error(PENALTIES, 3, 1, 1, num_steps=2) < ROUNDING
 
 

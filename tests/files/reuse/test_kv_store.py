@@ -131,7 +131,7 @@ def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text
 def test_a_block_of_another_model_context_or_place_is_not_used(
     engine, prompt, text, tmp_path, caplog
 ):
-    """Its name is another one; and if somebody copies it, its header tells."""
+    """A block has another name there; and if somebody copies a block, its header tells."""
     strange = minitri.load(write_hf_folder(tmp_path / "m", seed=8), device="cpu", dtype="float32")
     ask(strange, prompt, tmp_path / "strange")
     ask(engine, prompt, tmp_path / "ours")
@@ -179,8 +179,23 @@ def test_of_a_snapshot_nobody_knows_who_computed_it(engine, prompt, saved, tmp_p
     assert not blocks(tmp_path / "store")
 
 
+def test_a_block_that_cannot_be_copied_is_one_line_and_takes_no_room(
+    engine, prompt, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(kv_store, "WAITING_BYTES", 0)
+    engine.release()
+    engine.open_kv_store(str(tmp_path), LARGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_store, "HeldRow", None)
+        assert say(engine, [7] * 120)[1] == 0
+    assert len(caplog.records) == 1
+    say(engine, prompt)
+    engine.release()
+    assert blocks(tmp_path)
+
+
 def test_what_was_used_last_stays(engine, other, tmp_path):
-    """Of prompts of three blocks each; somebody else's files stay, too."""
+    """Prompts have three blocks each; somebody else's files stay, too."""
     used, old, new = (random_prompt(engine.config, 120, seed=seed) for seed in range(3))
     (tmp_path / "novel.kv").write_bytes(b"x" * 10**6)
     unfinished = tmp_path / ".minitri-x.unfinished"

@@ -10,7 +10,7 @@ SETTINGS = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16, "co
 
 
 def tokens_of(engine, prompt, method, sampling, tree=""):
-    """Of a prompt and its beginning, one after the other."""
+    """Tokens after a prompt and after its beginning, one row after the other."""
     engine.release()
     settings = {
         "sampling": sampling,
@@ -18,7 +18,7 @@ def tokens_of(engine, prompt, method, sampling, tree=""):
     }
     settings["generation"] = GenerationConfig(24, ignore_eos=True, logprobs=4)
     run = engine.generate([prompt, prompt[:31]], seed=0, **settings)
-    return sorted((it for it in run if isinstance(it, Token)), key=lambda token: token.row)
+    return sorted((event for event in run if isinstance(event, Token)), key=lambda token: token.row)
 
 
 @pytest.mark.parametrize(

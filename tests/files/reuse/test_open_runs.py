@@ -38,12 +38,12 @@ def test_requests_that_come_later_get_what_they_get_alone(engine):
     with start(engine) as run:
         assert isinstance(next(run), Idle)
         for first in (0, 3):
-            numbers = [run.submit(it) for it in wanted[first : first + 3]]
+            numbers = [run.submit(each) for each in wanted[first : first + 3]]
             assert numbers == [first, first + 1, first + 2]
             ends += ends_of(until_idle(run))
-    for it, end in zip(wanted, ends, strict=True):
-        assert end.token_ids == alone(engine, it)
-        assert end.row_stats.num_prompt_tokens == len(it.prompt)
+    for asked, end in zip(wanted, ends, strict=True):
+        assert end.token_ids == alone(engine, asked)
+        assert end.row_stats.num_prompt_tokens == len(asked.prompt)
         assert end.row_stats.num_generated_tokens == sum(end.row_stats.by_origin.values()) == 12
 
 
@@ -52,11 +52,11 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
     with start(engine, batch_size=1) as run:
         first, second, third = (run.submit(request(engine, number)) for number in range(3))
         tokens = (event for event in run if isinstance(event, Token))
-        assert [it.row for it in itertools.islice(tokens, 3)] == [first] * 3
+        assert [event.row for event in itertools.islice(tokens, 3)] == [first] * 3
         run.cancel(first)
         run.cancel(second)
         events = until_idle(run)
-    assert [it.row for it in events if isinstance(it, Token)] == [third] * 12
+    assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
 
 

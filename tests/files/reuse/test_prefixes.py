@@ -30,7 +30,7 @@ def say(engine, prompts, speculation=TRIFORCE, num_new=20, sampling=WARM, seed=0
 
 
 def fresh(engine, *arguments, **settings):
-    """The same with nothing to begin with."""
+    """Texts of a run of an engine that holds no text."""
     engine.release()
     return say(engine, *arguments, **settings)
 
@@ -93,7 +93,7 @@ def test_a_run_that_is_left_leaves_what_it_has_read(engine, document, event):
     engine.release()
     generation = GenerationConfig(20, prefill_chunk=16)
     with engine.generate(document, speculation=TRIFORCE, generation=generation) as run:
-        next(number for number, it in enumerate(run) if isinstance(it, event) and number > 4)
+        next(n for n, given in enumerate(run) if isinstance(given, event) and n > 4)
     held = engine.held_tokens
     assert len(held) >= (149 if event is Token else 48)
     assert held[:149] == document[: len(held)][:149]

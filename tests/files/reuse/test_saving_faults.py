@@ -1,4 +1,4 @@
-"""Whatever ends a writer of KV snapshots, a file is the old one or a new one, and others go on."""
+"""Writers of KV snapshots that end in any way: a file is the old one or a new one, and whole."""
 
 import contextlib
 import itertools
@@ -19,7 +19,7 @@ from tests.files.reuse.conftest import files_may_not_grow, say, small_disk
 
 @pytest.fixture
 def path(saved, engine, tmp_path) -> Path:
-    """Of a file in a folder of its own, which an engine that holds a text replaces."""
+    """A file alone in a folder; the engine holds a text to save there."""
     engine.load_kv(saved[0])
     (tmp_path / "folder").mkdir()
     return tmp_path / "folder" / "x"
