@@ -1,6 +1,7 @@
 """Bodies of requests: what each is answered with, or one line that names what is wrong."""
 
 import copy
+import functools
 import json
 import math
 import random
@@ -15,7 +16,10 @@ from tests.apps.serve.templates import FAMILIES
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 RECORDED = json.loads(Path(__file__).with_name("recorded_requests.json").read_text("utf-8"))
 USER = {"role": "user", "content": "a"}
+DEFAULTS = {TEXT: {"prompt": "a"}, RESPONSE: {"input": "a"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
 ITEMS = [
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
     {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
@@ -29,21 +33,13 @@ NOTHING = {"n": None, "stop": None, "suffix": "", "best_of": 1, "metadata": {"a"
 NOTHING |= {"response_format": {"type": "text"}}
 
 
-def chat(*turns, **fields):
-    return CHAT, {"messages": [USER, *turns], **fields}
+def sent(path, *turns, **fields):
+    """Path and body of a request; a chat has more turns."""
+    defaults = {"messages": [USER, *turns]} if path == CHAT else DEFAULTS[path]
+    return path, defaults | fields
 
 
-def text(**fields):
-    return TEXT, {"prompt": "a", **fields}
-
-
-def response(**fields):
-    return RESPONSE, {"input": "a", **fields}
-
-
-def called(**changes):
-    call = {"id": "x", "function": {"name": "f", "arguments": "{}"} | changes}
-    return chat({"role": "assistant", "tool_calls": [call]}, tools=[TOOL])
+text, chat, response = (functools.partial(sent, path) for path in (TEXT, CHAT, RESPONSE))
 
 
 def answer(text, finish_reason="stop", **fields):
@@ -60,7 +56,7 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (chat(), {"object": "chat.completion", "choices": [{"message": YES, "finish_reason": "stop"}]}),
     (chat(**NOTHING), {"choices": [{"message": YES}]}),
     (chat({**YES, "name": None}, USER, max_completion_tokens=9, max_tokens=1), {}),
-    (called(), {"object": "chat.completion"}),
+    (chat(CALLED), {"object": "chat.completion"}),
     (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
     (text(**SAMPLING), {"choices": answer("Yes.")}),
     (response(), {"object": "response", "status": "completed", "error": None}),
@@ -87,7 +83,11 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (chat({"role": "user"}), "messages[1]", "content"),
     (chat({"role": "user", "content": [{"type": "image_url"}]}), "messages[1].content", "text"),
     (chat({"role": "tool", "tool_call_id": "x", "content": ""}), "tool_call_id is 'x'", "calls"),
-    (called(arguments="[1]"), "messages[1].tool_calls[0].function.arguments", "object"),
+    (
+        chat(json.loads(json.dumps(CALLED).replace("{}", "[1]"))),
+        "messages[1].tool_calls[0].function.arguments",
+        "object",
+    ),
     (chat(top_logprobs=2), "top_logprobs", "logprobs"),
     (chat(tools=[TOOL, TOOL]), "tools", "one name"),
     (chat(tools=[TOOL | {"function": {"name": "none"}}]), "tools[0].function.name", "letters"),

@@ -1,6 +1,7 @@
 """The program from its start to its end: flags, memory, signals, and files that change."""
 
 import contextlib
+import functools
 import json
 import re
 import shutil
@@ -47,24 +48,22 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     generation = GenerationConfig(reserve=512).for_run(512)
     shape = MemoryShape((1,) * 8, SamplingParams(), generation, SpeculationConfig())
 
-    def choose(gib, fewest=1):
-        return choose_rows(engine.models, shape, gib, fewest=fewest)
-
-    sizes = [choose(9.0)]
+    choose = functools.partial(choose_rows, engine.models, shape)
+    sizes = [choose(9.0, fewest=1)]
     for _ in range(7):
-        sizes.append(choose(sizes[-1][1] - KIB))
+        sizes.append(choose(sizes[-1][1] - KIB, fewest=1))
         assert sizes[-1][1] <= sizes[-2][1] - KIB
     assert [num_rows for num_rows, _ in sizes] == [*range(8, 0, -1)]
     weights = sum(it.num_bytes for it in {engine.models.target, engine.models.retrieval}) / GIB
     for change, num_rows in ((KIB, 8), (-KIB, 7)):  # by default a share of what was free before
         free = sizes[0][1] / SHARE - weights + change
         monkeypatch.setenv("MINITRI_HOST_GIB", str(free))
-        assert choose(None)[0] == num_rows
+        assert choose(None, fewest=1)[0] == num_rows
     monkeypatch.delenv("MINITRI_HOST_GIB")
     sizes += [(1, value) for value in (0.0, -1.0, float("nan"))]
     for num_rows, gib in (sizes[0], *sizes[7:]):
         with pytest.raises(InputError, match=rf"^{num_rows} x 512 tokens of tiny take .* memory=$"):
-            choose(gib - KIB, num_rows)
+            choose(gib - KIB, fewest=num_rows)
 
 
 def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
