@@ -418,16 +418,6 @@ apps/serve/test_answer_parser.py::test_pieces_do_not_depend_on_where_a_text_is_c
     => is_escaped = character == "\\" and num_read < len(self._rest)
 apps/serve/test_answer_parser.py::test_texts_put_together_at_random_lose_nothing
   a tag without a call is lost | AnswerParser._calls: self._add("content", taken) => None
-apps/serve/test_tools.py
-::test_what_is_kept_is_of_one_owner_one_conversation_and_these_tools
-  answers of another client | keys_of: json.dumps(context, sort_keys=True) => ""
-apps/serve/test_tools.py
-::test_the_next_prompt_begins_with_the_very_tokens_of_prompt_and_answer[hermes]
-  an end token twice | ChatPrompt._encoded: ids[1:] => ids
-apps/serve/test_tools.py
-::test_a_prompt_that_the_template_writes_in_another_way_is_read_anew
-  tokens of a prompt that the template writes no more
-    ChatPrompt._end_of: digest_of(self.text[:start]) != kept.digest => False
 """
 
 MUTANTS = read_table(TABLE)

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from minitri import Engine
     from minitri.worker import Worker
 
-DEFAULT_CONTEXT = 8192
-"""Default tokens of KV cache per row: fits next to most models."""
+DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most models
 
 
 @dataclass(frozen=True)

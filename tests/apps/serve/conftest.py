@@ -18,7 +18,6 @@ from minitri.apps.serve.app import Service
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.protocol import Protocol
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.devices import choose as devices
 from minitri.text.chat_template import ChatTemplate
 from minitri.worker import Worker
 from tests.apps.serve.scripted import ScriptedRun
@@ -180,13 +179,10 @@ def complete(server, **fields):
 
 @pytest.fixture(scope="session")
 def roomy(tmp_path_factory):
-    """A tiny model with room for long conversations; without compiled kernels, so that K and V of
-    what was generated are used again."""
+    """A tiny model with room for long conversations."""
     folder = tmp_path_factory.mktemp("models") / "roomy"
     write_hf_folder(folder, max_position_embeddings=1 << 15)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(devices, "load_kernels", lambda: None)
-        return minitri.load(folder, dtype="float32", device="cpu")
+    return minitri.load(folder, dtype="float32", device="cpu")
 
 
 @pytest.fixture(scope="session")

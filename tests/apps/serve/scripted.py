@@ -13,11 +13,9 @@ class ScriptedRun:
     def __init__(self, engine) -> None:
         self._engine = engine
         self.tokenizer = engine.tokenizer
-        self.texts: deque[str | list[int]] = deque()
-        """Texts to say, or their tokens; without any the answer is empty."""
+        self.texts: deque[str] = deque()
+        """Texts to say; without any the answer is empty."""
         self.requests: list[Request] = []
-        self.said: list[list[int]] = []
-        """For each request the tokens of its prompt and its answer."""
         self._events: deque[Event] = deque()
 
     @property
@@ -32,14 +30,12 @@ class ScriptedRun:
     def submit(self, request: Request) -> int:
         row = make_row(len(self.requests), request, self._engine.model, self.tokenizer)
         self.requests.append(request)
-        said = self.texts.popleft() if self.texts else ""
-        ids = self.tokenizer.encode_marked(said) if isinstance(said, str) else said
+        ids = self.tokenizer.encode_marked(self.texts.popleft() if self.texts else "")
         for token in [*ids, 2]:
             self._events.append(row.push(token, "bonus", (2,)))
             if row.finish_reason is not None:
                 break
         self._events.append(row.end(Stats()))
-        self.said.append([*row.prompt_ids, *row.token_ids])
         return row.number
 
     def cancel(self, number: int) -> None:

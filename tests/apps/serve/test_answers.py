@@ -179,26 +179,6 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(server, ask):
     assert streamed == [entry.bytes for entry in choice.logprobs.content]
 
 
-def test_an_echo_has_the_scores_of_the_prompt(server, engine):
-    """As `Engine.score` gives them, also while another text runs; the first token has none."""
-    ids = engine.tokenizer.encode(LONG * 2)[: CONTEXT - 10]
-    wanted = engine.score(ids).tolist()
-    with server.raw(**ENDLESS) as other:
-        assert other.recv(12) == b"HTTP/1.1 200"
-        fields = {"prompt": ids, "echo": True, "logprobs": 2, "temperature": 0}
-        answer = complete(server, **fields, max_tokens=3, n=2)
-    for choice in answer.choices:
-        scores = choice.logprobs
-        assert choice.text.startswith(LONG)
-        assert scores.token_logprobs[0] is scores.top_logprobs[0] is None
-        assert scores.token_logprobs[1 : len(ids)] == pytest.approx(wanted, abs=2e-5)
-        assert len(scores.tokens) == len(ids) + 3
-        places = [*zip(scores.tokens, scores.text_offset, strict=True)][: len(ids)]
-        assert all(choice.text.startswith(*place) for place in places)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 6)
-    assert complete(server, echo=True).choices[0].text == PROMPT + own_text(engine)
-
-
 class Person(BaseModel):
     name: Literal["Anne", "Frederick"]
     age: Annotated[int, Field(ge=0, le=99)]
@@ -223,21 +203,6 @@ def test_answers_have_the_form_that_is_asked_for(server, ask):
     texts = [choice.text for choice in complete(server, n=4, extra_body=regex).choices]
     assert all(re.fullmatch("(ab|cd){2,3}", text) for text in texts)
     assert len({*texts}) > 1
-
-
-def test_texts_and_chats_have_their_tokens(server, engine, ask, monkeypatch):
-    ids = engine.tokenizer.encode(PROMPT)
-    wanted = {"count": len(ids), "max_model_len": CONTEXT, "tokens": ids}
-    assert server.post("/tokenize", model="tiny", prompt=PROMPT).json() == wanted
-    assert server.post("/detokenize", tokens=ids).json() == {"prompt": PROMPT}
-    long = server.post("/tokenize", prompt="She had " * 3000).json()  # more than fits
-    assert long["tokens"] == engine.tokenizer.encode("She had " * 3000)
-    chat = server.post("/tokenize", messages=MESSAGES).json()
-    assert chat["count"] == ask().usage.prompt_tokens
-    monkeypatch.setattr(engine.tokenizer, "bos_token_id", 1)
-    for is_special, begun in ((True, [1, *ids]), (False, ids)):
-        answer = server.post("/tokenize", prompt=PROMPT, add_special_tokens=is_special).json()
-        assert answer["tokens"] == begun
 
 
 def test_a_model_is_known_by_all_its_names(server, engine):

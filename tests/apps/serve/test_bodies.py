@@ -52,7 +52,6 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (text(**NOTHING), {"choices": answer("Yes.")}),
     (text(max_tokens=2), {"choices": answer("Yes", "length")}),
     (text(stop="s"), {"choices": answer("Ye")}),
-    (text(echo=True), {"choices": answer("aYes.")}),
     (chat(), {"object": "chat.completion", "choices": [{"message": YES, "finish_reason": "stop"}]}),
     (chat(**NOTHING), {"choices": [{"message": YES}]}),
     (chat({**YES, "name": None}, USER, max_completion_tokens=9, max_tokens=1), {}),
@@ -62,15 +61,12 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (response(), {"object": "response", "status": "completed", "error": None}),
     (response(max_output_tokens=1), {"incomplete_details": {"reason": "max_output_tokens"}}),
     (response(input=ITEMS, tools=[TOOL | TOOL["function"]]), {"status": "completed"}),
-    (("/tokenize", {"prompt": "a", "add_special_tokens": False}), {"count": 1}),
-    (("/detokenize", {"tokens": [67]}), {}),
 ]
 REFUSED = [  # path and body, the field that the error names, and a word of what it says
     (text(prompt=""), "prompt", "token"),
     (text(prompt=[1, 320]), "320", "0 to 319"),
     (text(prompt="\ud800"), "prompt", "Unicode"),
     (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
-    (text(echo=True, stream=True), "echo", "a stream has none"),
     (text(max_tokens="3"), "max_tokens is '3'", "whole number"),
     (text(temperature=math.nan), "temperature", "finite"),
     (text(seed=1 << 64), "seed", "less than"),
@@ -97,8 +93,6 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (response(input=[{"type": "item_reference", "id": "x"}]), "input", "messages or calls"),
     (response(text={"format": {"type": "json_schema"}}), "text.format", "/docs"),
     (response(details=True), "details", "alse"),
-    (("/tokenize", {"messages": [USER], "add_generation_prompt": False}), "generation", "rue"),
-    (("/detokenize", {"tokens": [5, 320]}), "tokens", "0 to 319"),
 ]
 
 
@@ -232,7 +226,7 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
 
 def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
     schemas = server.http.get("/docs").json()
-    assert {*schemas} == {TEXT, CHAT, RESPONSE, "/tokenize", "/detokenize"}
+    assert {*schemas} == {TEXT, CHAT, RESPONSE}
     for (path, body), _ in ANSWERED:
         assert {*body} <= {*schemas[path]["properties"], *NOTHING}
     for schema in schemas.values():

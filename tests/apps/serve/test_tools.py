@@ -1,8 +1,4 @@
-"""Tools at /v1/chat/completions: the model says what the test gives, and its prompts are compared.
-
-A client sends an answer back as text, with its calls spelled in another way; the model then reads
-the very tokens that it has written.
-"""
+"""Tools at /v1/chat/completions: the model says what the test gives, or is a real, tiny one."""
 
 import json
 import sys
@@ -12,7 +8,6 @@ import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from minitri.apps.serve.chats.replay import Replay
 from tests.apps.serve.conftest import serving
 from tests.apps.serve.templates import FAMILIES, QWEN, THINKING
 
@@ -23,8 +18,6 @@ USER = {"role": "user", "content": "Is it warm in Köln?"}
 CALL = {"name": "get_weather", "arguments": '{"city":"Köln"}'}
 ANSWER = {"role": "assistant", "tool_calls": [{"id": "call_x81mQ", "function": CALL}]}
 RESULT = {"role": "tool", "tool_call_id": "call_x81mQ", "content": "21 degrees"}
-WARM = {"role": "assistant", "content": "It is warm."}
-SO = {"role": "user", "content": "So?"}
 ARGUMENTS = '{"city":  "K\\u00f6ln"}'
 WEATHER = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 NOW = '{"name": "now", "arguments": {}}'
@@ -65,23 +58,6 @@ def family(ask, use_template, request):
     return request.param
 
 
-def letters(run, text: str) -> list[int]:
-    """A text in tokens that no tokenizer would choose, so that they are known again."""
-    return [token for letter in text for token in run.tokenizer.encode_marked(letter)]
-
-
-def begins_with_the_last_text(ask, run, *messages, **how) -> bool:
-    """Whether a prompt begins with all tokens of the text before, and goes on as it is written."""
-    said = run.said[-1]
-    ask("", *messages, **how)
-    ids = run.prompt
-    written = run.written(ids)
-    assert "</s></s>" not in written
-    plain = run.tokenizer.encode_marked(written)
-    num_rest = len(ids) - len(said)
-    return ids[: len(said)] == said and ids[len(said) :] == plain[len(plain) - num_rest :]
-
-
 def test_calls_are_sent_whole_and_in_pieces(ask, family):
     look = "" if family == "llama3" else "I look.\n"
     wanted = [("get_weather", ARGUMENTS), ("now", "{}")][: 1 + bool(SAID[family][1])]
@@ -112,25 +88,6 @@ def test_the_template_sees_tools_calls_and_results(ask, run, family):
     assert (choice.message.content, choice.finish_reason) == (SAID[family][0], "stop")
 
 
-def test_the_next_prompt_begins_with_the_very_tokens_of_prompt_and_answer(ask, run, family):
-    """The client sends arguments back with other spaces, and without escapes."""
-    for said in (SAID[family][0], letters(run, SAID[family][0])):
-        ask(said)
-        assert begins_with_the_last_text(ask, run, USER, ANSWER, RESULT)
-    ask(letters(run, WARM["content"]), USER, ANSWER, RESULT)
-    is_kept = begins_with_the_last_text(ask, run, USER, ANSWER, RESULT, WARM, SO)
-    assert is_kept == (family != "mistral")  # whose tools stand before the last question
-
-
-def test_an_answer_that_was_cut_or_begun_by_the_client_is_read_again(ask, run):
-    said = letters(run, WARM["content"])
-    text = ask(said, max_tokens=5).choices[0].message.content
-    assert begins_with_the_last_text(ask, run, USER, {"role": "assistant", "content": text}, SO)
-    begun = {"role": "assistant", "content": "It is"}
-    ask(letters(run, " warm."), USER, begun, extra_body={"continue_final_message": True})
-    assert begins_with_the_last_text(ask, run, USER, WARM, SO)
-
-
 def test_thoughts_are_told_apart_and_stay_in_the_prompt(ask, run, use_template):
     text = "<think>\nShall I?\n</think>\n\nYes."
     deltas = [chunk.choices[0].delta for chunk in ask(text, tools=[], stream=True)]
@@ -139,50 +96,21 @@ def test_thoughts_are_told_apart_and_stay_in_the_prompt(ask, run, use_template):
     use_template(THINKING)  # whose prompts open the thought
     choice = ask(f"so\n</think>\n\n{SAID['hermes'][0]}").choices[0]
     assert (choice.message.reasoning_content, choice.finish_reason) == ("so\n", "tool_calls")
-    assert begins_with_the_last_text(ask, run, USER, ANSWER, RESULT)
+    assert run.written(run.prompt).endswith("<think>\n")
 
 
-def test_calls_that_are_cut_and_texts_before_a_stop_string_are_not_kept(ask, run):
-    choice = ask(letters(run, SAID["hermes"][0]), max_tokens=60).choices[0]
+def test_a_call_that_is_cut_ends_by_length(ask):
+    [choice] = ask(SAID["hermes"][0], max_tokens=60).choices
     assert choice.finish_reason == "length"
     assert ARGUMENTS.startswith(choice.message.tool_calls[0].function.arguments)
-    assert not begins_with_the_last_text(ask, run, USER, ANSWER, RESULT)
-    ask(letters(run, "It is warm."), stop=" warm")
-    assert not begins_with_the_last_text(ask, run, USER, {**WARM, "content": "It is"}, SO)
 
 
-def test_what_is_kept_is_of_one_owner_one_conversation_and_these_tools(ask, run, scripted):
-    turns = (USER, ANSWER, RESULT)
-    with scripted.limited(api_key="a b"):
-        for is_kept, messages, how in (
-            (True, turns, {"key": "a"}),
-            (False, turns, {"key": "b"}),
-            (False, turns, {"key": "a", "user": "u"}),
-            (False, turns, {"key": "a", "tools": TOOLS[:1]}),
-            (False, (SO, *turns[1:]), {"key": "a"}),
-            (False, (USER, ANSWER | {"content": "I look."}, RESULT), {"key": "a"}),
-        ):
-            ask(letters(run, SAID["hermes"][0]), key="a")
-            assert begins_with_the_last_text(ask, run, *messages, **how) == is_kept
-
-
-def test_a_prompt_that_the_template_writes_in_another_way_is_read_anew(ask, run, use_template):
-    """As with a date in it."""
-    ask(letters(run, SAID["hermes"][0]))
-    use_template(QWEN.replace("<tools>", "<TOOLS>"))
-    assert not begins_with_the_last_text(ask, run, USER, ANSWER, RESULT)
-    assert run.prompt == run.tokenizer.encode_marked(run.written(run.prompt))
-
-
-def test_conversations_that_were_not_used_for_long_are_dropped():
-    kept = Replay(max_tokens=100)
-    keys = [bytes([number]) for number in range(20)]
-    for key in keys:
-        kept.keep(key, "prompt", [7] * 30)
-        kept.find(keys[:1])
-    assert [key for key in keys if kept.find([key])] == [keys[0], *keys[-2:]]
-    kept.keep(keys[0], "prompt", range(500))
-    assert kept.find(keys) is None
+def test_an_answer_that_is_begun_by_the_client_goes_on(ask, run):
+    begun = {"role": "assistant", "content": "It is"}
+    [choice] = ask(" warm.", USER, begun, extra_body={"continue_final_message": True}).choices
+    assert choice.message.content == " warm."
+    ids = run.tokenizer.encode_marked("It is")
+    assert run.prompt[-len(ids) :] == ids
 
 
 def test_several_calls_are_one_each_for_templates_that_want_that(ask, run, use_template):
@@ -190,11 +118,8 @@ def test_several_calls_are_one_each_for_templates_that_want_that(ask, run, use_t
     second = {"id": "y", "function": {"name": "now", "arguments": ""}}
     both = ANSWER | {"tool_calls": [*ANSWER["tool_calls"], second]}
     turns = (USER, both, RESULT, {"role": "tool", "tool_call_id": "y", "content": "noon"})
-    ask(letters(run, "".join(SAID["llama3"])))
-    said = run.said[-1]
     ask("", *turns)
-    assert run.prompt[: len(said)] == said
-    assert run.written(run.prompt[len(said) - 1 :]).count("ipython: ") == 2
+    assert run.written(run.prompt).count('assistant: {"name"') == 2
 
 
 def test_a_template_that_ignores_tools_says_so(ask, use_template):
@@ -214,10 +139,10 @@ def test_without_llguidance_what_must_be_held_is_refused(ask, monkeypatch):
             ask("", **{name: value})
 
 
-SCHEMA = {"unit": {"enum": ["celsius", "größer"]}, "days": {"type": "integer", "maximum": 99}}
+SCHEMA = {"unit": {"enum": ["celsius", "größer"]}, "day": {"enum": [1, 2]}}
 SCHEMA = {"type": "object", "properties": SCHEMA, "required": ["unit"]}
 SCHEMA |= {"additionalProperties": False}
-STRICT = [{"type": "function", "function": FUNCTIONS[0] | {"parameters": SCHEMA}}, TOOLS[1]]
+STRICT = [{"type": "function", "function": it | {"parameters": SCHEMA}} for it in FUNCTIONS]
 
 
 @pytest.fixture(scope="module")
@@ -226,24 +151,18 @@ def real(roomy):
         yield running
 
 
-def test_calls_of_a_real_model_follow_their_schema_and_are_read_again(real, family):
-    """Each turn begins with all tokens of the last one, but for the end token that was not read,
-    although the client sends arguments back in its own spelling."""
+def test_calls_of_a_real_model_follow_their_schema(real, family):
+    """And the model reads them again, and what they gave, as the client spells them."""
     messages = [USER]
-    num_before = 0
     for turn in range(3):
         fields = {"messages": messages, "tools": STRICT, "seed": turn, "max_tokens": 400}
         fields |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0.8}
-        answer = real.openai.chat.completions.create(model="tiny", **fields)
-        assert answer.usage.prompt_tokens_details.cached_tokens >= num_before - 1
-        num_before = answer.usage.total_tokens
-        [choice] = answer.choices
+        [choice] = real.openai.chat.completions.create(model="tiny", **fields).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         message = choice.message.model_dump(exclude_none=True)
         [call] = message["tool_calls"]
         arguments = json.loads(call["function"]["arguments"])
-        schema = {"get_weather": SCHEMA, "now": {"type": "object"}}[call["function"]["name"]]
-        jsonschema.validate(arguments, schema)
+        jsonschema.validate(arguments, SCHEMA)
         call["function"]["arguments"] = json.dumps(arguments, indent=2)
         result = {"role": "tool", "tool_call_id": call["id"], "content": f"{turn} degrees"}
         messages += [message, result]

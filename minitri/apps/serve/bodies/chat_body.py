@@ -7,7 +7,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from minitri import InputError
 from minitri.apps.serve.bodies.strict_json import Body, Json, Many, says
-from minitri.core.errors import shorten
+from minitri.core.fields import refuse
 
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
 """A function's name, which is no value of `tool_choice`."""
@@ -63,10 +63,9 @@ class Message(Body):
 
     @model_validator(mode="after")
     def _check_role(self) -> Self:
-        if self.role != "assistant" and self.tool_calls:
-            raise ValueError("only the role assistant has tool_calls")
-        if self.role != "assistant" and "content" not in self.model_fields_set:
-            raise ValueError("give a content")
+        is_whole = "content" in self.model_fields_set and not self.tool_calls
+        if self.role != "assistant" and not is_whole:
+            raise ValueError("give a content; only the role assistant has tool_calls")
         return self
 
 
@@ -95,7 +94,7 @@ class Tool(Body, extra="ignore"):
 def choice_of(choice: object) -> object:
     """The name in a `tool_choice` that is an object; a word such as `auto` is returned as it is."""
     match choice:
-        case {"type": "function", "function": {"name": name}}:
+        case {"type": "function", "function": {"name": name}} | {"type": "function", "name": name}:
             return name
     return choice
 
@@ -119,17 +118,18 @@ class Conversation(Body):
 
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
-        names = {tool.function.name for tool in self.tools}
-        if len(names) < len(self.tools):
+        if len({tool.function.name for tool in self.tools}) < len(self.tools):
             raise InputError("tools has two functions of one name; give each a name of its own")
-        if self.tool_choice not in {"auto", "none", *names, *["required"] * bool(names)}:
-            raise InputError(f"tool_choice is {shorten(repr(self.tool_choice), 60)}; {CHOICES}")
+        if self.tool_choice not in ("auto", "none"):
+            if not self.callable_functions:
+                refuse(self, "tool_choice", CHOICES)
+            if self.continue_final_message:
+                refuse(self, "tool_choice", "leave it out for an answer that goes on")
         return self
 
     @property
     def callable_functions(self) -> dict[str, Function]:
         """Functions that may be called, by their names."""
         functions = {tool.function.name: tool.function for tool in self.tools}
-        if self.tool_choice in functions:
-            return {self.tool_choice: functions[self.tool_choice]}
-        return functions if self.tool_choice != "none" else {}
+        choice = self.tool_choice
+        return {n: f for n, f in functions.items() if choice in ("auto", "required", n)}

@@ -1,6 +1,6 @@
 """Body of /v1/responses: a chat in other words, of which nothing is stored."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -8,7 +8,7 @@ from minitri import Grammar, InputError
 from minitri.apps.serve.bodies.chat_body import Conversation
 from minitri.apps.serve.bodies.completion import Fields, Form
 from minitri.apps.serve.bodies.strict_json import Body, Json, Many, checked, says
-from minitri.core.errors import MAX_COUNT, shorten
+from minitri.core.errors import shorten
 
 
 class TextForm(Body):
@@ -21,14 +21,13 @@ class TextForm(Body):
 class ResponseBody(Fields):
     """Body of /v1/responses."""
 
-    is_chat: ClassVar[bool] = True
+    id_prefix = "resp_"
+    object_type = "response"
     input: Annotated[str | Many[Json], says("give a text, or a list of items")] = ""
     """A text, or a list of items: messages of texts, calls of functions and what those gave;
     reasoning is left out."""
     instructions: str = ""
     """A message of the system, before the input."""
-    max_output_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """Most tokens of the answer. Default: as many as the context has room for."""
     text: TextForm = TextForm()
     """Form of the answer, such as {"format": {"type": "text"}}."""
     tools: Many[Json] = ()
@@ -43,21 +42,21 @@ class ResponseBody(Fields):
     """Events have none."""
 
     @property
-    def most(self) -> int | None:
-        return self.max_output_tokens or self.max_tokens
-
-    @property
-    def form(self) -> Grammar | None:
-        return self.text.format or self.response_format
+    def forms(self) -> dict[str, Grammar]:
+        form = self.text.format
+        return super().forms | ({} if form is None else {"text": form})
 
     @property
     def conversation(self) -> Conversation:
-        tools = [nested(tool) for tool in self.tools if tool.get("type") == "function"]
-        choice = self.tool_choice
+        tools = [
+            {"type": "function", "function": tool}
+            for tool in self.tools
+            if tool.get("type") == "function"
+        ]
         content = {
             "messages": self._messages(),
             "tools": tools,
-            "tool_choice": choice if isinstance(choice, str) else nested(choice),
+            "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
         return checked(Conversation, content)
@@ -86,8 +85,3 @@ class ResponseBody(Fields):
                 case _:
                     raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
         return messages
-
-
-def nested(function: Json) -> Json:
-    """A function as a chat has it: its fields one level below its type."""
-    return {"type": "function", "function": function}

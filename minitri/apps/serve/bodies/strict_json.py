@@ -74,7 +74,7 @@ def checked(kind: type[B], content: object) -> B:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
+        problem = error.errors()[0]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         raise cause

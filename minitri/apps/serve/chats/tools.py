@@ -1,4 +1,4 @@
-"""Tools of a request as chat templates know them, and the grammar that calls follow."""
+"""Format of tool calls in a model's chat template, and the grammar that calls follow."""
 
 import json
 from collections.abc import Mapping
@@ -9,24 +9,16 @@ import jinja2
 
 from minitri import InputError
 from minitri.apps.serve.bodies.chat_body import Conversation, Function
-from minitri.apps.serve.bodies.strict_json import Json
 from minitri.apps.serve.chats.answer_parser import FORMATS, ToolFormat
 from minitri.core.errors import shorten
 
-SPACES = r"[ \n]{0,16}"
-"""White space within arguments: without a limit some models never end it."""
+SPACES = r"[ \n]{0,16}"  # within arguments: without a limit some models never end them
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).with_name("grammars")),
     undefined=jinja2.StrictUndefined,
 )
 """Grammars by the names of formats; `quoted` makes a string of Lark."""
 TEMPLATES.filters["quoted"] = json.dumps
-
-
-def tools_for_template(asked: Conversation) -> list[Json]:
-    """Functions as chat templates know them; none if none is to be called."""
-    tools = asked.tools if asked.tool_choice != "none" else ()
-    return [tool.model_dump(exclude={"function": {"strict"}}) for tool in tools]
 
 
 def calls_grammar(
