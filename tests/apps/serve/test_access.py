@@ -1,4 +1,4 @@
-"""Who may ask, and that nobody reads from counts what others ask."""
+"""Access: who may ask, and that nobody reads from counts what others ask."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -7,7 +7,7 @@ import pytest
 from tests.apps.serve.conftest import serving
 
 SECRET = [20, 31, 42, 53, 64, 75]
-"""How a prompt of Alice's begins."""
+"""Beginning of a prompt of Alice's."""
 UNREAD = [9] * 17
 """The end of a prompt, which is always read anew."""
 KEYS = {"api_key": "clé alice bob"}
@@ -72,7 +72,7 @@ SITES = [  # headers Host and Origin, and whether they may ask
 
 
 def test_pages_of_other_sites_may_not_ask(engine, server):
-    """Also by a preflight, and by names that lead to this machine."""
+    """Headers Host and Origin decide, in requests and in preflights."""
     paths = ("/v1/models", "/", "/docs", "/health")
     fields = {"prompt": "She had", "max_tokens": 1}
     asked = {"access-control-request-method": "POST", "origin": "https://a.example"}

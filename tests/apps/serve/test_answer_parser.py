@@ -71,7 +71,7 @@ def test_pieces_do_not_depend_on_where_a_text_is_cut():
 
 
 def test_texts_put_together_at_random_lose_nothing():
-    """Where there is no call and no thought, the content is the text."""
+    """Content is all of a text without calls and thoughts."""
     draw = random.Random(1)
     parts = ["<tool_call>", "</tool_call>", "{", '"name"', ":", '"now"', ",", "[TOOL_CALLS]", "["]
     parts += ["<think>", " ", "\n", "<|python_tag|>", ";", "x", NOW, LLAMA_NOW, "<"]
@@ -101,7 +101,7 @@ def test_only_what_may_begin_a_tag_waits(form):
 
 @pytest.mark.parametrize("start", ["", '{"name" ', "<think>"])
 def test_a_long_answer_takes_as_long_as_its_characters(start):
-    """If each were read again with all after it, this would take hours."""
+    """A parser that reads characters again and again would take hours here."""
     text = json.dumps({"text": 'x{\\"' * 10_000})
     pieces = parsed("hermes", [*f'<tool_call>{{"name": "now", "arguments": {text}}}'])
     assert pieces == [Piece("call", "now"), Piece("arguments", text)]

@@ -96,7 +96,7 @@ def test_penalties_bias_and_bad_words_are_those_of_the_engine(server, engine):
 
 
 def test_a_seed_repeats_its_text_also_one_that_was_drawn(server):
-    """Of 64 bits the upper ones are folded; a seed of 32 bits is itself."""
+    """The upper half of a 64-bit seed is folded into the lower one."""
     drawn = [server.post(prompt=PROMPT).json() for _ in range(2)]
     assert drawn[0]["seed"] != drawn[1]["seed"]
     seeds = [drawn[0]["seed"], 5, 5 << 32, (1 << 64) - 1, -1, (1 << 32) - 1]
@@ -125,7 +125,7 @@ def test_a_seed_gives_the_same_text_alone_and_under_load(server, engine):
 
 
 def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, template):
-    """Whole and in a stream, in the order of the prompts; only four texts run at a time."""
+    """Whole answers and streams are in the order of the prompts; four texts run at a time."""
     prompts = [PROMPT, engine.tokenizer.encode("The harbour wind"), "She"]
     for given, num in ((prompts, 2), (prompts[:1], 8), ([prompts[1]], 2)):
         fields = {"prompt": given, "n": num, "max_tokens": 12}
@@ -141,7 +141,7 @@ def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, 
 
 
 def test_a_prompt_is_read_and_counted_once_for_all_its_answers(engine):
-    """Of the others only the last tokens are read, which select what is retrieved."""
+    """The other answers read only the last tokens, which select what is retrieved."""
     engine.release()
     size = len(engine.tokenizer.encode(LONG))
     with serving(engine) as server:
@@ -186,7 +186,7 @@ class Person(BaseModel):
 
 
 def test_answers_have_the_form_that_is_asked_for(server, ask):
-    """At all endpoints: a pydantic class, any object, or a regular expression."""
+    """A pydantic class, any object of JSON, or a regular expression."""
     pytest.importorskip("llguidance")
     fields = {"model": "tiny", "extra_body": {"seed": 3}}
     parse = server.openai.chat.completions.parse

@@ -144,7 +144,7 @@ def test_a_wrong_body_is_one_line_that_names_the_field(hermes, sent, named, word
 
 @pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
 def test_a_recorded_request_of_a_client_is_answered(hermes, run, sent):
-    """As programs that people use send it."""
+    """Bodies as Open WebUI, Continue and Codex send them."""
     run.texts.append(sent["says"])
     answered = hermes.post(sent["path"], **sent["body"])
     assert answered.status_code == 200, answered.text
@@ -182,7 +182,7 @@ def places(value):
 
 
 def test_no_body_makes_the_server_fail(hermes, caplog):
-    """A field, or one inside of it, has any other value; bytes are cut or changed."""
+    """One field at any depth has another value, or bytes are cut or changed."""
     draw = random.Random(0)
     for _ in range(100):
         path, body = copy.deepcopy(draw.choice(ANSWERED)[0])
@@ -212,7 +212,7 @@ def test_wrong_bodies_leave_the_text_of_another_client_alone(server, engine):
 
 
 def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engine, caplog):
-    """Not unsupported values of fields that it knows; and a client cannot fill the log."""
+    """Unsupported values of known fields are refused, and a client cannot fill the log."""
     with serving(engine, ignored=set()) as server:
         extra = {"length_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
         for _ in range(2):

@@ -111,8 +111,8 @@ def short(function, is_short, error):
 def test_rows_that_are_not_finite_or_for_which_memory_is_short_fail_alone(
     server, engine, monkeypatch
 ):
-    """One by its weights, one by its log-probabilities, one by its rebuild; two others have the
-    texts that they have by themselves, and so have all when the faults are mended."""
+    """Three rows fail: by weights, by log-probabilities, by the rebuild. Two others have the texts
+    that they have by themselves, and so have all when the faults are mended."""
     prompts = [PROMPT, "£", PROMPT[:9], PROMPT * 8, PROMPT[:20]]
     asked = [{"prompt": it, "seed": 7, "max_tokens": 24, "logprobs": 2} for it in prompts]
     asked[2]["logprobs"] = 5
@@ -187,7 +187,7 @@ def test_connections_that_are_reset_leave_nothing(server, engine, phase):
     ids=["pipelined", "an empty chunk and another post", "chunks", "two lengths"],
 )
 def test_posts_in_one_piece(server, engine, sent, statuses):
-    """Where there are both a length and chunks, the chunks count."""
+    """Chunks count where there are both a length and chunks."""
     with server.connect(sent) as client:
         received = b"".join(iter(lambda: client.recv(4096), b""))
     assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == statuses

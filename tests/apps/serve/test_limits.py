@@ -34,8 +34,8 @@ ACCESS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key": "alic
 
 @pytest.mark.parametrize("access", ACCESS, ids=lambda access: min(access))
 def test_no_client_has_more_requests_than_its_share(server, tokenizing, access):
-    """By default half of all. Clients are keys, or else addresses. Requests count from before their
-    prompts are tokenized; what is refused is not read."""
+    """A share is half of all by default; clients are keys, or else addresses. Requests count before
+    their prompts are tokenized; what is refused is not read."""
     gate, texts = tokenizing
     first, other = ({"source": "127.0.0.2"}, {"source": "127.0.0.3"})
     if "api_key" in access:
@@ -74,7 +74,7 @@ def test_a_row_is_given_to_clients_in_turn(scripted, run):
 
 
 def test_a_client_that_leaves_frees_its_rows(server, engine, caplog):
-    """Also one that leaves before its row runs, while it reads, or that closes only its side."""
+    """Clients leave before their rows run, while they read, or close only their side."""
     caplog.set_level("INFO", logger="minitri")
     with server.held(num_free=3):
         with server.raw(**ENDLESS, n=2) as reader, server.raw(**ENDLESS) as closing:
@@ -91,7 +91,7 @@ def test_a_client_that_leaves_frees_its_rows(server, engine, caplog):
 
 
 def is_closed(connection) -> bool:
-    """Waits until it is, or something comes."""
+    """Whether a connection is closed, once that or a byte has come."""
     try:
         return connection.recv(1) == b""
     except ConnectionError:
@@ -99,8 +99,8 @@ def is_closed(connection) -> bool:
 
 
 def test_silent_connections_are_closed_but_none_that_has_asked(server, monkeypatch):
-    """Hundreds, half of them with a part of a head, do not stop a request; one waits for longer
-    than they may be silent."""
+    """Hundreds of silent ones, half with a part of a head, do not stop a request; another waits
+    for longer than a connection may be silent."""
     monkeypatch.setattr(connections, "SECONDS", 1)
     with server.held() as gate, server.raw(prompt="a") as asked, contextlib.ExitStack() as stack:
         sent = (b"", HEAD) * 150
@@ -132,8 +132,8 @@ def test_what_is_too_long_or_does_not_end_is_refused(server, monkeypatch):
 
 
 def test_a_stream_that_is_not_read_ends_and_frees_its_row(engine, monkeypatch, caplog):
-    """It has more than sockets hold, as each chunk has the model's name, and the model goes on only
-    when the request has ended."""
+    """Chunks with a long model name are more than sockets hold; the model goes on only when the
+    request has ended."""
     monkeypatch.setattr(connections, "SECONDS", 1)
     caplog.set_level("INFO", logger="minitri")
     with serving(engine, name="x" * 1_000_000) as server, server.held(num_free=30) as gate:

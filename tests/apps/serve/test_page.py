@@ -24,7 +24,7 @@ def open_page(page, url: str) -> None:
 
 
 def test_a_person_asks_stops_goes_on_and_deletes(tmp_path, server, template):
-    """With a key; what is typed is never markup; the numbers are those of the answer."""
+    """Texts are never markup, and numbers and colors are those of the answer."""
     question = "<img src=x onerror=\"document.title='hacked'\"> Who?"
     fields = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, "seed": 7}
     wanted = server.post("/v1/chat/completions", **fields, temperature=0.7, top_p=0.9).json()

@@ -26,7 +26,7 @@ KIB = 1 / (1 << 20)
 
 
 def test_a_flag_that_cannot_be_used_is_one_line_before_the_model_is_read(call, monkeypatch):
-    """And a server that all may ask warns."""
+    """Flags that let everybody ask give a warning."""
     flags = ("--model", "no-such-model", "--port")
     assert "there is no key" not in call(main, *flags, 0).err
     assert "and there is no key" in call(main, *flags, 0, "--host", "0.0.0.0").err
@@ -145,7 +145,7 @@ GRACE = [  # flag, signals, the end of a stream
 @pytest.mark.slow
 @pytest.mark.parametrize(("grace", "signals", "end"), GRACE)
 def test_after_the_time_of_grace_or_at_a_second_signal_streams_end(tmp_path, grace, signals, end):
-    """Of its 8 rows of a million tokens only what texts have reached took memory, not 2 GB."""
+    """Rows of a million tokens take memory only as far as texts have reached, not 2 GB."""
     folder = write_hf_folder(tmp_path / "long", max_position_embeddings=1_000_000)
     flags = ("--context=1000000", "--memory=2.6", "--dtype=bfloat16", grace)
     with started(folder, *flags) as (process, start, lines, http):

@@ -75,7 +75,7 @@ def test_an_answer_is_that_of_the_chat_and_a_stream_has_all_events_in_order(ask,
 
 
 def test_a_stream_that_fails_says_so(server, template):
-    """Here when some of its text was sent."""
+    """An error after the first text is the last event."""
     fields = {"input": "Who?", "stream": True, "max_output_tokens": 300, "ignore_eos": True}
     steps = iter([None] * 9)  # and StopIteration
     with server.hooked(step=lambda: next(steps)):

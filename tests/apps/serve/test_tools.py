@@ -76,7 +76,7 @@ def test_calls_are_sent_whole_and_in_pieces(ask, family):
 
 
 def test_the_template_sees_tools_calls_and_results(ask, run, family):
-    """With choice none it sees none, and nothing is a call."""
+    """A choice of none shows the template no tools, and nothing is a call."""
     parts = [{"type": "text", "text": text} for text in ("21 ", "degrees")]
     ask("", USER, ANSWER, RESULT | {"content": parts})
     text = run.written(run.prompt)
@@ -152,7 +152,7 @@ def real(roomy):
 
 
 def test_calls_of_a_real_model_follow_their_schema(real, family):
-    """And the model reads them again, and what they gave, as the client spells them."""
+    """Later turns have calls as the client spells them, and what these gave."""
     messages = [USER]
     for turn in range(3):
         fields = {"messages": messages, "tools": STRICT, "seed": turn, "max_tokens": 400}
