@@ -26,13 +26,12 @@ examples:
   minitri generate --help               all flags of a program
   minitri --list-models                 the models that have names; --version: of minitri
 """
-PROGRAMS = {
+PROGRAMS = {  # the module and function of each
     "generate": "generate.main",
     **{name: f"apps.{name}.main" for name in ("plan", "bench")},
     **{name: f"apps.{name}.__main__.main" for name in ("chat", "serve", "selftest", "audit")},
     "score": "apps.cli.scoring.main",
 }
-"""The module and function of each program."""
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -50,7 +50,7 @@ class Engine(AbstractContextManager["Engine"]):
         drafter: Drafter | None = None,
         sampling_defaults: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
     ) -> None:
-        """`draft`, `retrieval_model` and `drafter` guess tokens: see `Models`."""
+        """Models `draft` and `retrieval_model`, or a user's `drafter`, guess: see `Models`."""
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
@@ -206,7 +206,7 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Generation:
         """Starts a run: `batch_size` requests at a time, as memory allows; None: all at once."""
         rows = make_rows(requests, self.model, self.tokenizer)
-        # Without given seeds no text has to repeat, so the autotuner may use measured times.
+        # Without given seeds the autotuner may use measured times; programs set `timed` themselves.
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
         longest = max(row.request.generation.max_new_tokens for row in rows)

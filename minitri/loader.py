@@ -35,8 +35,8 @@ def load(
     cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
     extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU); so does
     `auto` where memory is short. `draft_weights` guess with the retrieval cache, and do not change
-    the text: `same` (the target's), a copy in `int4` or on a GPU `int8`, or `auto`: with compiled
-    kernels int4, for the drafter, too; `drafter` is int4 for the drafter alone. `progress` draws
+    the text: `same` (the target's), a copy in `int4` or on a GPU `int8`, or `auto`: int4 with
+    compiled kernels, also for the draft model; `drafter`: int4 for that alone. `progress` draws
     bars on standard error. Under torchrun each process holds a share of the model, and all must
     make the same calls. Raises `InputError`."""
     return OpenEngine(
@@ -65,7 +65,7 @@ class OpenEngine:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):
                 given = f"drafter is {shorten(repr(drafter), 60)} with draft {choice.draft!r}"
                 raise InputError(f"{given}; give a minitri.Drafter, or a draft, but not both")
-            choice = replace(choice, draft="suffix")
+            choice = replace(choice, draft="suffix")  # opens no draft model
         join().check_same("models, or ways to load them", choice)
         self._drafter = drafter
         self._target = OpenModel(choice, progress=progress)

@@ -78,7 +78,7 @@ def build_parser() -> arguments.OneLineParser:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that the benchmark with peers (`tools/bench/`) has, too."""
+    """Adds the flags that `minitri bench` and `tools/bench/` share."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled")
     arguments.add_fields(parser, BenchFlags)
     add = functools.partial(parser.add_argument, metavar="N")

@@ -76,8 +76,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 return next(self._events)
             except BaseException as error:
                 is_over = isinstance(error, StopIteration)
-                is_fault = as_fault(error, self._pool.models) is not error
-                # A bug may leave K and V half written; Ctrl-C, or a fault of an open run, does not.
+                is_fault = as_fault(error, self._pool.models) is not error  # no memory, or NaN
+                # K and V stay after Ctrl-C or an open run's fault; a bug may half-write them.
                 is_stopped = not isinstance(error, Exception)
                 is_kept = is_over or is_stopped or (is_fault and self._make_row is not None)
                 self._end(is_kept=is_kept, was_interrupted=not is_over)
@@ -128,8 +128,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return [row.end(self.stats) for row in self.rows]
 
     def submit(self, request: Request) -> int:
-        """Adds a request to an open run, between two events; returns the number that is `row` in
-        its events. Raises `InputError` if it is too long, or captured graphs have other filters."""
+        """Adds a request to an open run, between two events; returns its number, which events call
+        `row`. Raises `InputError` if it is too long, or captured graphs have other filters."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -140,7 +140,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        # `filters_of` ignores settings of temperature 0, and here has to compare those of graphs.
+        # At temperature 0 `filters_of` would skip the captured filters, to be compared here.
         captured = replace(self.shape.sampling, temperature=1.0)
         filters_of([captured, request.sampling], self._pool.models.target, run)
         self._num_requests += 1

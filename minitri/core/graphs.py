@@ -37,8 +37,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on inputs, tensors or tuples of tensors, by a graph if one was
-        captured for their shapes. Raises `InputError` if a capture fails."""
+        """Calls the function on inputs, tensors or tuples of tensors; replays the graph of their
+        shapes, captured first while the pool is open. Raises `InputError` if a capture fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)

@@ -3,8 +3,8 @@
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
 Legend: B rows, T tokens, N guesses, Q = B N, E hidden size, V vocab, L layers, H heads, D dim;
-packed_4BT: for each token of a block its id, its position in the text and its cache slot, and at
-[3, b] the places of outputs: of row b's last token, and of the guesses after it.
+packed_4BT: each block token's id [0], position [1] and slot [2]; [3, b, :N + 1] are the places in
+the block of row b's last token and of its guesses, where outputs are read.
 """
 
 import copy
@@ -79,7 +79,7 @@ class Passes:
         tokens, probs = list[Tensor](), list[Tensor]()
         for i, numbers_B in enumerate(numbers_BN.unbind(1)):
             if i > 0:
-                hidden_B1E = self.forward_one(last_4B1 + i, tokens[-1])
+                hidden_B1E = self.forward_one(last_4B1 + i, tokens[-1])  # replaces the id
             probs.append(self.probs(self.head(hidden_B1E))[:, 0])
             tokens.append(sample_by_number(probs[-1], numbers_B))
         return torch.stack(tokens, 1), torch.stack(probs, 1)
@@ -157,7 +157,7 @@ class ModelRunner:
         *,
         has_root: bool,
     ) -> Output:
-        """Reads a tree of guesses per row; distributions (B, T, V), or more, after its T tokens.
+        """Reads a tree of guesses per row; (B, at least T, V) distributions after its T tokens.
         Token i of `blocks[b]` has depth `depths_T[i]`, and sees token j if `rule_TT[i, j]`. With
         `has_root` token 0 is the last of the sequence. Lengths of the cache do not change."""
         paths = None

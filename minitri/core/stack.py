@@ -40,7 +40,7 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # CUDA graphs, and passes over K and V in host memory, are always over all rows.
+        # `_part` may cut rows, but not for CUDA graphs or K and V in host memory.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
@@ -75,7 +75,7 @@ class Stack:
         return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
-        """Makes the level `name` of the cascade over `runner`; lower levels are made first."""
+        """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""
         make = self.memory.models.level_type(self.shape.speculation, runner)
         return make(runner, self.source, self._stats_of(name), self.meter)
 
@@ -116,7 +116,7 @@ class Stack:
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
         """Prefills the prompt of row b. Yields first how many of its tokens the prefix cache had (0
         with `score`), then after every chunk how many are read, at last the prompt's length, though
-        `start` reads the last token. Other rows decode between chunks, not in `layer_major.py`."""
+        `start` reads the last token. Between chunks other rows decode, if not read by layers."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
@@ -200,7 +200,7 @@ class Stack:
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache is not None and row.tokens:
-                # The target read the token before these, and all of them but the last one.
+                # The target's pass left its queries here: last token, then all but one.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)

@@ -112,8 +112,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """Opens the drafter of a choice; None for lookup, which also replaces a default drafter that
-    cannot be used. Raises `InputError` about a drafter that was chosen by name."""
+    """Opens the drafter that a `ModelChoice` names; None for lookup, which also replaces a default
+    drafter that cannot be used. Raises `InputError` about one that was chosen by name."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None

@@ -71,8 +71,8 @@ def sampling_of(
     *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
-    """Sampling settings by the flags, or else as the model's files recommend, or else `otherwise`;
-    and the seed, drawn if no flag gives it. Logs the model, the `work` and the sampling."""
+    """Sampling by the flags, or else (not at temperature 0) by the model's files, or `otherwise`;
+    and the seed, drawn if no flag gives it. Logs the model, `work` (notes) and the sampling."""
     plain = SamplingParams()
     advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
     sampling = taken(SamplingParams, args, plain if args.temperature == 0 else advised)

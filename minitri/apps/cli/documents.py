@@ -20,7 +20,7 @@ def read_document(file: str, flag: str) -> str:
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
-    """The text, and its encoding or file format unless that is UTF-8. Raises `ValueError`."""
+    """A document's text, and its encoding or format unless that is UTF-8. Raises `ValueError`."""
     if content.startswith(b"%PDF"):
         pypdf = import_module("pypdf")
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every small damage

@@ -11,7 +11,7 @@ SPARE_FILES = 128  # open files that are not connections
 
 
 class Connection(H11Protocol):
-    """Connection of uvicorn, which by itself limits only the pause between two requests."""
+    """Uvicorn's connection, with limits on connections and on the time of a request's arrival."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -68,7 +68,7 @@ class FullCache(Cache):
 
 @dataclass(frozen=True)
 class HeldRow:
-    """A row of a full cache that holds a text's K and V: ended, in progress, or a snapshot."""
+    """A row of a full cache with K and V of a text, which is ended, in progress or a snapshot's."""
 
     full: FullCache  # the cache that has the row
     b: int  # the row in `full`

@@ -32,9 +32,9 @@ class RetrievedRow:
 
     budget: int  # slots for tokens of the full cache
     num_overwritten: int
-    """Slots, from slot 0 on, that new tokens have overwritten since the last build. Before the
-    first build the sinks are in the first slots, and counted here so that they stay."""
-    num_committed: int = 0  # first tokens of the text that were copied, or left out by a build
+    """Slots, from slot 0 on, that new tokens have overwritten since the last build. Until the first
+    build it starts at the number of sinks, which so stay in the first slots."""
+    num_committed: int = 0  # length of the text so far, copied or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
     is_planned: bool = False  # whether chunks were selected in the target's latest pass
 
@@ -100,7 +100,7 @@ class RetrievalCache(Cache):
         """Updates row b by the T tokens that the target has just read and kept, with their
         rotated queries; returns whether the row was rebuilt."""
         row = self.rows[b]
-        # Drops the guessed block: only slots of committed tokens stay valid.
+        # `hold(b, slots, tokens)` drops the guessed block and keeps the rest.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_planned and self._is_due(row, known):
@@ -151,13 +151,13 @@ class RetrievalCache(Cache):
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:
-            held = self.lengths[b]
-            is_free = held < row.budget
-            slot = held if is_free else row.num_overwritten % row.budget
+            used = self.lengths[b]
+            is_free = used < row.budget
+            slot = used if is_free else row.num_overwritten % row.budget
             count = min(end - start, row.budget - slot)
             exact = self._full.tokens(b, start, start + count)
             for small, exact_LKTD in zip((self.keys, self.values), exact, strict=True):
                 small[:, b, :, slot : slot + count] = exact_LKTD
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
-            self.hold(b, min(held + count, row.budget), row.num_committed)
+            self.hold(b, min(used + count, row.budget), row.num_committed)

@@ -29,7 +29,7 @@ text follows the target's distribution. Every method is this code with more or f
     plan    the method and the gammas of a step, chosen by the autotuner
 
 Between rounds a cache lacks at least the last token of its row, which is its next input. Whether
-another round runs is decided before its first token is sampled, and no emitted token is discarded:
+another round runs is decided before its first token is sampled, and no emitted token is withheld:
 to drop one because of its value would bias the distribution.
 """
 
@@ -79,9 +79,9 @@ class Cascade:
         return self._target.verify(self.sequences, starting, nothing)
 
     def catch_up(self) -> None:
-        """Brings all caches up to date right after `start`, so that this time counts as prefill."""
+        """Runs `Stage.prepare` right after `start`, so that its time counts as prefill."""
         self._connect(self._meter.tuner.plan)
-        self._meter.settle()
+        self._meter.settle()  # waits for the device
 
     def step(self) -> list[Emitted]:
         """Extends every active row by its accepted guesses and one token of the target."""

@@ -50,7 +50,7 @@ class Stage:
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
-        self.gamma = 1  # least number of tokens in a proposal, which the last round may exceed
+        self.gamma = 1  # least tokens of a proposal (the last round may exceed it); target: 1
         self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
         self._meter = meter
 
@@ -90,8 +90,8 @@ class Runner(Protocol):
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Reads the tokens that the cache lacks, and the guesses; returns distributions (B, N + 1,
-        V), or more, after the last token and each guess. Rows that are not active are undefined."""
+        """Reads the tokens that the cache lacks, and the guesses; returns (B, at least N + 1, V)
+        distributions after the last token and each guess. Rows that are not active are undefined."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
@@ -118,19 +118,19 @@ class Level(Stage):
         failed = set[int]()
         unfinished = active
         lengths = [len(sequence) for sequence in sequences]
-        try:  # without a copy of the sequences, which may be long
+        try:  # rounds append to the sequences, undone at the end
             while any(unfinished):
                 for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
                     if unfinished[b] and not row.tokens:
                         failed.add(b)
-                    blocks[b] += row.tokens
+                    blocks[b] += row.tokens  # the level above takes all of them as guesses
                     probs[b].append(row.probs_NV)
                     origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
                 unfinished = [
                     on and len(block) < self.gamma and b not in failed
                     for b, (on, block) in enumerate(zip(active, blocks, strict=True))
                 ]
-        finally:  # rounds have appended their tokens
+        finally:
             for sequence, length in zip(sequences, lengths, strict=True):
                 del sequence[length:]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
@@ -171,7 +171,7 @@ class Level(Stage):
                 proposal = proposal.with_forced(forced, proposer)
         with self._meter.round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
-            self._meter.settle()
+            self._meter.settle()  # waits for the device
         for b, row in enumerate(emitted):
             if row.tokens:
                 who = proposer if guessing[b] else None
@@ -201,7 +201,7 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Appends emitted tokens to the sequences; drops rejected guesses from all caches."""
+        """Appends emitted tokens; drops rejected guesses from this cache and those below."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens

@@ -155,7 +155,7 @@ def penalised(
 def filtered_logits(
     logits_BNV: Tensor, filters: Sequence[TextFilters | None], paths: Sequence[Rows]
 ) -> Tensor:
-    """A copy of the logits of B rows, changed by each row's text filters after its `paths`."""
+    """Copies logits of B rows with penalties and grammar; `paths`: tokens before each place."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
         if row_filters is not None and row:

@@ -6,7 +6,7 @@ exactly: `verify` tests token by token, `verify_block`, the default, all tokens 
 and `verify_coupled` compares them with the verifier's own tokens under common random numbers.
 
 Rules are pure functions of tensors, random numbers included; in a round the host waits only for
-the verdict. Legend: B rows, N proposed tokens, V vocab.
+the verdict. Legend: B rows, N guesses (p and numbers have N + 1), V vocab.
 """
 
 import functools
@@ -141,7 +141,7 @@ def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> 
 def decide(
     rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """Verifies a proposal by a rule: each row's accepted guesses and one token, none if failed."""
+    """For `RandomSource.verify`: each row's accepted guesses and one token, none if failed."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]
@@ -170,9 +170,9 @@ def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
 def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
     """Block verification: tests a row's guesses jointly; on average accepts no fewer than `verify`.
     Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) accepts x_1 .. x_i for the largest i with
-    u_i < h_i. So x_1 .. x_i are kept with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1),
-    whatever follows. The recovered token comes from max(w_i p_{i+1} - q_{i+1}, 0); with S_i its
-    mass, h_i = S_i / (S_i + 1 - w_i), and h_n = w_n. So the next token follows p_{i+1}."""
+    u_i < h_i = S_i / (S_i + 1 - w_i), h_n = w_n. w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1) is the
+    probability to keep x_1 .. x_i, S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
+    recovered token comes. So the next token follows p_{i+1}."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:

@@ -27,7 +27,7 @@ class CopyStream:
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:
-        """Keeps a tensor's memory from reuse until no copy needs it."""
+        """Keeps a tensor's memory from reuse while copies on this stream still read it."""
         tensor.record_stream(self._stream)
 
     def synchronize(self) -> None:

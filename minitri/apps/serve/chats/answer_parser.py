@@ -147,7 +147,7 @@ class AnswerParser:
             yield
 
     def _pass_arguments(self) -> Generator[None, None, None]:
-        """Passes on an object of JSON, whose end is known by its brackets and strings."""
+        """Streams the JSON arguments of a tool call, up to the bracket that closes them."""
         depth = 0
         is_string = is_escaped = False
         while True:

@@ -70,7 +70,7 @@ class ChatPrompt:
 
 
 def read_turns(messages: Sequence[Message]) -> list[Turn]:
-    """Messages for a template. Raises `InputError`, which says where."""
+    """Checks a request's messages, for a template; an `InputError` names the bad one."""
     if not messages:
         raise InputError("messages is empty; send one at least")
     turns: list[Turn] = []

@@ -125,7 +125,7 @@ def attend_short_block(
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal without a rule."""
+    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal if no `rule_TT`."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     R = H // K * T
