@@ -91,7 +91,7 @@ class Runner(Protocol):
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
         """Reads the tokens that the cache lacks, and the guesses; returns (B, at least N + 1, V)
-        distributions after the last token and each guess. Rows that are not active are undefined."""
+        distributions after the last token and each guess. Inactive rows are undefined."""
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
