@@ -1,24 +1,16 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
-import contextlib
-import fcntl
 import itertools
 import logging
-import os
-import pty
 import re
-import select
 import signal
-import subprocess
 import sys
-import termios
-import time
 
 import pytest
 
 import minitri
 from minitri import InputError
-from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main
+from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed_lines
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
@@ -221,51 +213,21 @@ def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer
     assert len(chat.talk.ids(chat.talk.turns)) == 2048
 
 
-def set_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits it ignored
+def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_leaves(monkeypatch, capsys):
+    keys = iter(["Who?", KeyboardInterrupt, " ", "Why?", EOFError])
 
+    def typed(prompt: str) -> str:
+        assert prompt == "> "
+        if isinstance(key := next(keys), str):
+            return key
+        raise key
 
-@pytest.mark.slow
-def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instruct):
-    terminal, other = pty.openpty()
-    shown = ""
-
-    def expect(pattern: str, key: bytes = b"") -> None:
-        """Types a key, again where nothing comes, until a text does; drops the output up to it."""
-        nonlocal shown
-        end = time.monotonic() + 60
-        os.write(terminal, key)
-        while (match := re.search(pattern, shown)) is None:
-            assert time.monotonic() < end, shown
-            if select.select([terminal], [], [], 1)[0]:
-                shown += os.read(terminal, 4096).decode(errors="replace")
-            else:
-                os.write(terminal, key)
-        shown = shown[match.end() :]
-
-    command = [sys.executable, "-m", "minitri", "chat", "--model", str(instruct), "-n", "1900"]
-    process = subprocess.Popen(
-        [*command, "--dtype", "float32", "--device", "cpu", *ENDLESS.split()],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), other),
-        start_new_session=True,
-        env={**os.environ, "TERM": "dumb"},
-        preexec_fn=set_terminal,
-    )
-    with process, contextlib.ExitStack() as stack:
-        stack.callback(process.kill)
-        os.close(other)
-        expect("Ctrl-D leaves(.|\n)*> ")
-        os.write(terminal, b"Tell me everything\r")
-        expect(r"everything\s+\S")
-        expect("cut after|stopped", b"\x03")
-        expect("> ")
-        os.write(terminal, b"half a line")
-        expect("half a line")
-        expect("/quit or Ctrl-D leaves", b"\x03")
-        os.write(terminal, b"/quit\r")
-        assert process.wait(timeout=60) == 0
-    os.close(terminal)
+    monkeypatch.setattr("builtins.input", typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(log, "handlers", [logging.lastResort])
+    assert [*typed_lines()] == ["Who?", "Why?"]
+    assert "/quit or Ctrl-D leaves" in capsys.readouterr().err
 
 
 def tokenizer(template: str | None) -> Tokenizer:

@@ -24,26 +24,21 @@ from tests.cascades import tiny_engine
 
 BAD = r"""
 minitri Chat --document x.txt | no program Chat; did you mean chat
-minitri.generate --model no-such-model | unknown model 'no-such-model'
 minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
 minitri.generate --model truncated | truncated/model.safetensors is damaged
 minitri.generate --prompt '' | prompt is empty
 minitri.generate --prompt-file binary | --prompt-file binary cannot be read \(it has a NUL
-minitri.generate --prompt-file empty | --prompt-file empty cannot be read \(it is empty
 minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504
 minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
-minitri.generate --chat | this model has no chat template
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is not a whole number from 1
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --top-p nan | ^--top-p is nan
-minitri.generate --logit-bias x | argument --logit-bias: .*'x'
 minitri.generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens
 minitri.generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it
 minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave one
-minitri.generate --device cuda:77 | ^--device 'cuda:77' is not there .* use --device cpu
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
 minitri.generate --load-kv empty | empty
 minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree

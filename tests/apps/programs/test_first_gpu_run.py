@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,19 @@ SCRIPT = Path(__file__).parents[3] / "tools/first_gpu_run.sh"
 pytestmark = pytest.mark.skipif(
     not all(map(shutil.which, ("bash", "timeout", "tail"))), reason="needs bash and GNU's timeout"
 )
-HANG = "trap '' INT; sleep 30 & wait; sleep 30"
-DIE = "kill -SEGV $$"
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs calls with a stand-in for python3; their exit code, screen and report."""
 
-    def start(body: str, *calls: str, has_cuda: bool = True, report=None, **settings: str):
+    def start(body: str, *calls: str, has_cuda: bool = True, **settings: str):
         folder = tmp_path / "bin"
         folder.mkdir(exist_ok=True)
         asked = f'case "$*" in *is_available*) exit {0 if has_cuda else 3};; esac'
         (folder / "python3").write_text(f"#!/bin/bash\n{asked}\necho ran $*\n{body}\n")
         (folder / "python3").chmod(0o755)
-        report = report or tmp_path / "out/gpu_report.txt"
+        report = tmp_path / "out/gpu_report.txt"
         env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "GRACE": "1", **settings}
         env["REPORT"] = str(report)
         done = subprocess.run(["bash", SCRIPT, *calls], env=env, capture_output=True, text=True)
@@ -41,9 +40,10 @@ def run(tmp_path, monkeypatch):
 
 
 def outcomes(text: str) -> list[str]:
-    """What the summary says of each part, without the seconds."""
+    """The lines of the summary, one for each part, without the seconds."""
     summary = text.rpartition("SUMMARY")[2]
-    return [re.sub(r" \(\d+ s\)", "", it[3:]) for it in summary.splitlines() if it[:2] == "--"]
+    lines = [line[3:] for line in summary.splitlines() if line.startswith("--")]
+    return [re.sub(r" \(\d+ s\)", "", line) for line in lines]
 
 
 def test_a_report_has_what_every_part_wrote_and_another_call_adds_to_it(run):
@@ -64,30 +64,12 @@ def test_limits_add_up_and_every_test_and_program_is_there():
     calls = re.findall(r"^call_(\w+)\(\) \{\n(.*?)^\}", text, re.M | re.S)
     assert [name for name, _ in calls] == re.search(r'CALLS="(.*)"', text)[1].split()
     for _, body in calls:
-        limits = [int(it) for it in re.findall(r'(?:part|tests|made_up) "[^"]+" (\d+)', body)]
-        assert 0 < sum(limits) <= 520  # and the question whether there is a GPU
-    root = SCRIPT.parents[1]
-    files = re.findall(r"tests/gpu\w*/\w+\.py", text)
-    modules = [it.replace(".", "/") for it in re.findall(r"-m (\w+(?:\.\w+)+)", text)]
-    modules = [f"{it}/__main__.py" if (root / it).is_dir() else f"{it}.py" for it in modules]
-    missing = [it for it in {*files, *modules} if not (root / it).is_file()]
-    assert missing == []
-
-
-@pytest.mark.parametrize(("body", "how"), [(HANG, "137, out of time"), (DIE, "139")])
-def test_a_program_that_hangs_or_dies_is_named_and_the_next_one_runs(body, how, run):
-    """One that heeds no signal, and leaves a process that holds its output."""
-    first = f'case "$*" in *kernel_times*) {body};; esac'
-    code, _, report = run(first, "weights", TOTAL_SECONDS="4")
-    assert report.count("ran ") >= 2
-    assert outcomes(report)[2] == f"kernels by graph replay: exit code {how}"
-    assert code == 1 + ("LEFT OUT" in report)
-    assert "made-up weights, flash attention" in report.rpartition("SUMMARY")[2]
-
-
-def test_a_full_disk_costs_the_output_but_not_what_ran(run):
-    _, screen, _ = run("", "engine", report=Path("/dev/full"))
-    assert outcomes(screen)[1] == "engines and distributions: exit code 0"
+        limits = re.findall(r'(?:part|tests|made_up) "[^"]+" (\d+)', body)
+        assert 0 < sum(map(int, limits)) <= 520  # and the question whether there is a GPU
+    for file in re.findall(r"tests/gpu\w*/\w+\.py", text):
+        assert (SCRIPT.parents[1] / file).is_file()
+    for module in re.findall(r"-m (\w+(?:\.\w+)+)", text):
+        assert find_spec(module), module
 
 
 def test_without_a_device_it_stops_at_once(run):
@@ -95,22 +77,8 @@ def test_without_a_device_it_stops_at_once(run):
     assert code == 3
     assert "no CUDA device" in report
     assert "ran" not in screen
-    assert run("exit 1", "weights")[0] == 3  # of flash-attn, which is not there, nothing is asked
     assert run("", "--cpu", "engine", has_cuda=False)[0] == 0
     assert run("", "nonsense")[0] == 2
-
-
-@pytest.mark.slow
-def test_a_dry_run_ends_in_time_with_a_complete_report(tmp_path):
-    """With real programs, at small shapes; all but real weights."""
-    env = {**os.environ, "OUT": str(tmp_path)}
-    env.pop("TRITON_INTERPRET", None)  # in which kernels take too long to be timed
-    calls = ["attention", "weights", "engine", "offload"]
-    done = subprocess.run(["bash", SCRIPT, "--cpu", *calls], env=env, capture_output=True)
-    report = (tmp_path / "gpu_report.txt").read_text()
-    assert len(outcomes(report)) == 9
-    assert {it.rpartition(" ")[2] for it in outcomes(report)} == {"0"}, report[-3000:]
-    assert done.returncode == 0
 
 
 def test_weights_arrive_in_pieces_and_are_the_same_but_for_rounding(folder, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ from minitri import GenerationConfig, load
 from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.files.gguf_writer import write_gguf
-from tools.bench import __main__ as bench
 from tools.bench.peers.choice import PEERS, find_peers
 from tools.bench.peers.float16 import as_float16
 from tools.bench.peers.in_transformers import transformers_model, transformers_peer
@@ -48,10 +47,8 @@ def gguf_file(folder, tmp_path) -> Path:
     return write_gguf(tmp_path / "q8.gguf", config, byte_level_tokenizer(), weights, kind="Q8_0")
 
 
-def found(path: Path, *wanted: str, scaling: str | None = None, device: str = "cpu") -> dict:
-    engine = load(str(path), dtype="float32", device="cpu", rope_scaling=scaling)
-    if device == "meta":
-        engine.model.to("meta")
+def peers_of(path: Path, *wanted: str, **options: str) -> dict:
+    engine = load(str(path), dtype="float32", device="cpu", **options)
     return find_peers(path, engine, wanted, {})
 
 
@@ -59,17 +56,13 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
     installed("llama_cpp", STAND_IN.format(loading=""))
     installed("openvino_genai", "raise ImportError('built for\\nanother machine')")
     with caplog.at_level("INFO", "minitri"):
-        peers = found(gguf_file, *PEERS[1:])
+        peers = peers_of(gguf_file, *PEERS[1:])
     assert list(peers) == [LLAMA_CPP]
-    tokens = peers[LLAMA_CPP]([5] * 40, 9)
-    assert list(islice(tokens, 3)) == [40] * 3
-    process = tokens._process
-    del tokens
-    assert process.returncode is not None
+    assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
     missing = [line for line in caplog.messages if line.startswith("openvino")]
     assert [line.partition(":")[0] for line in missing] == [n for n in PEERS if "openvino" in n]
-    assert all("ImportError: built for another machine" in line for line in missing)
-    assert all("pip install openvino-genai, or --peer-python" in line for line in missing)
+    reason = "ImportError: built for another machine"
+    assert all(reason in line and "pip install openvino-genai" in line for line in missing)
     assert any(line.startswith(f"{LLAMA_CPP} 1.2.3, run by ") for line in caplog.messages)
 
 
@@ -78,8 +71,7 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
     [
         ("raise ValueError('no such\\nmodel')", {}, "ValueError: no such model"),
         ("import os; os._exit(3)", {}, "llama.cpp ended with exit code 3"),
-        ("", {"scaling": "yarn:4"}, "RoPE scaling"),
-        ("", {"device": "meta"}, "on meta"),
+        ("", {"rope_scaling": "yarn:4"}, "RoPE scaling"),
         ("", {"path": "folder"}, "GGUF"),
     ],
 )
@@ -89,20 +81,9 @@ def test_what_fails_or_cannot_be_compared_is_skipped(
     installed("llama_cpp", STAND_IN.format(loading=loading))
     path = folder if changes.pop("path", None) else gguf_file
     with caplog.at_level("INFO", "minitri"):
-        assert found(path, LLAMA_CPP, **changes) == {}
+        assert peers_of(path, LLAMA_CPP, **changes) == {}
     assert caplog.messages[-1].startswith(f"{LLAMA_CPP}: skipped: ")
     assert reason in caplog.messages[-1]
-
-
-def test_peers_take_their_turns(installed, gguf_file, call):
-    installed("llama_cpp", STAND_IN.format(loading=""))
-    flags = f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
-    flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp --json"
-    done = call(bench.main, *flags.split())
-    rows = done.json["contestants"]
-    assert done.code == 0
-    assert set(rows) == {"autoregressive", LLAMA_CPP}
-    assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
 
 
 def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):

@@ -46,11 +46,8 @@ def check_samples(check, tmp_path):
 def test_sound_code_passes_with_every_method_and_both_modes(check):
     code, lines, report = check()
     assert code == 0
-    assert [line.split()[:3] for line in lines[:6]] == [
-        [mode, method, "equal"]
-        for mode in ("greedy", "coupled")
-        for method in ("naive", "retrieval", "triforce")
-    ]
+    pairs = itertools.product(("greedy", "coupled"), ("naive", "retrieval", "triforce"))
+    assert [line.split()[:3] for line in lines[:6]] == [[*pair, "equal"] for pair in pairs]
     assert lines[6:] == ["", "speculation changes nothing: 6 equal"]
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
 
@@ -104,7 +101,6 @@ def swap_top_two(monkeypatch, low: float, high: float):
         ((1e-3, 0.05), "--max-new-tokens 300", False, "BUG"),
         ((1.0, 9.0), "--dtype bfloat16", False, "BUG"),
     ],
-    ids=["explained by rounding", "bits never change", "in float32", "too wide for bfloat16"],
 )
 def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     check, monkeypatch, gaps, flags, is_bitwise, verdict
@@ -127,38 +123,28 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--top-p 0.95 --temperature 1.2", "--top-k 1 --method naive --seed 4294967295"],  # no variance
+    ("flags", "methods"),
+    [
+        ("--top-p 0.95 --temperature 1.2", ["naive", "retrieval", "triforce"]),
+        ("--top-k 1 --method naive --seed 4294967295", ["naive"]),  # without variance
+    ],
 )
-def test_sound_samples_are_consistent(check_samples, flags):
+def test_sound_samples_are_consistent(check_samples, flags, methods):
     code, found = check_samples(flags)
-    assert code == 0
-    assert " sampled naive consistent 2048 " in " ".join(selftest.table([found["naive"]]).split())
-    assert [*found] == (["naive"] if "naive" in flags else ["naive", "retrieval", "triforce"])
+    assert (code, [*found]) == (0, methods)
     assert {row["verdict"] for row in found.values()} == {"consistent"}
     assert min(row["least_p_value"] for row in found.values()) > 1e-3
 
 
 def resample_from_p(p_BNV, uniforms_BN, guesses):
-    """The published TriForce code: a rejected guess is replaced by a sample from p itself."""
+    """A rejected guess is replaced by a sample from p itself, as in the published TriForce code."""
     verdict = verify(p_BNV, uniforms_BN, guesses)
     p_BV = p_BNV[range(len(p_BNV)), verdict.num_accepted_B]
     return verdict._replace(next_B=sample(p_BV, uniforms_BN[:, -1]))
 
 
-def reuse_number(p_BNV, uniforms_BN, guesses):
-    """The number of the last test is used again for the recovered or bonus token."""
-    num_accepted_B = verify(p_BNV, uniforms_BN, guesses).num_accepted_B
-    numbers_BN = uniforms_BN.clone()
-    for b, count in enumerate(guesses.counts_B.tolist()):
-        if count:
-            numbers_BN[b, -1] = uniforms_BN[b, min(int(num_accepted_B[b]) + 1, count) - 1]
-    return verify(p_BNV, numbers_BN, guesses)
-
-
-@pytest.mark.parametrize("broken", [resample_from_p, reuse_number])
-def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch, broken):
-    monkeypatch.setattr(random_source, "verify_block", broken)
+def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch):
+    monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     code, found = check_samples("--method naive --method triforce")
     assert code == 1
     assert {row["verdict"] for row in found.values()} == {"BUG"}
