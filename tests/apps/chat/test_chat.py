@@ -1,9 +1,7 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
-import itertools
 import logging
 import re
-import signal
 import sys
 
 import pytest
@@ -59,19 +57,6 @@ def begin(loaded, monkeypatch, capsys):
         return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
 
     return begin
-
-
-def press(monkeypatch, event: int, times: int = 1) -> None:
-    """Sends Ctrl-C before the event of this number."""
-    events = itertools.count(1)
-
-    def next_event(run, real=minitri.Generation.__next__):
-        if next(events) == event:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return real(run)
-
-    monkeypatch.setattr(minitri.Generation, "__next__", next_event)
 
 
 def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_path, monkeypatch):
@@ -156,9 +141,9 @@ def test_an_answer_is_replaced_by_that_of_the_next_seed(begin):
 
 
 @pytest.mark.parametrize(("event", "times"), [(1, 1), (6, 1), (6, 2)])
-def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, event, times):
+def test_a_stopped_answer_stays_and_goes_on(begin, interrupt, event, times):
     chat = begin(f"-n 900 {ENDLESS}")
-    press(monkeypatch, event, times)
+    interrupt(event, times)
     chat.obey("Who was it? " * 40)
     [turn] = chat.talk.turns
     assert len(turn.token_ids) < 900
@@ -167,8 +152,8 @@ def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, event, times):
     assert len(chat.talk.turns[0].token_ids) == len(turn.token_ids) + 5
 
 
-def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, monkeypatch, capsys):
-    press(monkeypatch, 3)
+def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, interrupt, capsys):
+    interrupt(3)
     chat = begin(documents=[NIGHT])
     assert "stopped; the next question reads the rest" in capsys.readouterr().err
     chat.obey("Who?")

@@ -100,19 +100,6 @@ def test_help_and_wrong_flags_are_answered_without_pytorch():
         )
 
 
-@pytest.mark.parametrize("words", [(), (PROMPT,)])
-def test_a_pipe_is_the_prompt_unless_one_is_given(run, monkeypatch, tmp_path, words):
-    wanted = run(PROMPT).out
-    (tmp_path / "piped").write_text(PROMPT)
-    with (tmp_path / "piped").open() as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        monkeypatch.setattr(inputs, "is_piped", lambda: True)
-        done = run(*words)
-        assert done[:2] == (0, wanted)
-        assert ("tokens of standard input; greedy" in done.err) == (not words)
-        assert stdin.read() == ("" if not words else PROMPT)
-
-
 def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, engine, monkeypatch):
     def encode_chat(tokenizer, messages):
         text = "".join(f"<s>{message['role']}\n{message['content']}</s>" for message in messages)
@@ -132,7 +119,10 @@ def test_a_message_is_put_into_the_template_and_only_it_is_cut(run, run_lines, e
     assert message.endswith("assistant\n")
 
 
-def test_a_mistake_elsewhere_is_no_bad_input():
+def test_a_missing_package_is_one_line_and_a_mistake_is_no_bad_input(capsys):
+    with pytest.raises(SystemExit, match="2"), exits.clean_exits():
+        raise ModuleNotFoundError("No module named 'uvicorn'")
+    assert re.fullmatch("minitri: .*'uvicorn'; install it: pip .*\n", capsys.readouterr().err)
     with pytest.raises(ValueError, match="a bug"), exits.clean_exits():
         raise ValueError("a bug")
 

@@ -78,12 +78,3 @@ def test_speedups_are_taken_prompt_by_prompt():
     assert result["naive"]["tokens_per_step"] == 2.5
     assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
     assert result["peer"]["prefill_seconds"]["max"] == 8
-
-
-def test_one_method_alone_claims_no_speedup_and_prints_no_json(folder, call):
-    flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
-    done = call(bench.main, *flags.split())
-    first, *_, row = done.out.splitlines()
-    assert first.endswith("; temperature 0; 2 seeds; prompts of [90] tokens, read cold")
-    assert "{" not in done.out
-    assert len(row.split()) == 8  # name, ms in four words, tokens a step, accepted, prefill

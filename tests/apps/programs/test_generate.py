@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from minitri import Engine, Generation, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli import inputs
 
 PROMPT = "She had been forced into prudence in her youth"
@@ -23,7 +23,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     first, last = err.splitlines()
     assert code == 0
     assert re.fullmatch(r"tiny, float32 on cpu; prompt: \d+ tokens; greedy", first)
-    assert all(word in last for word in ("tokens/s", "% guessed"))
+    assert re.search("tokens/s, .*% guessed", last)
     assert run(PROMPT, "--verbose").err.count("\n") > 3
     assert run(PROMPT, "--quiet") == (0, out, "")
 
@@ -44,8 +44,12 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, encoding="utf-8")
     wanted = run("--prompt", PROMPT).out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
-    assert run("--prompt-file", str(file)).out == run("--prompt-file", "-").out == wanted
+    monkeypatch.setattr(inputs, "is_piped", lambda: True)
+    assert run("--prompt-file", str(file)).out == wanted
+    for flags in (("--prompt-file", "-"), ()):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+        done = run(*flags)
+        assert (done.out, "tokens of standard input; greedy" in done.err) == (wanted, True)
     done = run(PROMPT, "--max-prompt-tokens", "3", "--json", "-v")
     assert (done.json["num_prompt_tokens"], "only its first 3 tokens" in done.err) == (3, True)
     monkeypatch.setattr(inputs, "DEMO_PROMPT_TOKENS", 100)
@@ -106,25 +110,6 @@ def test_colored_text_is_the_plain_text_in_color(run):
     assert "\x1b" in colored.out
     assert re.sub(r"\x1b\[\d*m", "", colored.out) == plain.out
     assert "guessed by the drafter" in colored.err
-
-
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Sends Ctrl-C before the event of this number."""
-    handler = signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int) -> None:
-        real, events = Generation.__next__, iter(range(number))
-
-        def following(run):
-            if next(events, None) == number - 1:
-                signal.raise_signal(signal.SIGINT)
-            return real(run)
-
-        monkeypatch.setattr(Generation, "__next__", following)
-
-    yield interrupt
-    signal.signal(signal.SIGINT, handler)  # at its end a program sets another
 
 
 @pytest.mark.parametrize("flags", [(), ("--json",)])
@@ -214,15 +199,13 @@ def test_wrong_lines_are_named_and_the_others_run(run_lines):
 
 
 def test_several_texts_of_one_prompt_are_those_of_their_seeds(run):
-    """Written one after the other, in JSON a line each; the prompt is read once."""
+    """Written one after the other, in JSON a line each."""
     flags = (PROMPT, "--temperature", "1", "--coupled")
     alone = [run(*flags, "--seed", str(3 + i)).out for i in range(4)]
     done = run(*flags, "--seed", "3", "--n", "4")
     order = [int(text) - 1 for text in re.findall(r"text (\d) of 4, seed \d:", done.err)]
     assert (done.code, sorted(order)) == (0, [0, 1, 2, 3])
     assert done.out == "".join(alone[index] for index in order)
-    read = re.search(r"for (\d+) tokens of the prompt", done.err)
-    assert int(read[1]) < 1.5 * run(PROMPT, "--json").json["num_prompt_tokens"] + 4 * 16
     lines = run(*flags, "--seed", "3", "--n", "4", "--json").out.splitlines()
     texts = {answer["index"]: answer["text"] + "\n" for answer in map(json.loads, lines)}
     assert texts == dict(enumerate(alone))
@@ -251,8 +234,6 @@ def test_flags_for_grammars_are_one_setting(run, tmp_path):
     ):
         done = run(PROMPT, *map(str, flags), "--json", "-n", "60", "--temperature", "1")
         assert done.json["text"] in wanted
-    flags = ("--json-object", "--json", "-n", "300", "--seed", "1", "--temperature", "1")
-    assert isinstance(json.loads(run(PROMPT, *flags).json["text"]), dict)
     flags = ("--logit-bias", "71:-100", "--logit-bias", "80:1.5", "--bad-words", "the")
     done = run(PROMPT, *flags, "--repetition-penalty", "1.2", "--min-tokens", "4", "--json")
     assert 71 not in done.json["token_ids"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, load
+from minitri import load
 from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.files.gguf_writer import write_gguf
@@ -40,11 +40,12 @@ def installed(tmp_path, monkeypatch):
     return install
 
 
-@pytest.fixture
-def gguf_file(folder, tmp_path) -> Path:
+@pytest.fixture(scope="session")
+def gguf_file(folder, tmp_path_factory) -> Path:
     config = Folder(folder).config("tiny")
     weights = dict(Folder(folder).tensors(config))
-    return write_gguf(tmp_path / "q8.gguf", config, byte_level_tokenizer(), weights, kind="Q8_0")
+    file = tmp_path_factory.mktemp("gguf") / "q8.gguf"
+    return write_gguf(file, config, byte_level_tokenizer(), weights, kind="Q8_0")
 
 
 def peers_of(path: Path, *wanted: str, **options: str) -> dict:
@@ -60,10 +61,8 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
     assert list(peers) == [LLAMA_CPP]
     assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
     missing = [line for line in caplog.messages if line.startswith("openvino")]
-    assert [line.partition(":")[0] for line in missing] == [n for n in PEERS if "openvino" in n]
-    reason = "ImportError: built for another machine"
-    assert all(reason in line and "pip install openvino-genai" in line for line in missing)
-    assert any(line.startswith(f"{LLAMA_CPP} 1.2.3, run by ") for line in caplog.messages)
+    assert len(missing) == sum("openvino" in name for name in PEERS)
+    assert all("ImportError: built for another machine" in line for line in missing)
 
 
 @pytest.mark.parametrize(
@@ -91,12 +90,10 @@ def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):
     pytest.importorskip("transformers")
     prompt = [5, 6, 7, 8] * 10
 
-    def greedy(path: Path) -> list[int]:
-        engine = load(path, dtype="float32", device="cpu")
-        generation = GenerationConfig(20, ignore_eos=True)
-        return [*engine.complete(prompt, generation=generation).token_ids]
-
-    assert greedy(gguf_file) == greedy(as_float16(gguf_file))
-    engine = load(str(folder), dtype="float32", device="cpu")
-    peer = transformers_peer(transformers_model(folder, engine))
-    assert list(peer(prompt, 20)) == greedy(folder)
+    texts, engines = [], []
+    for path in (gguf_file, as_float16(gguf_file), folder):
+        engines.append(load(str(path), dtype="float32", device="cpu"))
+        texts.append(engines[-1].complete(prompt, max_new_tokens=20, ignore_eos=True).token_ids)
+    assert texts[0] == texts[1]
+    peer = transformers_peer(transformers_model(folder, engines[2]))
+    assert tuple(peer(prompt, 20)) == texts[2]
