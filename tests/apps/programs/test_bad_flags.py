@@ -70,7 +70,7 @@ def strange(folder, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
 def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
-    """What, what was got; what to do. No flag that the program does not have or was not given."""
+    """The problem, the value, the way out; only flags that the program has, or was given."""
     monkeypatch.chdir(strange)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     flags, message = line.split(" | ")
@@ -92,7 +92,8 @@ def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
     assert re.search(message, err.removeprefix("minitri: ").strip()), err
     assert re.match(r"minitri: .*\w.*; \S", err), err
     if name != "minitri":
-        known = {flag for it in module.build_parser()._actions for flag in it.option_strings}
+        actions = module.build_parser()._actions
+        known = {flag for action in actions for flag in action.option_strings}
         known |= {"--list-models", *(word.partition("=")[0] for word in words)}
         assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", err)} <= known
 
@@ -122,7 +123,9 @@ def command_lines(program) -> st.SearchStrategy[list[str]]:
         known = action.choices or FINE.get(action.metavar or action.dest, VALUES)
         often.append(st.sampled_from([*known]).map(lambda value, name=name: [name, value]))
     words = st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
-    return st.tuples(*words).map(lambda parts: [it for part in parts for two in part for it in two])
+    return st.tuples(*words).map(
+        lambda parts: [word for part in parts for pair in part for word in pair]
+    )
 
 
 @pytest.fixture

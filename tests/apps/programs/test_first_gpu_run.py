@@ -82,7 +82,7 @@ def test_weights_arrive_in_pieces_and_are_the_same_but_for_rounding(folder, tmp_
     files = sorted(pieces.iterdir())
     assert len(files) > 2
     join_pieces(pieces, joined)
-    ours, theirs = (minitri.load(str(it), dtype="float32", device="cpu") for it in (joined, folder))
+    ours, theirs = (minitri.load(x, dtype="float32", device="cpu") for x in (joined, folder))
     assert ours.config.eos_token_ids == theirs.config.eos_token_ids
     assert ours.tokenizer.encode("the harbour") == theirs.tokenizer.encode("the harbour")
     for got, exact in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):

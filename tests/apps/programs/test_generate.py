@@ -139,16 +139,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path, words, module):
         source += "with contextlib.suppress(BaseException): "
     (tmp_path / f"{module}.py").write_text(source + "signal.raise_signal(signal.SIGINT)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert process.communicate() == (b"", b"minitri: interrupted\n")
-    assert process.returncode == 130
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # a shell may not
+    options = {"cwd": tmp_path, "env": environment, "preexec_fn": heed, "capture_output": True}
+    done = subprocess.run([sys.executable, "-m", *words.split()], check=False, **options)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"minitri: interrupted\n")
 
 
 def test_every_line_gets_what_it_gets_alone(run_lines, engine):
@@ -163,15 +157,14 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
     assert "decoded at" in done.err
     seeds = {str(answer["id"]): answer["seed"] for answer in done.lines.values()}
     assert seeds == {"a": 10, "2": 3, "[1]": 12}
-    half = SamplingParams(temperature=0.5)
-    for number, prompt, sampling, generation in (
-        (1, "She had been", half, GenerationConfig(8)),
-        (2, "Whoever", SamplingParams(0.9, top_k=8), GenerationConfig(4, ignore_eos=True)),
-        (4, "The sea", half, GenerationConfig(8, stop=("e",), ignore_eos=True)),
+    common = {"method": "naive", "max_new_tokens": 8, "ignore_eos": True, "temperature": 0.5}
+    for number, prompt, settings in (
+        (1, "She had been", {"ignore_eos": False}),
+        (2, "Whoever", {"temperature": 0.9, "top_k": 8, "max_new_tokens": 4}),
+        (4, "The sea", {"stop": "e"}),
     ):
-        answer, settings = done.lines[number], {"sampling": sampling, "generation": generation}
-        settings |= {"seed": answer["seed"], "speculation": SpeculationConfig("naive")}
-        wanted = engine.complete(prompt, **settings)
+        answer = done.lines[number]
+        wanted = engine.complete(prompt, seed=answer["seed"], **common | settings)
         assert tuple(answer["token_ids"]) == wanted.token_ids
         assert (answer["text"], answer["finish_reason"]) == (wanted.text, wanted.finish_reason)
 

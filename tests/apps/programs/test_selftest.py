@@ -31,14 +31,20 @@ def check(folder, call):
     return run
 
 
+@pytest.fixture(scope="module")
+def adversary(tmp_path_factory):
+    """A drafter that guesses badly."""
+    return write_hf_folder(tmp_path_factory.mktemp("drafter") / "other", seed=1)
+
+
 @pytest.fixture
-def check_samples(check, tmp_path):
+def check_samples(check, adversary):
     """Runs the statistical test with an adversarial drafter; exit code, objects by method."""
-    other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
-        code, _, found = check(f"--draft {other} --num-samples 2000 {flags}")
-        return code, {it["method"]: it for it in found["comparisons"] if it["mode"] == "sampled"}
+        code, _, report = check(f"--draft {adversary} --num-samples 2000 {flags}")
+        rows = [row for row in report["comparisons"] if row["mode"] == "sampled"]
+        return code, {row["method"]: row for row in rows}
 
     return run
 
@@ -50,20 +56,6 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
     assert [line.split()[:3] for line in lines[:6]] == [[*pair, "equal"] for pair in pairs]
     assert lines[6:] == ["", "speculation changes nothing: 6 equal"]
     assert all(row["num_equal_tokens"] == row["num_tokens"] == 40 for row in report["comparisons"])
-
-
-def test_a_verification_that_accepts_everything_is_a_bug(check, monkeypatch):
-    def accept_all(p_BNV, uniforms_BN, guesses):
-        verdict = verify(p_BNV, uniforms_BN, guesses)
-        return verdict._replace(num_accepted_B=guesses.counts_B)
-
-    monkeypatch.setattr(random_source, "verify_block", accept_all)
-    code, _, report = check("--method naive")
-    greedy, coupled = report["comparisons"]
-    assert code == report["num_BUG"] == 1
-    assert (greedy["verdict"], coupled["verdict"]) == ("BUG", "equal")  # by another function
-    assert greedy["num_equal_tokens"] < 40
-    assert greedy["score_gap"] > greedy["bound"]
 
 
 def test_a_coupled_draw_with_the_noise_of_another_position_is_a_bug(check, monkeypatch):
@@ -129,10 +121,10 @@ def test_the_scores_are_what_decoding_takes_the_argmax_of():
     ],
 )
 def test_sound_samples_are_consistent(check_samples, flags, methods):
-    code, found = check_samples(flags)
-    assert (code, [*found]) == (0, methods)
-    assert {row["verdict"] for row in found.values()} == {"consistent"}
-    assert min(row["least_p_value"] for row in found.values()) > 1e-3
+    code, rows = check_samples(flags)
+    assert (code, [*rows]) == (0, methods)
+    assert {row["verdict"] for row in rows.values()} == {"consistent"}
+    assert min(row["least_p_value"] for row in rows.values()) > 1e-3
 
 
 def resample_from_p(p_BNV, uniforms_BN, guesses):
@@ -144,13 +136,13 @@ def resample_from_p(p_BNV, uniforms_BN, guesses):
 
 def test_samples_of_a_broken_verification_are_a_bug(check_samples, monkeypatch):
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
-    code, found = check_samples("--method naive --method triforce")
+    code, rows = check_samples("--method naive --method triforce")
     assert code == 1
-    assert {row["verdict"] for row in found.values()} == {"BUG"}
+    assert {row["verdict"] for row in rows.values()} == {"BUG"}
 
 
 def test_an_alarm_that_may_be_rounding_is_unclear(check_samples, monkeypatch):
     monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: False)
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
-    code, found = check_samples("--method naive --dtype bfloat16")
-    assert (code, found["naive"]["verdict"]) == (1, "unclear")
+    code, rows = check_samples("--method naive --dtype bfloat16")
+    assert (code, rows["naive"]["verdict"]) == (1, "unclear")

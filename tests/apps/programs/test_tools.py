@@ -52,7 +52,7 @@ def setup_of(method: str, rates: tuple[float, float], draft=CONFIG) -> Setup:
 
 @pytest.mark.parametrize("rate", [0.0, 0.46, 1.0])
 def test_guesses_are_accepted_at_the_rate_asked_for(rate):
-    """Of 4,000 first guesses: within 4 standard deviations, at odds of 1 : 15,000."""
+    """Within 4 standard deviations for 4,000 first guesses; false alarms at odds of 1 : 15,000."""
     source, probs = SyntheticSource(rate, 3), torch.full((1, 4, 8), 1 / 8)
     proposal = Proposal.of([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
     counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(4000)]
@@ -85,7 +85,7 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
 
 
 def test_a_load_loses_no_request_and_changes_no_text(call):
-    """Of two clients in ten one leaves, one reads slowly; every answer is asked for again."""
+    """Two clients in ten leave or read slowly; every answer is asked for again."""
     flags = "--requests 20 --clients 10 --longest 300 --new-tokens 12 --check 20 --json -q"
     code, out, err = call(serve_load.main, *flags.split())
     assert code == 0, err
