@@ -98,7 +98,7 @@ def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
         assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", err)} <= known
 
 
-EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "30"))
 PLAIN = """0 1 2 8 64 256 -1 2147483647 2147483648 １２ 1_000 +7 0x10 1e3 1e-7 -0.0 0.5 1.5 nan -inf
 1e400 auto none ngram cpu cuda:99 yarn:2 yarn:1e9 - -- --- -h é🙂 \udcff \0 \x1b[31m llama2-7b-128k
 ORG/NAME ../.. / ~ /dev/null /dev/full /nowhere/x.png"""

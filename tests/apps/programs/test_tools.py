@@ -27,6 +27,7 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, 
     assert [run.stats.num_prefilled_tokens for run in runs] == [200] * 4
 
 
+@pytest.mark.slow
 def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, call):
     model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
     text, out = tmp_path / "text.txt", tmp_path / "tour.png"
@@ -52,13 +53,13 @@ def setup_of(method: str, rates: tuple[float, float], draft=CONFIG) -> Setup:
 
 @pytest.mark.parametrize("rate", [0.0, 0.46, 1.0])
 def test_guesses_are_accepted_at_the_rate_asked_for(rate):
-    """Within 4 standard deviations for 4,000 first guesses; false alarms at odds of 1 : 15,000."""
+    """Within 4 standard deviations for 1,000 first guesses; false alarms at odds of 1 : 15,000."""
     source, probs = SyntheticSource(rate, 3), torch.full((1, 4, 8), 1 / 8)
     proposal = Proposal.of([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
-    counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(4000)]
+    counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(1000)]
     first, second = (sum(count > n for count in counts) for n in (0, 1))
-    assert abs(first / 4000 - rate) <= 4 * (rate * (1 - rate) / 4000) ** 0.5
-    assert abs(second / max(1, first) - rate) <= 0.06
+    assert abs(first / 1000 - rate) <= 4 * (rate * (1 - rate) / 1000) ** 0.5
+    assert abs(second / max(1, first) - rate) <= 0.1
 
 
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
     assert sum(line.startswith("target  ") for line in lines) == 2
 
 
+@pytest.mark.slow
 def test_a_load_loses_no_request_and_changes_no_text(call):
     """Two clients in ten leave or read slowly; every answer is asked for again."""
     flags = "--requests 20 --clients 10 --longest 300 --new-tokens 12 --check 20 --json -q"
