@@ -44,8 +44,8 @@ def gguf_file(folder, tmp_path_factory) -> Path:
     return write_gguf(file, config, byte_level_tokenizer(), weights, kind="Q8_0")
 
 
-def peers_of(path: Path, *wanted: str, **options: str) -> dict:
-    engine = load(str(path), dtype="float32", device="cpu", **options)
+def peers_of(path: Path, *wanted: str) -> dict:
+    engine = load(str(path), dtype="float32", device="cpu")
     return find_peers(path, engine, wanted, {})
 
 
@@ -55,22 +55,12 @@ def test_a_peer_runs_in_its_own_process(installed, gguf_file):
     assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
 
 
-@pytest.mark.parametrize(
-    ("loading", "options", "reason"),
-    [
-        ("raise ValueError('no such\\nmodel')", {}, "ValueError: no such model"),
-        ("import os; os._exit(3)", {}, "llama.cpp ended with exit code 3"),
-        ("", {"rope_scaling": "yarn:4"}, "RoPE scaling"),
-    ],
-)
-def test_a_peer_that_fails_or_cannot_be_compared_is_skipped(
-    installed, gguf_file, caplog, loading, options, reason
-):
-    installed(loading)
+def test_a_peer_that_dies_is_skipped(installed, gguf_file, caplog):
+    installed("import os; os._exit(3)")
     with caplog.at_level("INFO", "minitri"):
-        assert peers_of(gguf_file, LLAMA_CPP, **options) == {}
-    assert caplog.messages[-1].startswith(f"{LLAMA_CPP}: skipped: ")
-    assert reason in caplog.messages[-1]
+        assert peers_of(gguf_file, LLAMA_CPP) == {}
+    reason = "skipped: llama.cpp ended with exit code 3"
+    assert caplog.messages[-1].startswith(f"{LLAMA_CPP}: {reason}")
 
 
 def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):

@@ -55,9 +55,8 @@ def commands() -> list[str]:
     lines += (" ".join(words.split()) for words in re.findall(r"`([^`]+)`", text))
     parts = [part.strip() for line in lines for part in line.split(" && ")]
     start = r"(minitri [-\"a-z]|python3? -m |pytest |torchrun |pip install )"
-    return list(
-        dict.fromkeys(part for part in parts if re.match(start, part) and "/  " not in part)
-    )
+    parts = [part for part in parts if re.match(start, part) and "/  " not in part]
+    return list(dict.fromkeys(parts))
 
 
 def test_every_command_is_run_or_known_to_need_more():

@@ -14,7 +14,7 @@ from tests.core.rigs import CPU, tiny_config
 from tools import serve_load, tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
-from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model, sweep_contexts
+from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model
 
 
 def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, monkeypatch):
@@ -73,16 +73,6 @@ def test_a_shape_decodes_by_every_method(method, wanted):
     assert 4 * weights_per_pass(CONFIG) == target.num_bytes - untied
     result = decode(target, draft, 100, setup, method)
     assert (result["tokens_per_step"], result["synthetic"]) == (wanted, True)
-
-
-def test_a_sweep_says_synthetic_in_every_row_and_what_was_predicted(capsys):
-    result = sweep_contexts(setup_of("triforce", (0.5, 0.9), draft=None), [64, 128])
-    assert [row["context"] for row in result["rows"]] == [64, 128]
-    runs = [row[name] for row in result["rows"] for name in ("autoregressive", "cascade")]
-    assert all(run["synthetic"] for run in [result, *runs])
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("measured ms") for line in lines)
-    assert sum(line.startswith("target  ") for line in lines) == 2
 
 
 @pytest.mark.slow
