@@ -1,1 +1,1 @@
-"""What the programs share: flags, exit codes, reports."""
+"""Parts that programs share: flags, exit codes, inputs, reports."""

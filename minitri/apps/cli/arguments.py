@@ -51,7 +51,7 @@ class SharedFlags:
     max_prompt_tokens: int | None = between(None, 1)
     """Keep the first N tokens of the prompt. Default: all; 4000 with --demo."""
     seed: int | None = between(None, 0, MAX_SEED)
-    """The same command with the same seed writes the same text. Default: a random one, printed."""
+    """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
     system: str | None = None
     """The system message, which says how the model is to behave: 'Be brief'."""
     color: bool = False

@@ -1,24 +1,14 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
-import contextlib
-import fcntl
-import itertools
 import logging
-import os
-import pty
 import re
-import select
-import signal
-import subprocess
 import sys
-import termios
-import time
 
 import pytest
 
 import minitri
 from minitri import InputError
-from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main
+from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed_lines
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
@@ -67,19 +57,6 @@ def begin(loaded, monkeypatch, capsys):
         return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
 
     return begin
-
-
-def press(monkeypatch, event: int, times: int = 1) -> None:
-    """Sends Ctrl-C before the event of this number."""
-    events = itertools.count(1)
-
-    def next_event(run, real=minitri.Generation.__next__):
-        if next(events) == event:
-            for _ in range(times):
-                signal.raise_signal(signal.SIGINT)
-        return real(run)
-
-    monkeypatch.setattr(minitri.Generation, "__next__", next_event)
 
 
 def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_path, monkeypatch):
@@ -164,9 +141,9 @@ def test_an_answer_is_replaced_by_that_of_the_next_seed(begin):
 
 
 @pytest.mark.parametrize(("event", "times"), [(1, 1), (6, 1), (6, 2)])
-def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, event, times):
+def test_a_stopped_answer_stays_and_goes_on(begin, interrupt, event, times):
     chat = begin(f"-n 900 {ENDLESS}")
-    press(monkeypatch, event, times)
+    interrupt(event, times)
     chat.obey("Who was it? " * 40)
     [turn] = chat.talk.turns
     assert len(turn.token_ids) < 900
@@ -175,8 +152,8 @@ def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, event, times):
     assert len(chat.talk.turns[0].token_ids) == len(turn.token_ids) + 5
 
 
-def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, monkeypatch, capsys):
-    press(monkeypatch, 3)
+def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, interrupt, capsys):
+    interrupt(3)
     chat = begin(documents=[NIGHT])
     assert "stopped; the next question reads the rest" in capsys.readouterr().err
     chat.obey("Who?")
@@ -221,51 +198,21 @@ def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer
     assert len(chat.talk.ids(chat.talk.turns)) == 2048
 
 
-def set_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits it ignored
+def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_leaves(monkeypatch, capsys):
+    keys = iter(["Who?", KeyboardInterrupt, " ", "Why?", EOFError])
 
+    def typed(prompt: str) -> str:
+        assert prompt == "> "
+        if isinstance(key := next(keys), str):
+            return key
+        raise key
 
-@pytest.mark.slow
-def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instruct):
-    terminal, other = pty.openpty()
-    shown = ""
-
-    def expect(pattern: str, key: bytes = b"") -> None:
-        """Types a key, again where nothing comes, until a text does; drops the output up to it."""
-        nonlocal shown
-        end = time.monotonic() + 60
-        os.write(terminal, key)
-        while (match := re.search(pattern, shown)) is None:
-            assert time.monotonic() < end, shown
-            if select.select([terminal], [], [], 1)[0]:
-                shown += os.read(terminal, 4096).decode(errors="replace")
-            else:
-                os.write(terminal, key)
-        shown = shown[match.end() :]
-
-    command = [sys.executable, "-m", "minitri", "chat", "--model", str(instruct), "-n", "1900"]
-    process = subprocess.Popen(
-        [*command, "--dtype", "float32", "--device", "cpu", *ENDLESS.split()],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), other),
-        start_new_session=True,
-        env={**os.environ, "TERM": "dumb"},
-        preexec_fn=set_terminal,
-    )
-    with process, contextlib.ExitStack() as stack:
-        stack.callback(process.kill)
-        os.close(other)
-        expect("Ctrl-D leaves(.|\n)*> ")
-        os.write(terminal, b"Tell me everything\r")
-        expect(r"everything\s+\S")
-        expect("cut after|stopped", b"\x03")
-        expect("> ")
-        os.write(terminal, b"half a line")
-        expect("half a line")
-        expect("/quit or Ctrl-D leaves", b"\x03")
-        os.write(terminal, b"/quit\r")
-        assert process.wait(timeout=60) == 0
-    os.close(terminal)
+    monkeypatch.setattr("builtins.input", typed)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(log, "handlers", [logging.lastResort])
+    assert [*typed_lines()] == ["Who?", "Why?"]
+    assert "/quit or Ctrl-D leaves" in capsys.readouterr().err
 
 
 def tokenizer(template: str | None) -> Tokenizer:

@@ -24,26 +24,21 @@ from tests.cascades import tiny_engine
 
 BAD = r"""
 minitri Chat --document x.txt | no program Chat; did you mean chat
-minitri.generate --model no-such-model | unknown model 'no-such-model'
 minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
 minitri.generate --model truncated | truncated/model.safetensors is damaged
 minitri.generate --prompt '' | prompt is empty
 minitri.generate --prompt-file binary | --prompt-file binary cannot be read \(it has a NUL
-minitri.generate --prompt-file empty | --prompt-file empty cannot be read \(it is empty
 minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504
 minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
-minitri.generate --chat | this model has no chat template
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is not a whole number from 1
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --top-p nan | ^--top-p is nan
-minitri.generate --logit-bias x | argument --logit-bias: .*'x'
 minitri.generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens
 minitri.generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it
 minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave one
-minitri.generate --device cuda:77 | ^--device 'cuda:77' is not there .* use --device cpu
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
 minitri.generate --load-kv empty | empty
 minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
@@ -75,13 +70,15 @@ def strange(folder, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("line", BAD.strip().splitlines())
 def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
-    """What, what was got; what to do. No flag that the program does not have or was not given."""
+    """The problem, the value, the way out; only flags that the program has, or was given."""
     monkeypatch.chdir(strange)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     flags, message = line.split(" | ")
     name, *words = shlex.split(flags)
     if name not in NO_MODEL and "--model" not in words:
         words += ["--model", "tiny"]
+    if name != "minitri":
+        words.append("--quiet")
     if name == "minitri.generate":
         words += [] if "-n" in words else ["-n", "8"]
         words += [] if "--prompt" in flags else ["--prompt", "x"]
@@ -91,26 +88,17 @@ def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as busy:
         values = {"LONG": "word " * 600, "LONE": "a\udcff", "BUSY": str(busy.getsockname()[1])}
         code, out, err = call(module.main, *(values.get(word, word) for word in words))
-    last = err.splitlines()[-1]
-    assert (code, out) == (2, "")
-    assert re.search(message, last.removeprefix("minitri: ")), err
-    assert re.match(r"minitri: .*\w.*; \S", last), err
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert re.search(message, err.removeprefix("minitri: ").strip()), err
+    assert re.match(r"minitri: .*\w.*; \S", err), err
     if name != "minitri":
-        known = {flag for it in module.build_parser()._actions for flag in it.option_strings}
+        actions = module.build_parser()._actions
+        known = {flag for action in actions for flag in action.option_strings}
         known |= {"--list-models", *(word.partition("=")[0] for word in words)}
-        assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", last)} <= known
+        assert {*re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", err)} <= known
 
 
-def test_a_missing_package_is_one_line(call, monkeypatch):
-    from minitri.apps.serve import __main__ as serve
-
-    monkeypatch.setitem(sys.modules, "uvicorn", None)
-    monkeypatch.delitem(sys.modules, "minitri.apps.serve.app", raising=False)
-    done = call(serve.main)
-    assert (done.code, "pip install" in done.err) == (2, True)
-
-
-EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "30"))
 PLAIN = """0 1 2 8 64 256 -1 2147483647 2147483648 １２ 1_000 +7 0x10 1e3 1e-7 -0.0 0.5 1.5 nan -inf
 1e400 auto none ngram cpu cuda:99 yarn:2 yarn:1e9 - -- --- -h é🙂 \udcff \0 \x1b[31m llama2-7b-128k
 ORG/NAME ../.. / ~ /dev/null /dev/full /nowhere/x.png"""
@@ -135,7 +123,9 @@ def command_lines(program) -> st.SearchStrategy[list[str]]:
         known = action.choices or FINE.get(action.metavar or action.dest, VALUES)
         often.append(st.sampled_from([*known]).map(lambda value, name=name: [name, value]))
     words = st.lists(st.one_of(often), max_size=6), st.lists(st.one_of(rarely), max_size=2)
-    return st.tuples(*words).map(lambda parts: [it for part in parts for two in part for it in two])
+    return st.tuples(*words).map(
+        lambda parts: [word for part in parts for pair in part for word in pair]
+    )
 
 
 @pytest.fixture

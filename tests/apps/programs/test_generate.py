@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from minitri import Engine, Generation, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli import inputs
 
 PROMPT = "She had been forced into prudence in her youth"
@@ -23,7 +23,7 @@ def test_text_goes_to_stdout_and_everything_else_to_stderr(run):
     first, last = err.splitlines()
     assert code == 0
     assert re.fullmatch(r"tiny, float32 on cpu; prompt: \d+ tokens; greedy", first)
-    assert all(word in last for word in ("tokens/s", "% guessed"))
+    assert re.search("tokens/s, .*% guessed", last)
     assert run(PROMPT, "--verbose").err.count("\n") > 3
     assert run(PROMPT, "--quiet") == (0, out, "")
 
@@ -44,8 +44,12 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     file = tmp_path / "prompt.txt"
     file.write_text(PROMPT, encoding="utf-8")
     wanted = run("--prompt", PROMPT).out
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
-    assert run("--prompt-file", str(file)).out == run("--prompt-file", "-").out == wanted
+    monkeypatch.setattr(inputs, "is_piped", lambda: True)
+    assert run("--prompt-file", str(file)).out == wanted
+    for flags in (("--prompt-file", "-"), ()):
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(file.read_bytes())))
+        done = run(*flags)
+        assert (done.out, "tokens of standard input; greedy" in done.err) == (wanted, True)
     done = run(PROMPT, "--max-prompt-tokens", "3", "--json", "-v")
     assert (done.json["num_prompt_tokens"], "only its first 3 tokens" in done.err) == (3, True)
     monkeypatch.setattr(inputs, "DEMO_PROMPT_TOKENS", 100)
@@ -108,25 +112,6 @@ def test_colored_text_is_the_plain_text_in_color(run):
     assert "guessed by the drafter" in colored.err
 
 
-@pytest.fixture
-def interrupt(monkeypatch):
-    """Sends Ctrl-C before the event of this number."""
-    handler = signal.getsignal(signal.SIGINT)
-
-    def interrupt(number: int) -> None:
-        real, events = Generation.__next__, iter(range(number))
-
-        def following(run):
-            if next(events, None) == number - 1:
-                signal.raise_signal(signal.SIGINT)
-            return real(run)
-
-        monkeypatch.setattr(Generation, "__next__", following)
-
-    yield interrupt
-    signal.signal(signal.SIGINT, handler)  # at its end a program sets another
-
-
 @pytest.mark.parametrize("flags", [(), ("--json",)])
 def test_ctrl_c_prints_the_statistics_so_far_and_exits_130(run, interrupt, flags):
     interrupt(9)
@@ -154,16 +139,10 @@ def test_ctrl_c_while_modules_are_imported_is_one_line(tmp_path, words, module):
         source += "with contextlib.suppress(BaseException): "
     (tmp_path / f"{module}.py").write_text(source + "signal.raise_signal(signal.SIGINT)")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    process = subprocess.Popen(
-        [sys.executable, "-m", *words.split()],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell may ignore it
-        cwd=tmp_path,
-        env=environment,
-    )
-    assert process.communicate() == (b"", b"minitri: interrupted\n")
-    assert process.returncode == 130
+    heed = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # noqa: E731  # a shell may not
+    options = {"cwd": tmp_path, "env": environment, "preexec_fn": heed, "capture_output": True}
+    done = subprocess.run([sys.executable, "-m", *words.split()], check=False, **options)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"minitri: interrupted\n")
 
 
 def test_every_line_gets_what_it_gets_alone(run_lines, engine):
@@ -178,15 +157,14 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
     assert "decoded at" in done.err
     seeds = {str(answer["id"]): answer["seed"] for answer in done.lines.values()}
     assert seeds == {"a": 10, "2": 3, "[1]": 12}
-    half = SamplingParams(temperature=0.5)
-    for number, prompt, sampling, generation in (
-        (1, "She had been", half, GenerationConfig(8)),
-        (2, "Whoever", SamplingParams(0.9, top_k=8), GenerationConfig(4, ignore_eos=True)),
-        (4, "The sea", half, GenerationConfig(8, stop=("e",), ignore_eos=True)),
+    common = {"method": "naive", "max_new_tokens": 8, "ignore_eos": True, "temperature": 0.5}
+    for number, prompt, settings in (
+        (1, "She had been", {"ignore_eos": False}),
+        (2, "Whoever", {"temperature": 0.9, "top_k": 8, "max_new_tokens": 4}),
+        (4, "The sea", {"stop": "e"}),
     ):
-        answer, settings = done.lines[number], {"sampling": sampling, "generation": generation}
-        settings |= {"seed": answer["seed"], "speculation": SpeculationConfig("naive")}
-        wanted = engine.complete(prompt, **settings)
+        answer = done.lines[number]
+        wanted = engine.complete(prompt, seed=answer["seed"], **common | settings)
         assert tuple(answer["token_ids"]) == wanted.token_ids
         assert (answer["text"], answer["finish_reason"]) == (wanted.text, wanted.finish_reason)
 
@@ -214,15 +192,13 @@ def test_wrong_lines_are_named_and_the_others_run(run_lines):
 
 
 def test_several_texts_of_one_prompt_are_those_of_their_seeds(run):
-    """Written one after the other, in JSON a line each; the prompt is read once."""
+    """Written one after the other, in JSON a line each."""
     flags = (PROMPT, "--temperature", "1", "--coupled")
     alone = [run(*flags, "--seed", str(3 + i)).out for i in range(4)]
     done = run(*flags, "--seed", "3", "--n", "4")
     order = [int(text) - 1 for text in re.findall(r"text (\d) of 4, seed \d:", done.err)]
     assert (done.code, sorted(order)) == (0, [0, 1, 2, 3])
     assert done.out == "".join(alone[index] for index in order)
-    read = re.search(r"for (\d+) tokens of the prompt", done.err)
-    assert int(read[1]) < 1.5 * run(PROMPT, "--json").json["num_prompt_tokens"] + 4 * 16
     lines = run(*flags, "--seed", "3", "--n", "4", "--json").out.splitlines()
     texts = {answer["index"]: answer["text"] + "\n" for answer in map(json.loads, lines)}
     assert texts == dict(enumerate(alone))
@@ -251,8 +227,6 @@ def test_flags_for_grammars_are_one_setting(run, tmp_path):
     ):
         done = run(PROMPT, *map(str, flags), "--json", "-n", "60", "--temperature", "1")
         assert done.json["text"] in wanted
-    flags = ("--json-object", "--json", "-n", "300", "--seed", "1", "--temperature", "1")
-    assert isinstance(json.loads(run(PROMPT, *flags).json["text"]), dict)
     flags = ("--logit-bias", "71:-100", "--logit-bias", "80:1.5", "--bad-words", "the")
     done = run(PROMPT, *flags, "--repetition-penalty", "1.2", "--min-tokens", "4", "--json")
     assert 71 not in done.json["token_ids"]
