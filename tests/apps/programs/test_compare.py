@@ -67,7 +67,7 @@ def test_trees_take_part(run, folder):
 
 
 def test_speedups_are_taken_prompt_by_prompt():
-    """Of two prompts with two seeds, of which one is four times as slow for everybody."""
+    """Two prompts with two seeds, one prompt four times as slow for everybody."""
     level = SimpleNamespace(name="target", num_accepted_tokens=60, num_tested_tokens=100)
     stats = SimpleNamespace(levels=[level], steps_per_plan=Counter(naive=40))
     result = summarise(
@@ -89,6 +89,7 @@ def test_speedups_are_taken_prompt_by_prompt():
 def test_one_method_alone_claims_no_speedup(folder, call):
     flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
     first, *_, last = call(bench.main, *flags.split()).out.splitlines()
-    assert first.endswith("; temperature 0; 2 seeds; prompts of [90] tokens, read cold")
+    assert "seeds 2, max_new_tokens 8, temperature 0.0" in first
+    assert first.endswith("num_prompt_tokens [90]")
     assert last.startswith("naive ")
     assert "times as fast" not in last

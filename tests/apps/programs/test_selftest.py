@@ -31,7 +31,7 @@ def check_samples(check, tmp_path):
     other = write_hf_folder(tmp_path / "other", seed=1)
 
     def run(flags: str):
-        code, report = check(f"--draft {other} --max-new-tokens 4 {flags}")
+        code, report = check(f"--draft {other} --max-new-tokens 1 {flags}")
         return code, [row for row in report["comparisons"] if row["mode"] == "sampled"]
 
     return run
@@ -94,18 +94,16 @@ def test_broken_code_is_a_bug_in_the_mode_that_runs_it(
         ((1e-3, 0.05), "--max-new-tokens 150", False, "BUG"),
         ((1.0, 9.0), "--dtype bfloat16", False, "BUG"),
     ],
-    ids=["explained by rounding", "bits never change", "in float32", "too wide for bfloat16"],
 )
 def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     check, monkeypatch, gaps, flags, is_bitwise, verdict
 ):
     """Where positions are read together, the two best logits change places over such gaps."""
-    low, high = gaps
 
     def swap_top_two(logits_BNV, *others):
         best = logits_BNV.topk(2)
         gap_BN1 = best.values[..., :1] - best.values[..., 1:]
-        is_swapped_BN1 = (gap_BN1 >= low) & (gap_BN1 < high) & (logits_BNV.shape[1] > 1)
+        is_swapped_BN1 = (gap_BN1 >= gaps[0]) & (gap_BN1 < gaps[1]) & (logits_BNV.shape[1] > 1)
         swapped_BNV = logits_BNV.scatter(2, best.indices, best.values.flip(2))
         return probs_of_rows(swapped_BNV.where(is_swapped_BN1, logits_BNV), *others)
 

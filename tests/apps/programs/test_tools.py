@@ -76,8 +76,9 @@ def test_a_shape_decodes_by_every_method(method, wanted):
     assert (result["tokens_per_step"], result["synthetic"]) == (wanted, True)
 
 
+@pytest.mark.slow
 def test_a_load_loses_no_request_and_changes_no_text(call):
-    """Of two clients in ten one leaves, one reads slowly; every answer is asked for again."""
+    """One client in ten leaves, one reads slowly; every answer is asked for again."""
     flags = "--requests 20 --clients 10 --longest 300 --new-tokens 12 --check 20 --json -q"
     code, out, err = call(serve_load.main, *flags.split())
     assert code == 0, err
