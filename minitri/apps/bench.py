@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
 Peers = Mapping[str, Callable[[Request], "Run"]]
 """Other programs, by name, each a function that runs a request."""
-FACTS = """{model}, {dtype}, {device}, {attention}; temperature {temperature:g}; {seeds} seeds; \
-prompts of {num_prompt_tokens} tokens, read cold
-medians (ranges) of {max_new_tokens} new tokens; accepted: shares of tested guesses, the target's \
-last"""
 TIMES = """{:16}{prefill_seconds[median]:8.2f} s prefill, {ms_per_token[median]:7.1f} ms/token \
 ({ms_per_token[min]:.1f} to {ms_per_token[max]:.1f})"""
 SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup[max]:.2f})"
@@ -127,7 +123,8 @@ def measure(
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     else:
-        print(FACTS.format(**facts), table(result), sep="\n\n")
+        head = ", ".join(f"{name} {value}" for name, value in facts.items())
+        print(f"{head}\n\n{table(result)}")
 
 
 def compare(
@@ -209,7 +206,7 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, dict[str, Any]]:
 
 
 def table(result: Mapping[str, dict[str, Any]]) -> str:
-    """The figures in a line for each method."""
+    """The figures in a line for each method: medians and ranges, shares of tested guesses."""
     lines = []
     for name, row in result.items():
         line = TIMES.format(name, **row)

@@ -13,7 +13,7 @@ from minitri.core.errors import InputError, explain, shorten
 KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top in (20, 5)]
 """Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
-"""Fields that switch filters off, in the spelling of several servers."""
+"""Fields that switch filters off, in the spelling of several servers; left out if refused."""
 NUM_NEW = 32
 """Tokens of an answer."""
 BURST = 8
@@ -59,10 +59,10 @@ class Client:
         with ThreadPoolExecutor(BURST) as threads:
             return [*threads.map(lambda _: self.ask(prompt, **fields), range(BURST))]
 
-    def takes(self, **fields: Any) -> bool:
-        """Whether a request with these fields is answered, with log-probabilities."""
+    def has_answer(self) -> bool:
+        """Whether a request is answered, with log-probabilities."""
         try:
-            return len(self.ask("Once", max_tokens=1, **fields)) > 0
+            return len(self.ask("Once", max_tokens=1)) > 0
         except InputError:
             return False
 
@@ -108,12 +108,11 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     """Finds out which endpoint and fields a server takes. Raises `InputError`."""
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", key)
     with explain(f"{client.url}/models names no model", "give --model"):
-        client.fields["model"] = model or client.call("/models")["data"][0]["id"]
+        model = model or client.call("/models")["data"][0]["id"]
     for client.endpoint, client.num_top in KINDS:
-        if client.takes():
-            for name, value in NEUTRAL.items():
-                if client.takes(**{name: value}):
-                    client.fields[name] = value
-            return client
+        for neutral in (NEUTRAL, {}):
+            client.fields = {"model": model} | neutral
+            if client.has_answer():
+                return client
     client.ask("Once")  # says why
     raise InputError(f"{client.url} reports no log-probabilities; start it so that it does")

@@ -67,15 +67,15 @@ def table(results: list[dict[str, Any]]) -> str:
 
 def run_command(args: argparse.Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
-    methods = args.methods or METHODS[2:]
-    args.method = "retrieval" if {*methods} == {"retrieval"} else "triforce"  # which has a drafter
+    args.methods = args.methods or METHODS[2:]
+    has_drafter = {*args.methods} != {"retrieval"}
+    args.method = "triforce" if has_drafter else "retrieval"
     for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
         arguments.taken(settings, args)  # bad values fail before anything is loaded
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
-    setup = (engine, prompt, args, methods)
-    rows = [*compare_texts(*setup), *compare_samples(*setup)]
+    rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]
     counts = Counter(row["verdict"] for row in rows)
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}

@@ -21,7 +21,7 @@ Legend: N tokens, V vocab.
 import argparse
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -55,16 +55,14 @@ def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
     return engine.model.execution.is_row_invariant and not args.tree
 
 
-def compare_texts(
-    engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
-) -> Iterator[Row]:
+def compare_texts(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[Row]:
     """Compares greedy and coupled texts of every method with those of autoregressive decoding."""
     settings = arguments.speculation_of(args)
     generation = arguments.taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
         fixed = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
-        for method in ("autoregressive", *methods):
+        for method in ("autoregressive", *args.methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
             tokens = [*engine.complete(prompt, speculation=speculation, **fixed).token_ids]
             expected = expected or tokens
@@ -86,8 +84,8 @@ def compare_texts(
 def compare_scores(
     model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
 ) -> tuple[float, float]:
-    """How far below the best token after a text two others score at most, and how far rounding may
-    bring them. Scores are logits, or for T > 0 log-probabilities plus Gumbel noise."""
+    """Distance of two tokens' scores from the best one after a text, the larger of the two, and the
+    most that rounding explains. Scores are logits, or for T > 0 log p plus Gumbel noise."""
     one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
     spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
     bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
@@ -99,9 +97,7 @@ def compare_scores(
     return float(scores_1V.max() - scores_1V[0, pair].min()), bound
 
 
-def compare_samples(
-    engine: Engine, prompt: list[int], args: argparse.Namespace, methods: Sequence[str]
-) -> Iterator[Row]:
+def compare_samples(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[Row]:
     """Runs the statistical test of every method; nothing at temperature 0."""
     sampling = arguments.taken(SamplingParams, args)
     settings = arguments.speculation_of(args)
@@ -109,11 +105,11 @@ def compare_samples(
     budget = settings.budget or 4 * settings.chunk_size
     prompts = windows(prompt, -(-args.num_samples // LENGTH), LENGTH)
     is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
-    for method in methods if prompts and sampling.temperature else ():
+    for method in args.methods if prompts and sampling.temperature else ():
         speculation = dataclasses.replace(settings, method=method, budget=budget)
         p_values = run_test(engine, prompts, sampling, speculation, num_new=LENGTH, seed=args.seed)
         verdict = "consistent"
-        if is_alarm(p_values, len(methods)):
+        if is_alarm(p_values, len(args.methods)):
             verdict = "BUG" if is_exact else "unclear"
         row: Row = {"mode": "sampled", "method": method, "verdict": verdict}
         row |= {"num_tokens": len(prompts) * LENGTH, "least_p_value": min(p_values.values())}

@@ -36,8 +36,7 @@ TARGET, DRAFTER = chain(1), chain(2)
 
 def tempered(probs: Probs, temperature: float) -> Probs:
     if not temperature:
-        best = max(probs, key=lambda word: probs[word])
-        return {word: float(word == best) for word in probs}
+        return {word: float(prob == max(probs.values())) for word, prob in probs.items()}
     return normalized({word: prob ** (1 / temperature) for word, prob in probs.items()})
 
 
@@ -79,7 +78,7 @@ class Toy:
         return {"choices": [{"text": "".join(words), "logprobs": logprobs}]}
 
     def _block(self, before: str, temperature: float, source: random.Random) -> list[str]:
-        """What one round of drafting and verification adds."""
+        """Words that one round of drafting and verification adds."""
         block: list[str] = []
         for _ in range(NUM_DRAFTED):
             p = self._probs(TARGET[before], temperature)
@@ -93,7 +92,7 @@ class Toy:
         return [*block, draw(self._probs(TARGET[before], temperature), source)]
 
     def _probs(self, probs: Probs, temperature: float) -> Probs:
-        """What is sampled from where it should be `probs` at a temperature."""
+        """The distribution that is sampled instead of `probs` at a temperature."""
         match self.fault:
             case "argmax":
                 temperature = 0.0
@@ -125,12 +124,10 @@ class Handler(BaseHTTPRequestHandler):
     """The HTTP of the server's `toy`."""
 
     def do_GET(self) -> None:
-        if self.server.toy.fault != "moved":
-            self._send(200, {"data": [{"id": "toy"}]})
-        elif self.path != "/elsewhere":
-            self._send(302, {}, Location="/elsewhere")
-        else:
+        if self.path == "/elsewhere":
             self._send(403, {"key": self.headers["Authorization"]})
+        else:
+            self._send(302 if self.server.toy.fault == "moved" else 200, {"data": [{"id": "toy"}]})
 
     def do_POST(self) -> None:
         toy = self.server.toy
@@ -140,11 +137,11 @@ class Handler(BaseHTTPRequestHandler):
         is_here = self.path == f"/v1/{kind}completions" and num_top == 5
         self._send(200 if is_here else 400, toy.answer(body) if is_here else {"error": "not here"})
 
-    def _send(self, status: int, content: dict, **headers: str) -> None:
+    def _send(self, status: int, content: dict) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), **headers}.items():
-            self.send_header(name, value)
+        self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 

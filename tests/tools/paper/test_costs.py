@@ -1,4 +1,4 @@
-"""What is arithmetic in the paper's figures, against its own numbers and plain formulas."""
+"""Arithmetic of the paper's figures, against its own numbers and plain formulas."""
 
 import pytest
 

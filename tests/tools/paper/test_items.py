@@ -53,13 +53,6 @@ def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
         assert rest == ids[:start] + ids[start + TINY.context + 2 * TINY.new_tokens :]
 
 
-def test_all_tokens_recover_all_attention_and_fewer_less(lab, monkeypatch):
-    monkeypatch.setattr(observations, "SHARES", (1 / 256, 0.1, 1.0))
-    fewest, more, everything = observations.measure_best(lab, TEXT)["recovered"]
-    assert everything == pytest.approx([1.0, 1.0])
-    assert all(0 < a < b < 1 for a, b in zip(fewest, more, strict=True))
-
-
 def test_tokens_chosen_once_serve_their_own_query_best(lab, monkeypatch):
     """It recovers what the best tokens do; all tokens recover everything for all queries."""
     monkeypatch.setattr(observations, "SHARES", (observations.SHARE,))

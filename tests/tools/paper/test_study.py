@@ -114,19 +114,6 @@ def test_a_damaged_cell_is_measured_again_with_a_warning(visits, undisturbed, ru
     assert written() == undisturbed
 
 
-def test_a_cell_of_another_commit_is_kept_and_named(visits, run):
-    run("all")
-    for file in cell_files()[:2]:
-        cell = json.loads(file.read_text())
-        cell["origin"]["commit"] = "0ld"
-        file.write_text(json.dumps(cell))
-    visits.clear()
-    for words, num_measured in ((["all"], 0), (["two", "--again"], 0), (["one", "--again"], 2)):
-        assert run(*words).code == 0
-        assert len(visits) == num_measured
-        assert ("0ld (2 cells)" in written()["report.md"].decode()) == (num_measured == 0)
-
-
 def test_cells_are_known_by_texts_model_and_scale(visits, run):
     """A text of the same name with other content is another text."""
     for content in ("a", "b"):
@@ -163,33 +150,22 @@ def test_every_item_is_whole(run, tmp_path, monkeypatch):
     assert written() == before
 
 
-@pytest.mark.parametrize(
-    ("files", "texts"),
-    [
-        (
-            {
-                "metadata.csv": "10,Ten\n",
-                "train/5.txt": "V",
-                "test/9.txt": "IX",
-                "test/30.txt": "X",
-            },
-            [Text("30", "X"), Text("9", "IX")],
-        ),
-        (
-            {"documents.csv": "document_id,set\nb,test\na,train\nc,test\n", "tmp/b.content": "B"},
-            [Text("b", "B")],
-        ),
-        (
-            {"b.jsonl": '{"input": "A\u2028B"}\n\n{"document": {"text": "C"}}', "a.txt": "C"},
-            [Text("a", "C"), Text("b", "A\u2028B")],
-        ),
-    ],
-    ids=["PG-19", "NarrativeQA", "JSON lines"],
-)
-def test_texts_are_found_as_published_and_each_counts_once(tmp_path, files, texts):
-    """Of the test set, in the order of their names."""
-    for name, content in files.items():
+LAYOUTS = {
+    "PG-19": {"metadata.csv": "9,X\n", "train/5.txt": "V", "test/9.txt": "B", "test/30.txt": "A"},
+    "NarrativeQA": {
+        "documents.csv": "document_id,set\n9,test\n1,train\n8,test\n30,test\n",
+        "tmp/9.content": "B",
+        "tmp/30.content": "A",
+    },
+    "JSON lines": {"30.txt": "A", "9.jsonl": '{"input": "B"}\n\n{"document": {"text": "A"}}'},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_texts_are_found_as_published_and_each_counts_once(tmp_path, layout):
+    for name, content in LAYOUTS[layout].items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content, encoding="utf-8")
+        (tmp_path / name).write_text(content)
+    texts = [Text("30", "A"), Text("9", "B")][:: -1 if layout == "NarrativeQA" else 1]
     assert load_texts(str(tmp_path), 9) == texts
     assert load_texts(str(tmp_path), 1) == texts[:1]
