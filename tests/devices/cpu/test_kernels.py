@@ -103,7 +103,7 @@ def quantized(N, E, form):
     shape = packed_shape(N, E, form)
     packed_NX = torch.randint(256, shape, generator=generator, dtype=torch.uint8)
     panels_PX = packed_NX.view(-1, PANEL * shape[1])  # all q first
-    panels_PX[:, PANEL * E * form.bits // 8 :] %= 24
+    panels_PX[:, PANEL * E * form.bits // 8 :] %= 8 if form.is_nested else 24
     return packed_NX
 
 
