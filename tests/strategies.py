@@ -109,6 +109,8 @@ def case_of(seed: int) -> Case:
         "observation_window": number(20, 64, 1024),
         "rebuild_stride": number(30, MAX_COUNT),
     }
+    if "x" in speculation["tree"]:
+        speculation["gamma1"] = None
     is_greedy = rarely(2)
     speculation["coupled"] = not is_greedy or rarely(2)
     sampling = {
@@ -135,7 +137,8 @@ def case_of(seed: int) -> Case:
 def engine_of(drafter: str) -> Engine:
     """The engine with the drafter of a name in DRAFTERS."""
     engine = tiny_engine()
-    target, config = engine.model, engine.config
+    target, config = engine.model, replace(engine.config, eos_token_ids=(2,))
+    target.config = config
     draft = engine.models.draft if drafter == "near copy" else None
     if drafter == "the target itself":
         draft = target

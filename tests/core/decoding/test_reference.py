@@ -22,7 +22,7 @@ class Filtered(Table):
         self.row = lambda context: probs_from_logits(unfiltered(context).log()[None], sampling)[0]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10_000),
     V=st.integers(2, 7),
