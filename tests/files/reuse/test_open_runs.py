@@ -95,7 +95,7 @@ def test_rows_that_never_had_a_text_change_none(engine, method, tree):
 
 
 def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):
-    engine.complete([3] * 50, generation=GenerationConfig(5, ignore_eos=True))
+    engine.complete([3] * 50, max_new_tokens=5)
     held = engine.held_tokens
-    engine.generate([4] * 30).close()
+    engine.generate([4] * 50, max_new_tokens=5).close()  # which fits into the memory that is kept
     assert engine.held_tokens == held != []
