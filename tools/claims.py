@@ -1,6 +1,6 @@
 """The claims about the engine, a page made from the names of the tests of `minitri/core`.
 
-    python -m tools.claims > docs/chapters/claims.md
+    python -m tools.claims > docs/claims.md
 
 A test's name is a claim, the docstring of its file their subject. The page is the specification
 that the tests hold the engine to.

@@ -88,6 +88,9 @@ COMMAND_LINES = """
 /sampling presence_penalty=9 | presence_penalty is 9.0; it must be
 /sampling top_k=1.5 | top_k is '1.5'
 /sampling seed=-1 | seed is
+/save | /save needs FILE
+/save x | there is no KV cache to save
+/load /no/such/file | /no/such/file
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
 /documents | there are no documents
 /system | as the model has it
@@ -104,6 +107,26 @@ def test_a_command_is_answered_in_one_line(begin, capsys, line):
     [answer] = capsys.readouterr().err.splitlines()
     assert wanted in answer
     assert not chat.talk.turns
+
+
+def test_a_conversation_goes_on_where_it_was_saved(begin, num_cached, capsys, tmp_path):
+    chat = begin(documents=[NIGHT], system="Be brief.")
+    chat.obey("Who?")
+    chat.obey(f"/save {tmp_path}/kv")
+    chat._engine.release()
+    other = begin(f"-n 12 {ENDLESS} --load {tmp_path}/kv")
+    assert "> Who?" in capsys.readouterr().err
+    assert other.talk.ids([*other.talk.turns, Turn("Why?")]) == chat.talk.ids(
+        [*chat.talk.turns, Turn("Why?")]
+    )
+    other.obey("Why?")
+    assert num_cached()[-1] > 100  # the document is not read again
+
+
+@pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
+def test_a_snapshot_of_something_else_is_refused(loaded, note):
+    with pytest.raises(InputError, match="the snapshot holds no conversation"):
+        Conversation(loaded.tokenizer).restored(note)
 
 
 def test_help_lists_all_commands(begin, capsys):
