@@ -204,6 +204,16 @@ def test_several_texts_of_one_prompt_are_those_of_their_seeds(run):
     assert texts == dict(enumerate(alone))
 
 
+def test_a_saved_kv_cache_is_not_computed_again(run, tmp_path):
+    file = str(tmp_path / "kv")
+    done = run(PROMPT, "--save-kv", file)
+    assert "saved the KV cache of" in done.err
+    again = run(PROMPT, "--load-kv", file)
+    assert again.out == done.out
+    first, second = (re.search(r"for (\d+) tokens of", text.err)[1] for text in (done, again))
+    assert int(second) < int(first)
+
+
 def test_log_probabilities_are_in_all_json(run, run_lines):
     flags = ("--logprobs", "2", "--temperature", "0")
     assert run(PROMPT, *flags).out == run(PROMPT).out
