@@ -202,12 +202,15 @@ def wrong_calls():
     for wrong in (rule[:2], rule.int()):
         yield "attend", q, k, v, [5, 5], wrong
     yield "attend", *[torch.zeros(1, 1, 1, 1026)] * 3, [0]
+    q, k, v, lengths = random_case(1, (5,), D=32, S=64)
+    yield "attend", q, in_tiles(load_kernels(), k, v)[0], v, lengths
     x, weight, bias = random(2, 64), random(10, 64), random(10)
     for wrong in (weight.bfloat16(), random(10, 65)[:, :64]):
         yield "linear", x, wrong
         yield "product", x, wrong
     yield "linear", x, weight, Form.Q8
     yield "linear", x, quantize(weight, 4), Form.Q8
+    yield "linear", random(2, 65), quantize(weight, 8), Form.Q8
     for rows in (torch.tensor([16]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32)):
         yield "dequantize", quantize(weight, 8), 64, Form.Q8, torch.float32, rows
     for wrong in (bias[1:], bias.double(), random(20)[::2], bias.view(1, 10)):
