@@ -19,7 +19,6 @@ HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
   selftest  does speculation change the text on your weights?
   audit     is the sampling of an OpenAI-compatible server lossless?
   score     log-probabilities and perplexity of a text
-  pull      downloads a model before it is needed; list, remove: the models on this disk
 
 examples:
   minitri "The sea was" -n 40           40 tokens more, by the default model
@@ -32,8 +31,6 @@ PROGRAMS = {
     **{name: f"apps.{name}.main" for name in ("plan", "bench")},
     **{name: f"apps.{name}.__main__.main" for name in ("chat", "serve", "selftest", "audit")},
     "score": "apps.cli.scoring.main",
-    **{name: f"apps.cli.on_disk.{name}" for name in ("pull", "remove")},
-    "list": "apps.cli.on_disk.show",
 }
 """The module and function of each program."""
 

@@ -36,10 +36,10 @@ LEAST_ROOM = 4096
 class Engine(AbstractContextManager["Engine"]):
     """A model and its tokenizer, ready to generate any number of times, one run after another.
 
-    Until `release` it keeps caches and captured graphs of the last run: the next one reuses K and V
-    of the beginnings that its prompts share with those texts. Some attention kernels split a cache
-    by its size, so the last bits may depend on how long earlier texts were. Threads may share an
-    engine, which computes for one at a time; a forked process cannot use it."""
+    Until `release` an engine keeps caches and captured graphs of the last run: prompts of the next
+    run reuse K and V of beginnings that they share with the last texts. Some attention kernels
+    split a cache by its size, so the last bits may depend on how long earlier texts were. Threads
+    may share an engine, which computes for one at a time; a forked process cannot use it."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
-        """Recommended by the model's generation_config.json; the engine does not apply it."""
+        """Sampling that the model's generation_config.json recommends; not applied by itself."""
         self.snapshot_note = ""
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, level_type))
         self._memory: MemoryPool | None = pool
@@ -119,7 +119,7 @@ class Engine(AbstractContextManager["Engine"]):
         return self.generate(prompt, **settings).result()
 
     async def agenerate(self, prompt: Prompt, **settings: Any) -> AsyncGenerator[Event, None]:
-        """Events of one prompt for asyncio; `settings` as in `generate`.
+        """Generates text after one prompt for asyncio: yields events; `settings` as in `generate`.
 
         A thread computes; concurrent calls are rows of one batch, at most `MAX_ROWS` at a time.
         Leaving the loop ends the text. A seed repeats its text only with `coupled=True`, as the
@@ -136,11 +136,11 @@ class Engine(AbstractContextManager["Engine"]):
     def achat(
         self, messages: str | Sequence[Message], **settings: Any
     ) -> AsyncGenerator[Event, None]:
-        """`chat` for asyncio: see `agenerate`. Raises `InputError` at once for wrong messages."""
+        """Answers messages for asyncio, see `agenerate`. Raises `InputError` for wrong messages."""
         return self.agenerate(self.tokenizer.encode_chat(messages), **settings)
 
     def score(self, text: Prompt) -> Tensor:
-        """Natural log-probabilities of a text's N tokens after the first, before all filters;
+        """Natural log-probabilities of a text's N tokens but the first, before all filters;
         (N - 1,) float32 on the CPU. Raises `InputError`."""
         with running(self.models):
             ids = encode_prompt(text, self.tokenizer)
@@ -181,11 +181,11 @@ class Engine(AbstractContextManager["Engine"]):
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
-        """Starts a run without requests, which is open until it is closed: see `Generation.submit`.
+        """Starts an open run, which takes requests by `Generation.submit` until it is closed.
 
         A row has room for `generation.reserve` tokens, by default 4096 or the context. With
         captured graphs requests need filters of the kinds that `sampling` has, or temperature 0.
-        A row that fails ends alone: see `End.error`. Raises `InputError` without room."""
+        A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
         if generation is None:
@@ -204,9 +204,9 @@ class Engine(AbstractContextManager["Engine"]):
         speculation: SpeculationConfig,
         batch_size: int | None = None,
     ) -> Generation:
-        """Runs at most `batch_size` requests at a time, as memory allows; None: all at once."""
+        """Starts a run: `batch_size` requests at a time, as memory allows; None: all at once."""
         rows = make_rows(requests, self.model, self.tokenizer)
-        # No seed has to repeat its text, so the autotuner may use measured times.
+        # Without given seeds no text has to repeat, so the autotuner may use measured times.
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
         longest = max(row.request.generation.max_new_tokens for row in rows)
@@ -224,7 +224,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
     ) -> tuple[Worker, Request, MemoryShape]:
-        """The worker of `agenerate`, the request, and the memory shape of the run that it joins."""
+        """For `agenerate`: the worker, the request, and the memory shape of the run to join."""
 
         def open_run(shape: MemoryShape) -> Generation:
             return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
@@ -259,8 +259,8 @@ class Engine(AbstractContextManager["Engine"]):
             return write_snapshot(os.fsdecode(path), held, origin_of(self.model), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
-        """Opens a file of `save_kv`, for prompts that begin like its tokens, until `release`;
-        returns how many tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
+        """Opens a file that `save_kv` wrote, whose K and V prompts reuse until `release`; returns
+        its number of tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
         held, self.snapshot_note = read_snapshot(os.fsdecode(path), origin_of(self.model))
         self._pool.snapshot = held
         return len(held.tokens)

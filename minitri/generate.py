@@ -4,6 +4,13 @@ Text, or with --json one JSON object, goes to standard output, everything else t
 Exit codes: 0 done, 2 bad usage or bad input (one line), 130 interrupted; 1 is a bug.
 """
 
+if __name__ == "__main__":  # before long imports: from here on Ctrl-C is answered by a line
+    import sys
+
+    from minitri import __main__ as command
+
+    command.main(["generate", *sys.argv[1:]])
+
 import argparse
 import dataclasses
 import json
@@ -23,7 +30,7 @@ from minitri.files.named_models import table
 from minitri.text.prompt_ids import next_seed
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation
+    from minitri import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,17 +38,17 @@ class GenerateFlags:
     """The flags that only `minitri generate` has."""
 
     prompts: str | None = None
-    """Many prompts: a file with a JSON object per line, such as {"prompt": "Once", "id": 7, "seed":
-    3, "max_new_tokens": 40, "temperature": 0.6}; - is standard input. Prints an object for each."""
+    """File of many prompts, a JSON object per line, such as {"prompt": "Once", "id": 7, "seed": 3,
+    "max_new_tokens": 40, "temperature": 0.6}; - is standard input. Prints an object for each."""
     batch_size: int = between(MAX_ROWS, 1, 1024)
-    """Prompts of a file that run at a time, if memory allows."""
+    """Prompts of --prompts that run at the same time, if memory allows."""
     chat: bool = False
     """The prompt is a message: put it into the model's chat template."""
     load_kv: str | None = None
-    """Reuse the KV cache in this file, as far as the prompt begins like the text it is of."""
+    """File of a KV cache to reuse, as far as the prompt begins like its text."""
     save_kv: str | None = None
-    """At the end write the KV cache to this file (60 GB for 7B at 120,000 tokens, 0.19 GB for the
-    default model at 8,000)."""
+    """File for the KV cache at the end: 60 GB for 7B at 120,000 tokens, 0.19 GB for the default
+    model at 8,000."""
     ray: str | None = None
     """Answer --prompts on the Ray cluster at this address, or a local one; implies --coupled."""
     replicas: int = between(1, 1, 4096)
@@ -49,7 +56,7 @@ class GenerateFlags:
     output: str | None = None
     """With --ray: append answers to this file; the same command skips those that it holds."""
     n: int = between(1, 1, MAX_ROWS)
-    """Write N texts after the prompt, which is read once; text i has the seed + i."""
+    """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
     json: bool = False
     """Print a JSON object instead of the text."""
 
@@ -75,13 +82,12 @@ def build_parser() -> arguments.OneLineParser:
     add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
-    text = "show the models that have names and exit"
-    parser.add_argument("--list-models", action="version", version=table(), help=text)
+    parser.add_argument("--list-models", action="version", version=table(), help="named models")
     return parser
 
 
 def run_command(args: argparse.Namespace) -> int:
-    """Runs the program; returns the exit code. Raises `InputError`."""
+    """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
     for settings in (SamplingParams, GenerationConfig):
         arguments.taken(settings, args)  # bad values fail before anything is loaded
     arguments.speculation_of(args)
@@ -90,9 +96,11 @@ def run_command(args: argparse.Namespace) -> int:
     boot.check_save_kv(args)
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
-    if args.prompts is None and args.ray is not None:
-        raise InputError("--ray is for many prompts; give --prompts FILE")
+    if args.ray is None and (args.output is not None or args.replicas > 1):
+        raise InputError("--output and --replicas are for --ray; add it, or leave them out")
     if args.ray is not None:
+        if args.prompts is None:
+            raise InputError("--ray is for many prompts; give --prompts FILE")
         from minitri.apps.cluster.batch import run_on_replicas
 
         return run_on_replicas(args)
@@ -102,37 +110,34 @@ def run_command(args: argparse.Namespace) -> int:
 
 def several(args: argparse.Namespace) -> int:
     """Writes several texts after one prompt, each when it is done."""
-    engine, run = start(args)
-    for end in (event for event in run if isinstance(event, End)):
-        log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
-        text = {"index": end.row, **answer(run.rows[end.row])}
-        print(json.dumps(text) if args.json else shown(end.text), flush=True)
-    boot.conclude(args, engine, run)
+    engine, requests = prepare(args)
+    with boot.running(args, engine, requests) as run:
+        for end in (event for event in run if isinstance(event, End)):
+            log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
+            text = {"index": end.row, **answer(run.rows[end.row])}
+            print(json.dumps(text) if args.json else shown(end.text), flush=True)
     return 0
 
 
 def one(args: argparse.Namespace) -> int:
     """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
-    engine, run = start(args)
+    engine, requests = prepare(args)
     if args.color and not args.json:
         log.info(LEGEND)
-    stream(run, args, show=not args.json)
-    print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
-    boot.conclude(args, engine, run)
+    with boot.running(args, engine, requests) as run:
+        stream(run, args, show=not args.json)
+        print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
     return 0 if run.rows[0].finish_reason else 130
 
 
-def start(args: argparse.Namespace) -> "tuple[Engine, Generation]":
-    """Boots the engine and starts the run of --n texts after the prompt."""
-    text, facts = find_prompt(args)
+def prepare(args: argparse.Namespace) -> "tuple[Engine, list[Request]]":
+    """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
+    text, source = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, [text])
-    sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{facts}")
+    sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
     settings = arguments.taken(GenerationConfig, args)
     requests = [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]
-    return engine, boot.start_run(args, engine, requests)
+    return engine, requests
 
 
 main = program(build_parser, run_command, parallel=True)
-
-if __name__ == "__main__":
-    main()

@@ -26,11 +26,11 @@ def load(
     drafter: Drafter | None = None,
     progress: bool = False,
 ) -> Engine:
-    """An engine: finds or fetches the files, reads config, tokenizer and weights.
+    """Loads an engine: finds or fetches the files, reads config, tokenizer and weights.
 
-    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. So is
-    `draft`; `suffix` looks the last words up in the text; `auto` is the drafter of a named model,
-    or `suffix`. A `drafter` is an object of yours that guesses instead, see `minitri.Drafter`.
+    `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. `draft`
+    is, too, or `suffix`, which looks the last words up in the text, or `auto`: the drafter of a
+    named model, or `suffix`. `drafter` is an object of yours that guesses: see `minitri.Drafter`.
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast), `device` cpu, cuda,
     cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
     extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU); so does
@@ -59,7 +59,7 @@ class OpenEngine:
     So a program can check a prompt before the minutes that large weights take."""
 
     def __init__(self, *, drafter: Drafter | None = None, progress: bool = False, **fields: Any):
-        """`fields` are those of a `ModelChoice`. Raises `InputError`."""
+        """Opens the files; `fields` are those of a `ModelChoice`. Raises `InputError`."""
         choice = ModelChoice(**fields)
         if drafter is not None:
             if choice.draft != "auto" or not callable(getattr(drafter, "guess", None)):
@@ -78,7 +78,7 @@ class OpenEngine:
         self._sampling = read_sampling(self._target.checkpoint.generation_config, self.config.name)
 
     def load(self) -> Engine:
-        """Reads the weights. Raises `InputError`."""
+        """Reads the weights and makes the engine. Raises `InputError`."""
         target, retrieval_model = self._target.load_target()
         draft = self._draft.load_drafter(target) if self._draft is not None else None
         fingerprints = [model.execution.fingerprint for model in (target, draft) if model]

@@ -1,7 +1,7 @@
 """Worker: a thread that serves requests of other threads and of asyncio, as rows of one open run.
 
-It takes new jobs between two events of the run. A job that needs other settings of the run waits
-until all others have ended. When a run fails, its jobs get the error, and the next ones a new run.
+The thread takes new jobs between two events of the run. A job that needs other settings waits until
+all others have ended. When a run fails, its jobs get the error, and later jobs a new run.
 """
 
 import asyncio
@@ -17,30 +17,30 @@ from minitri.core.log import log
 from minitri.core.requests import End, Event, Idle, Request
 
 NUM_TICKS = 10
-"""Calls of `Worker.tick` without an event between, after which the thread counts as stuck."""
+"""Calls of `Worker.tick` without an event after which the computing thread counts as stuck."""
 
 
 class Job:
-    """Requests of one caller, and a queue of their events for the asyncio loop that makes it."""
+    """Requests of one caller, with a queue of their events for the asyncio loop of the caller."""
 
     def __init__(self, requests: Sequence[Request], kind: Any = None) -> None:
         """Only jobs of an equal `kind` run at the same time."""
         self.requests = requests
         self.kind = kind
-        self.numbers: list[int] = []  # of the requests in the run, by which events name them
+        self.numbers: list[int] = []  # numbers of the requests in the run, as in its events
         self.is_cancelled = False
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event | Exception] = asyncio.Queue()
 
     def put(self, event: Event | Exception) -> None:
-        """Queues an event, from any thread."""
+        """Queues an event for the caller; may be called by any thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)
         except RuntimeError:  # the loop has ended
             self.is_cancelled = True
 
     async def events(self, patience: float | None = None) -> AsyncIterator[Event]:
-        """Events of all requests; `Idle` after `patience` seconds without any. Raises errors."""
+        """Yields the requests' events; `Idle` after `patience` seconds without. Raises errors."""
         num_left = len(self.requests)
         while num_left:
             try:
@@ -58,8 +58,8 @@ class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """`open_run` opens a run for jobs of a kind; `run` is one of kind None and stays open."""
-        self.problem = ""  # why requests fail at present, if they do
+        """`open_run` opens a run for jobs of a kind; `run`, if given, is open for kind None."""
+        self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run
         self._kind: Any = None
@@ -70,7 +70,7 @@ class Worker:
         self._thread = ThreadPoolExecutor(1)
 
     def submit(self, job: Job) -> None:
-        """Starts a job, which gets events until it is cancelled. Raises `FaultError`."""
+        """Queues a job, which then gets events until it is cancelled. Raises `FaultError`."""
         if self._num_quiet >= NUM_TICKS:
             raise FaultError(self.problem)
         self._waiting.append(job)
@@ -80,7 +80,7 @@ class Worker:
             raise FaultError(CLOSED) from error
 
     def give_up(self, problem: str) -> None:
-        """Ends all jobs with this error, although the thread may still compute."""
+        """Ends all jobs with `problem` as error, although the thread may still compute."""
         log.error("%s", problem)
         self.problem = problem
         report(FaultError(problem), *self._jobs.values(), *self._waiting)
@@ -99,7 +99,7 @@ class Worker:
         self._end_run()
 
     def _work(self) -> None:
-        """Runs in the thread until no job is left."""
+        """Serves jobs in the computing thread until none is left."""
         while (self._waiting or self._jobs) and not self._is_closed:
             job = self._waiting[0] if self._waiting else None
             if job and (job.is_cancelled or job.kind == self._kind or not self._jobs):
@@ -149,7 +149,7 @@ class Worker:
             self.problem = f"the run has failed, and no other is open: {shorten(repr(error))}"
             report(error, *self._jobs.values())
             self._jobs.clear()
-            with contextlib.suppress(BaseException):  # if this fails, the next job opens one
+            with contextlib.suppress(BaseException):  # if it fails, the next job opens a run
                 self._renew(self._kind)
 
     def _end_run(self) -> None:

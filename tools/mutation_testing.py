@@ -1,14 +1,16 @@
 """Mutation testing: changes the code by one small step at a time, and says which test notices.
 
-    python -m tools.mutation_testing --seed 1 --count 80
+    python -m tools.mutation_testing --record map.json            once, 15 to 30 minutes
+    python -m tools.mutation_testing --map map.json --seed 1 --count 150
 
-Takes `count` of all changes of a few kinds in the files that decide what the text is: another
-operator or number, a bound of a slice or a statement left out, `min` for `max`, a call such as
-`.clone()` dropped. Each is made in a copy of the package, in which the tests of `SUITE` run until
-one fails. A run longer than `--limit` counts as noticed: loops do not end. Prints a markdown table;
-what survives comes first, for a human to say whether it changes the output at all. The same seed
-makes the same changes, as long as the files are the same. Takes seconds per change that is noticed
-and about a minute per survivor.
+The first command runs the tests that run by default, under coverage (`pip install pytest-cov`), and
+notes which test executes which line, and its seconds. The second takes `count` of all changes of a
+few kinds in the rooms core, devices, text and files: another operator or number, a bound of a slice
+or a statement left out, `min` for `max`, a call such as `.clone()` dropped. Each is made in a copy
+of the package, in which the tests that execute the line run, quick ones first, until one fails. A
+run longer than `--limit` counts as noticed: loops do not end. Prints a markdown table; survivors
+come first, for a human to say whether it changes the output at all, and a table by room. The same
+seed makes the same changes as long as the code, comments aside, is the same.
 """
 
 import argparse
@@ -20,64 +22,32 @@ import random
 import re
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-ROOMS = {
-    "core": "runner memory stack scheduler generation",
-    "core/decoding": "sampling verification cascade level random_source noise text_filters",
-    "core/drafters": "draft_model",
-    "core/caches": "full policies prefixes retrieval streaming",
-    "devices/parallel": "split",
-    "files": "snapshots",
-    "text": "text_stream reader filters",
-    "trees": "walk tree_level",
-}
-"""Modules that decide what the text is, by room."""
-FILES = [f"minitri/{room}/{name}.py" for room, names in ROOMS.items() for name in names.split()]
-SUITE = [
-    "runner",
-    "noise",
-    "random_source",
-    "enumeration",
-    "switching_plans",
-    "caches_after_steps",
-    "streaming_cache",
-    "retrieval_cache",
-    "sampling",
-    "equality",
+ROOMS = ("core", "devices", "text", "files")
+FILES = [
+    str(path.relative_to(ROOT))
+    for room in ROOMS
+    for path in sorted((ROOT / "minitri" / room).rglob("*.py"))
 ]
-"""Tests of exactness wherever they are, quick ones first: `test_NAME.py`."""
-SLOW = "not far_beyond and not 4-2-2 and not greedy and not ngram-coupled and not itself-coupled"
-"""Leaves out their longest runs, of claims that shorter ones make, too."""
-FIRST = {
-    "sampling": "sampling",
-    "policies": "retrieval_cache",
-    "retrieval": "retrieval_cache",
-    "streaming": "streaming_cache",
-    "draft_model": "streaming_cache",
-    "memory": "session_pool",
-    "prefixes": "prefixes",
-    "snapshots": "prefixes",
-    "filters": "text_filters",
-    "text_filters": "text_filters",
-    "reader": "engine",
-    "text_stream": "engine",
-    "generation": "engine",
-    "scheduler": "fairness",
-    "split": "split",
-    "walk": "tree_sampling",
-    "tree_level": "tree_sampling",
-}
-"""The tests that know a module best, which run first."""
+MOST_TESTS = 300
+"""Tests that run for a change at most, quick ones first, ..."""
+MOST_SECONDS = 60.0
+"""... and the seconds that they took when they were recorded."""
 
 OPERATORS = {
     "<": "<=",
@@ -124,6 +94,8 @@ class Change:
 
     file: str
     line: int
+    first_line: int
+    """Where its statement begins."""
     start: int
     end: int
     new: str
@@ -148,6 +120,12 @@ class Finder(ast.NodeVisitor):
         lengths = [len(line) for line in source.splitlines(keepends=True)]
         self.starts = [sum(lengths[:n]) for n in range(len(lengths))]
         self.found: list[Change] = []
+        self.first_line = 1
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, ast.stmt):
+            self.first_line = node.lineno
+        return super().visit(node)
 
     def at(self, line: int | None, column: int | None) -> int:
         return self.starts[(line or 1) - 1] + (column or 0)
@@ -163,7 +141,8 @@ class Finder(ast.NodeVisitor):
         line = self.source.count(b"\n", 0, start) + 1
         text = self.source.splitlines()[line - 1].decode()
         if b"\n" not in self.source[start:end] and not MEASURED.search(text):
-            self.found.append(Change(self.file, line, start, end, new))
+            first = min(self.first_line, line)
+            self.found.append(Change(self.file, line, first, start, end, new))
 
     def between(self, left: ast.expr, right: ast.expr) -> None:
         """Another operator between two expressions."""
@@ -256,6 +235,61 @@ def all_changes() -> Iterator[Change]:
             yield change
 
 
+def record(file: Path) -> None:
+    """Runs the default tests under coverage, and writes their seconds and lines as JSON."""
+    from coverage import CoverageData
+
+    with tempfile.TemporaryDirectory() as folder:
+        data_file, report = Path(folder) / "coverage", Path(folder) / "report.xml"
+        options = ["--cov=minitri", "--cov-branch", "--cov-context=test", "--cov-report="]
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", *options, f"--junitxml={report}"],
+            cwd=ROOT,
+            env={**os.environ, "COVERAGE_FILE": str(data_file)},
+            check=False,
+        )
+        data = CoverageData(str(data_file))
+        data.read()
+        file.write_text(json.dumps(map_of(data, ET.parse(report), ROOT)))
+
+
+def map_of(data: Any, report: Any, root: Path) -> dict[str, Any]:
+    """Seconds of each test that passed, and by file and line the tests that execute it."""
+    seconds: dict[str, float] = {}
+    for case in report.iter("testcase"):
+        if len(case) and case[0].tag in {"failure", "error", "skipped"}:
+            continue
+        seconds[f"{case.get('classname')}::{case.get('name')}"] = float(case.get("time"))
+    tests: dict[str, float] = {}
+    lines: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for name in FILES:
+        for line, contexts in data.contexts_by_lineno(str(root / name)).items():
+            for context in {context.partition("|")[0] for context in contexts}:
+                place, _, test = context.partition("::")
+                key = f"{place.removesuffix('.py').replace('/', '.')}::{test}"
+                if key in seconds:
+                    tests[context] = seconds[key]
+                    lines[name][line].append(context)
+    return {"tests": tests, "lines": lines}
+
+
+def tests_of(change: Change, recorded: dict[str, Any]) -> list[str]:
+    """The tests that execute a change, quick ones first; at import: those that execute its file."""
+    seconds = recorded["tests"]
+    by_line = recorded["lines"].get(change.file, {})
+    lines = range(change.first_line, change.line + 1)
+    tests = {test for line in lines for test in by_line.get(str(line), ())}
+    tests = tests or {test for names in by_line.values() for test in names}
+    chosen: list[str] = []
+    left = MOST_SECONDS
+    for test in sorted(tests, key=lambda test: (seconds[test], test)):
+        left -= seconds[test]
+        if chosen and (left < 0 or len(chosen) == MOST_TESTS):
+            break
+        chosen.append(test)
+    return chosen
+
+
 class Recorder:
     """Notes which test failed first."""
 
@@ -270,7 +304,7 @@ class Recorder:
             self.killer = f"{report.nodeid} (import)"
 
 
-def run_suite(copy: Path, tests: list[str], result: Path) -> None:
+def run_tests(copy: Path, tests: list[str], result: Path) -> None:
     """In a process of its own: runs tests of the copy until one fails, writes which."""
     resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))  # a change may ask for anything
     os.chdir(copy)
@@ -279,21 +313,21 @@ def run_suite(copy: Path, tests: list[str], result: Path) -> None:
     os.dup2(null, 1)
     os.dup2(null, 2)
     recorder = Recorder()
-    off = ("cacheprovider", "unraisableexception", "threadexception")
-    plugins = [word for name in off for word in ("-p", f"no:{name}")]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     os.environ.pop("PYTEST_ADDOPTS", None)
-    code = pytest.main(
-        ["-x", "-q", "-o", "addopts=", "-k", SLOW, *plugins, *tests], plugins=[recorder]
-    )
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-o", "addopts=", f"--basetemp={copy}/temp"]
+    code = pytest.main([*options, *tests], plugins=[recorder])
     result.write_text(json.dumps([int(code), recorder.killer]))
 
 
 def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
     """The test that fails, if any, and the seconds until then."""
+    if not tests:
+        return "", 0.0
     result, started = copy / "result.json", time.perf_counter()
     result.unlink(missing_ok=True)
     process = multiprocessing.get_context("fork").Process(
-        target=run_suite, args=(copy, tests, result)
+        target=run_tests, args=(copy, tests, result)
     )
     process.start()
     process.join(limit)
@@ -308,62 +342,62 @@ def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
     return killer or f"pytest ended with {code}" if code else "", seconds
 
 
-def suite_for(file: str) -> list[str]:
-    """Paths of the tests, those that know the file best first. Raises `SystemExit` if one is not
-    there."""
-    first = FIRST.get(Path(file).stem, SUITE[0])
-    paths = []
-    for name in dict.fromkeys([first, *SUITE]):
-        found = [*ROOT.glob(f"tests/**/test_{name}.py")]
-        if not found:
-            raise SystemExit(f"there is no tests/**/test_{name}.py; correct SUITE and FIRST")
-        paths += [str(path.relative_to(ROOT)) for path in found]
-    return paths
-
-
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--record", type=Path, metavar="FILE", help="write the map of the tests")
+    parser.add_argument("--map", type=Path, metavar="FILE", help="the map to use")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--count", type=int, default=80, help="changes to make")
+    parser.add_argument("--count", type=int, default=150, help="changes to make")
     parser.add_argument("--limit", type=float, default=180.0, help="seconds for each at most")
+    parser.add_argument("--jobs", type=int, default=1, help="changes tried at a time")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of the changes to try")
     args = parser.parse_args(argv)
+    if args.record:
+        record(args.record)
+        return
+    if args.map is None:
+        parser.error("give --record FILE first, then --map FILE")
     from transformers import LlamaForCausalLM  # noqa: F401  (a fork has what takes long to import)
 
-    os.environ.update(PYTEST_DISABLE_PLUGIN_AUTOLOAD="1", PYTHONDONTWRITEBYTECODE="1")
     sys.dont_write_bytecode = True  # a change may keep a file's size and its second
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    recorded = json.loads(args.map.read_text())
     changes = list(all_changes())
     print(f"{len(changes)} changes are possible", file=sys.stderr)
     chosen = random.Random(args.seed).sample(changes, min(args.count, len(changes)))
     chosen.sort(key=lambda change: (FILES.index(change.file), change.start))
-    rows: list[tuple[bool, str]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns("__pycache__")
-        for name in ("minitri", "tests", "tools"):
-            shutil.copytree(ROOT / name, copy / name, ignore=ignored)
-        shutil.copy(ROOT / "pyproject.toml", copy)
-        healthy, seconds = fate(copy, suite_for(""), 10 * args.limit)
-        if healthy:
-            raise SystemExit(f"{healthy} fails without any change")
-        print(f"all tests pass without a change, in {seconds:.0f} s", file=sys.stderr)
-        for number, change in enumerate(chosen):
-            if args.only and number not in args.only:
-                continue
-            file, source = copy / change.file, (ROOT / change.file).read_bytes()
-            file.write_bytes(change.apply(source))
-            killer, seconds = fate(copy, suite_for(change.file), args.limit)
-            file.write_bytes(source)
-            name = killer.rpartition("::")[2].partition("[")[0] or "**survives**"
-            text = f"| {number} | {change.describe(source)} | {name} | {seconds:.0f} |"
-            print(text, file=sys.stderr, flush=True)
-            rows.append((bool(killer), text))
-    print("| | line | change | noticed by | seconds |\n|---|---|---|---|---|")
-    print("\n".join(text for _, text in sorted(rows, key=lambda row: row[0])))
-    num_survivors = sum(not dead for dead, _ in rows)
-    print(json.dumps({"changes": len(rows), "survivors": num_survivors, "seed": args.seed}))
+    copies: SimpleQueue[Path] = SimpleQueue()
+
+    def trial(number: int) -> tuple[bool, str, str]:
+        """Whether change `number` is noticed, its row of the table, and its room."""
+        change, copy = chosen[number], copies.get()
+        source = (ROOT / change.file).read_bytes()
+        (copy / change.file).write_bytes(change.apply(source))
+        tests = tests_of(change, recorded)
+        killer, seconds = fate(copy, tests, args.limit)
+        (copy / change.file).write_bytes(source)
+        copies.put(copy)
+        name = killer.rpartition("::")[2].partition("[")[0] or "**survives**"
+        text = f"| {number} | {change.describe(source)} | {name} | {len(tests)} | {seconds:.0f} |"
+        print(text, file=sys.stderr, flush=True)
+        return bool(killer), text, change.file.split("/")[1]
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
+        for job in range(args.jobs):
+            copy = Path(folder) / str(job)
+            ignored = shutil.ignore_patterns("__pycache__", ".git", "weights", "build")
+            shutil.copytree(ROOT, copy, ignore=ignored)
+            copies.put(copy)
+        numbers = range(len(chosen)) if args.only is None else args.only
+        rows = list(pool.map(trial, numbers))
+    print("| | line | change | noticed by | tests | seconds |\n|---|---|---|---|---|---|")
+    print("\n".join(text for _, text, _ in sorted(rows, key=lambda row: row[0])))
+    totals, dead = Counter(row[2] for row in rows), Counter(row[2] for row in rows if row[0])
+    print("\n| room | changes | noticed |\n|---|---|---|")
+    print("\n".join(f"| {room} | {totals[room]} | {dead[room]} |" for room in totals))
+    print(json.dumps({"changes": len(rows), "noticed": dead.total(), "seed": args.seed}))
 
 
 if __name__ == "__main__":

@@ -8,39 +8,38 @@ and seeds, or JSON with --json. (`minitri selftest` says whether all write the s
 
 import argparse
 import dataclasses
+import functools
 import json
 import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from minitri import (
-    GenerationConfig,
-    InputError,
-    PrefillProgress,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Stats,
-)
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import DEMO_PROMPT_TOKENS, read_prompt
 from minitri.apps.cli.report import where
+from minitri.core.errors import InputError
 from minitri.core.fields import between
 from minitri.core.log import log
-from minitri.core.settings import METHODS
+from minitri.core.requests import PrefillProgress, Request
+from minitri.core.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
+from minitri.core.stats import Stats
 from minitri.text.prompt_ids import as_seeds
 
 if TYPE_CHECKING:
     from minitri import Engine
 
-Result = dict[str, dict[str, Any]]
-"""Figures of every method and peer program, by name."""
-FACTS = "{model}, {dtype}, {device}, {attention}; temperature {temperature:g}; {seeds} seeds; "
-FACTS += "prompts of {num_prompt_tokens} tokens, read cold\nmedians (ranges) of {max_new_tokens} "
-FACTS += "new tokens; accepted: shares of tested guesses, the target's last"
+Peers = Mapping[str, Callable[[Request], "Run"]]
+"""Other programs, by name, each a function that runs a request."""
+FACTS = """{model}, {dtype}, {device}, {attention}; temperature {temperature:g}; {seeds} seeds; \
+prompts of {num_prompt_tokens} tokens, read cold
+medians (ranges) of {max_new_tokens} new tokens; accepted: shares of tested guesses, the target's \
+last"""
+TIMES = """{:16}{prefill_seconds[median]:8.2f} s prefill, {ms_per_token[median]:7.1f} ms/token \
+({ms_per_token[min]:.1f} to {ms_per_token[max]:.1f})"""
+SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup[max]:.2f})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,19 +81,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that the benchmark with peers (`tools/bench/`) has, too."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled")
     arguments.add_fields(parser, BenchFlags)
-    add = parser.add_argument
+    add = functools.partial(parser.add_argument, metavar="N")
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    for flag, dest, least, default, text in (
-        ("--prompt-tokens", "max_prompt_tokens", 1, DEMO_PROMPT_TOKENS, "of each prompt"),
-        ("--new-tokens", "max_new_tokens", 4, 64, "tokens to generate, at least 4"),
-    ):
-        kind = arguments.whole(least)
-        add(flag, dest=dest, type=kind, metavar="N", default=default, help=text)
+    add("--prompt-tokens", dest="max_prompt_tokens", type=arguments.positive, help="of each prompt")
+    text = "tokens to generate, at least 4"
+    add("--new-tokens", dest="max_new_tokens", type=arguments.whole(4), help=text)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
-    parser.set_defaults(method="auto", ignore_eos=True)
+    lengths = {"max_prompt_tokens": DEMO_PROMPT_TOKENS, "max_new_tokens": 64}
+    parser.set_defaults(method="auto", ignore_eos=True, **lengths)
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
@@ -110,8 +107,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 
 def measure(
-    args: argparse.Namespace,
-    find_peers: "Callable[[Engine], dict[str, Callable[[Request], Run]]]" = lambda _: {},
+    args: argparse.Namespace, find_peers: "Callable[[Engine], Peers]" = lambda _: {}
 ) -> None:
     """Measures the methods of the flags, and peers, and prints. Raises `InputError`."""
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
@@ -127,7 +123,7 @@ def measure(
     names = ("model", "coupled", "seeds", "max_new_tokens")
     facts = {name: getattr(args, name) for name in names} | vars(sampling) | where(engine.model)
     facts["draft"] = engine.models.drafter_name
-    facts["num_prompt_tokens"] = [len(prompt) for prompt in prompts]
+    facts["num_prompt_tokens"] = [*map(len, prompts)]
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     else:
@@ -138,8 +134,8 @@ def compare(
     engine: "Engine",
     requests: Sequence[Request],
     seeds: Sequence[int],
-    speculations: dict[str, SpeculationConfig],
-    peers: Mapping[str, Callable[[Request], Run]],
+    speculations: Mapping[str, SpeculationConfig],
+    peers: Peers,
 ) -> dict[str, list[Run]]:
     """Runs every method and peer after every prompt with every seed."""
     order = [*speculations, *peers]
@@ -180,11 +176,8 @@ def run_method(
     # All tokens of its steps, those after the end of the text, too.
     num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
     share_cached = end.row_stats.num_cached_tokens / len(request.prompt)
-    return Run(
-        prefill_seconds=share_cached * read_seconds + stats.prefill_seconds,
-        ms_per_token=1e3 * stats.decode_seconds / num_made,
-        stats=stats,
-    )
+    prefill_seconds = share_cached * read_seconds + stats.prefill_seconds
+    return Run(prefill_seconds, 1e3 * stats.decode_seconds / num_made, stats)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -192,24 +185,21 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(done: dict[str, list[Run]]) -> Result:
-    """Medians and ranges; speedups over the first method, if there are several."""
+def summarise(done: Mapping[str, list[Run]]) -> dict[str, dict[str, Any]]:
+    """Figures by method: medians and ranges; speedups over the first, if there are several."""
     result = {}
     first = next(iter(done.values()))
     for name, runs in done.items():
-        plans: Counter[str] = Counter()
-        accepted: Counter[str] = Counter()
-        tested: Counter[str] = Counter()
+        plans, accepted, tested = (Counter[str]() for _ in range(3))
         for run in runs:
             plans += run.stats.steps_per_plan
             for level in run.stats.levels:
                 accepted[level.name] += level.num_accepted_tokens
                 tested[level.name] += level.num_tested_tokens
-        pairs = zip(first, runs, strict=True)
-        speedups = [one.ms_per_token / run.ms_per_token for one, run in pairs]
+        ratios = [one.ms_per_token / run.ms_per_token for one, run in zip(first, runs, strict=True)]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),
-            "speedup": spread(speedups) if len(done) > 1 else None,
+            "speedup": spread(ratios) if len(done) > 1 else None,
             "prefill_seconds": spread([run.prefill_seconds for run in runs]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
             "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
@@ -218,25 +208,17 @@ def summarise(done: dict[str, list[Run]]) -> Result:
     return result
 
 
-def table(result: Result) -> str:
-    """The result as a table."""
-    line = "{:16}{:>22}{:>21}{:>13}{:>11}{:>11}".format
-    heads = ("ms/token", "speedup", "tokens/step", "accepted", "prefill s")
-    lines = [line("", *heads)]
+def table(result: Mapping[str, dict[str, Any]]) -> str:
+    """The figures in a line for each method."""
+    lines = []
     for name, row in result.items():
-        per_step = row["tokens_per_step"]
-        cells = (
-            f"{per_step:.2f}" if per_step else "",
-            " ".join(f"{rate:.2f}" for rate in row["acceptance"].values()),
-            f"{row['prefill_seconds']['median']:.2f}",
-        )
-        lines.append(line(name, _range(row["ms_per_token"], 1), _range(row["speedup"], 2), *cells))
+        line = TIMES.format(name, **row)
+        line += SPEEDUP.format(**row) if row["speedup"] else ""
+        if row["tokens_per_step"]:
+            rates = " ".join(f"{rate:.2f}" for rate in row["acceptance"].values())
+            line += f", {row['tokens_per_step']:.2f} tokens/step, accepted {rates or '-'}"
+        lines.append(line)
     return "\n".join(lines)
-
-
-def _range(values: dict[str, float] | None, digits: int) -> str:
-    numbers = [f"{value:.{digits}f}" for value in (values or {}).values()]
-    return "{} ({} to {})".format(*numbers) if numbers else ""
 
 
 main = program(build_parser, measure)

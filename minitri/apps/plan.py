@@ -1,25 +1,27 @@
 """Placement planner: `minitri plan` says what fits where and how fast it can be, loading nothing.
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
-them at boot, and milliseconds per token, as the autotuner predicts them.
+them at boot, and milliseconds per token, as the autotuner predicts them. Cards are rows of
+hardware.txt: GiB as the driver reports them, with ECC as shipped; GB/s and TFLOP/s of the data
+sheet, for the link in one direction, for dense matrices.
 """
 
 import argparse
 import dataclasses
 import functools
 import json
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from minitri import ModelConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.hardware import SITES, TABLE, Site, site_of_size
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
-from minitri.core.roofline import Machine, Workload, copy_bytes
+from minitri.core.roofline import CARDS, Machine, Workload, card, copy_bytes
 from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
 from minitri.core.shape import MemoryShape
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config
@@ -27,8 +29,31 @@ from minitri.files.named_models import MODELS
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
 """Assumed acceptance rate of each proposer, about the paper's."""
-HEAD = "layers with KV there  GiB there  GiB on host  fits  ms/token alone  speculating  speedup"
-ROW = "{:20d} {:10.2f} {:12.2f} {:>5s} {:15.1f} {:12.1f} {:8.2f}  {}"
+ROW = """{on_chip:3d} layers with KV there: {:.2f} GiB, {:.2f} on the host, {}; \
+{autoregressive:.1f} ms/token alone, {cascade:.1f} by {plan} ({speedup:.2f} x)"""
+REACHED = 0.8
+"""Share of a data sheet's GB/s that is reached, as 25 of the 32 GB/s of PCIe 4.0 x16; of its FLOP/s
+half is. Assumed."""
+
+
+class Site(NamedTuple):
+    """A GPU to plan for: its name, memory and speeds, and where these numbers come from."""
+
+    name: str
+    gib: float
+    machine: Machine
+    source: str
+
+
+def site_of_row(row: str) -> Site:
+    """The GPU in a row of the table, with speeds that are reached in practice."""
+    name, gib, memory, link, tflops, source = row.split(None, 5)
+    speeds = [REACHED * 1e9 * float(memory), REACHED * 1e9 * float(link), 0.5e12 * float(tflops)]
+    return Site(name, float(gib), card(*speeds), f"{REACHED:.0%} of {source}")
+
+
+TABLE = Path(__file__).with_name("hardware.txt").read_text("utf-8").rstrip()
+SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +129,10 @@ def demand_of(args: argparse.Namespace) -> Demand:
 
 def site_of(args: argparse.Namespace) -> Site:
     """GPU to plan for, with the memory of the flags."""
-    site = SITES.get(args.gpu) or site_of_size(args.gpu_memory or 24)
+    gib = args.gpu_memory or 24
+    machine = next(card for most, card in CARDS.items() if gib <= most)
+    of_size = Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
+    site = SITES.get(args.gpu, of_size)
     return site._replace(gib=args.gpu_memory or site.gib)
 
 
@@ -124,29 +152,23 @@ def run_command(args: argparse.Namespace) -> None:
     host_bytes = args.host_memory * GIB / args.gpus
     best = most_on_chip(needs, site, host_bytes)
     choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
-    placements = {n: placement(needs, site, host_bytes, n) for n in choices}
+    rows = [placement(needs, site, host_bytes, on_chip) for on_chip in choices]
     if args.json:
-        facts = {
-            "model": needs.config.name,
-            "context": needs.num_tokens,
-            "on_chip": best,
-            "model_context": needs.config.context_length,
-            "hardware": site._asdict(),
-            "placements": [*placements.values()],
-        }
-        print(json.dumps(facts, default=vars))
+        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
+        facts |= {"model_context": needs.config.context_length, "hardware": site._asdict()}
+        print(json.dumps(facts | {"placements": rows}, default=vars))
         return
     machine = site.machine
     speed, link = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
     print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
     print(f"{args.gpus} x {site.name}: {site.gib:.1f} GiB at {speed:.0f} GB/s ({site.source})")
-    print(f"host: {args.host_memory} GiB at {link:.3g} GB/s\n\n{HEAD}")
-    for on_chip, row in placements.items():
-        sizes = [row["device_bytes"] / GIB, row["host_bytes"] / GIB]
-        plan, *ms = row["predicted_ms"].values()
-        print(ROW.format(on_chip, *sizes, "yes" if row["fits"] else "no", *ms, plan))
+    print(f"host: {args.host_memory} GiB at {link:.3g} GB/s\n")
+    for row in rows:
+        sizes = (row["device_bytes"] / GIB, row["host_bytes"] / GIB)
+        fits = "fits" if row["fits"] else "does not fit"
+        print(ROW.format(*sizes, fits, **row, **row["predicted_ms"]))
     print(f"\nGiB there with the KV of {best} layers:")
-    for name, size in placements[best]["parts"].items():
+    for name, size in needs.parts(best).items():
         print(f"  {name:25s} {size / GIB:8.2f}")
 
 

@@ -1,4 +1,4 @@
-"""Configuration of a model: sizes, norms and RoPE, whatever file they come from. No tensors."""
+"""Configuration of a model: sizes, norms and RoPE, independent of file formats. No tensors."""
 
 import dataclasses
 from dataclasses import MISSING, dataclass, field
@@ -16,7 +16,7 @@ class RopeConfig:
 
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
-    kind: str = one_of("default", "default", "linear", "llama3", "yarn")
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn")  # way of scaling
     factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
     original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
@@ -26,10 +26,11 @@ class RopeConfig:
     beta_fast: float = between(32.0, 1e-6, 1e6)
     """yarn: dimensions that rotate more often than this in original_context are unchanged."""
     beta_slow: float = between(1.0, 1e-6, 1e6)
-    """yarn: dimensions that rotate less often than this in it are interpolated fully."""
-    attention_factor: float | None = between(None, 1e-3, 1e3)  # yarn; None: 0.1 ln(factor) + 1
+    """yarn: dimensions that rotate less often than this in original_context are interpolated."""
+    attention_factor: float | None = between(None, 1e-3, 1e3)
+    """yarn: factor of cosines and sines; None: 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: round the two borders of the ramp outwards to whole dimensions."""
+    """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
     frequency_divisors: tuple[float, ...] | None = None
     """Divisors of the D/2 frequencies, which a GGUF file may store instead of a formula."""
 
@@ -49,24 +50,24 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and options of a Llama or of a model of its family, such as Qwen."""
+    """Sizes and options of a Llama, or of a related model such as Qwen."""
 
     label = "model config: "
-    num_layers: int = between(MISSING, 1, 1000)
-    hidden_size: int = between(MISSING, 1)
-    intermediate_size: int = between(MISSING, 1)
-    num_heads: int = between(MISSING, 1)
-    num_kv_heads: int = between(MISSING, 1)
-    head_dim: int = between(MISSING, 1)
-    vocab_size: int = between(MISSING, 1)
+    num_layers: int = between(MISSING, 1, 1000)  # transformer blocks
+    hidden_size: int = between(MISSING, 1)  # numbers of a token's hidden state
+    intermediate_size: int = between(MISSING, 1)  # hidden numbers of the MLP
+    num_heads: int = between(MISSING, 1)  # query heads
+    num_kv_heads: int = between(MISSING, 1)  # heads of K and V, each for a group of query heads
+    head_dim: int = between(MISSING, 1)  # numbers of a head of q, k or v
+    vocab_size: int = between(MISSING, 1)  # tokens that the model knows
     context_length: int = between(MISSING, 1)  # tokens of prompt and output together
     rope: RopeConfig = field(default_factory=RopeConfig)
-    rms_norm_eps: float = between(1e-6, 1e-12, 0.1)
-    tie_word_embeddings: bool = False
+    rms_norm_eps: float = between(1e-6, 1e-12, 0.1)  # added to the mean square in RMSNorm
+    tie_word_embeddings: bool = False  # whether the LM head is the embedding table
     attention_bias: bool = False  # of the q, k and v projections
-    bos_token_id: int | None = between(None, 0)
-    eos_token_ids: tuple[int, ...] = ()
-    name: str = "llama"
+    bos_token_id: int | None = between(None, 0)  # beginning of a text
+    eos_token_ids: tuple[int, ...] = ()  # tokens that end a text
+    name: str = "llama"  # for messages
     draft_of: str | None = None
     """Name of the target whose embedding table this drafter shares, if any."""
     head_size: int | None = between(None, 1)
@@ -91,7 +92,7 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     def share(self, count: int) -> Self:
-        """The config of one of `count` equal shares of the model. Raises `InputError`."""
+        """Config of one of `count` equal shares of the model, one per GPU. Raises `InputError`."""
         sizes = {name: getattr(self, name) for name in SPLIT}
         if any(size % count for size in sizes.values()):
             raise InputError(

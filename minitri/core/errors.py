@@ -1,5 +1,5 @@
 """Exceptions: `InputError` for bad input, with a message of one line: what is wrong, what was got,
-and what to do. Programs print it and exit with 2; any other exception out of minitri is a bug."""
+what to do. Programs print the message and exit with 2; other exceptions out of minitri are bugs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,8 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting or a prompt. Settings are named as in `budget=30`, or
-    first, as in `budget is 30`. A program drops those of the `ways` that it has no flags for."""
+    """Bad input: a file, a flag, a setting or a prompt. The message names settings as in
+    `budget=30` or `budget is 30`. `ways` are remedies; a program drops those without a flag."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))
@@ -19,11 +19,11 @@ class InputError(ValueError):
 
 
 class FaultError(InputError):
-    """Valid input that cannot be computed on this machine, or not now; a server answers 5xx."""
+    """Failure of a valid request on this machine, or at this time; a server answers 5xx."""
 
 
 class NotFiniteError(ArithmeticError):
-    """A distribution is not finite; with a message, a grammar has failed."""
+    """Error: logits or distributions are not finite; a message says that a grammar has failed."""
 
 
 def shorten(text: object, limit: int = 200) -> str:
@@ -34,7 +34,7 @@ def shorten(text: object, limit: int = 200) -> str:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises `InputError` for lone surrogates: bytes on a command line that are not UTF-8."""
+    """Raises `InputError`, which calls the text `what`, for lone surrogates: bytes not in UTF-8."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -44,7 +44,7 @@ def check_unicode(text: str, what: str) -> None:
 
 @contextmanager
 def explain(problem: str, advice: str = "get it again") -> Iterator[None]:
-    """Turns any exception of the block into an `InputError`: `problem (its message); advice`."""
+    """Context that turns any exception into an `InputError`: `problem (its message); advice`."""
     try:
         yield
     except InputError:

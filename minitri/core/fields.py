@@ -1,4 +1,4 @@
-"""Fields of settings dataclasses: each declares its valid values, and one function checks them."""
+"""Fields of settings dataclasses: each declares its valid values; `check_fields` checks them."""
 
 import dataclasses
 import difflib
@@ -14,12 +14,12 @@ KINDS |= dict.fromkeys((str, str | None), "a text")
 
 
 def one_of(default: str | None, *choices: str) -> Any:
-    """A field that is one of these words, or None if that is the default."""
+    """A dataclass field whose value is one of `choices`, or None if None is the default."""
     return dataclasses.field(default=default, metadata={"choices": choices})
 
 
 def between(default: Any, least: float, most: float = MAX_COUNT) -> Any:
-    """A number within bounds, whole if `least` is an `int`; or None if that is the default."""
+    """A dataclass field for a number from `least` to `most`, whole if `least` is an `int`."""
     return dataclasses.field(default=default, metadata={"range": (least, most)})
 
 
@@ -30,7 +30,7 @@ def changed(settings: Settings, values: Mapping[str, Any]) -> Settings:
 
 
 def check_names(names: Iterable[str], known: Collection[str]) -> None:
-    """Raises `InputError` for an unknown name, which suggests the most similar one."""
+    """Raises `InputError` for a name that is not `known`; suggests the most similar known name."""
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
@@ -39,13 +39,13 @@ def check_names(names: Iterable[str], known: Collection[str]) -> None:
 
 
 def expect(given: object, kind: type) -> None:
-    """Raises `InputError` unless an object is of this kind."""
+    """Raises `InputError` unless `given` is an instance of `kind`."""
     if not isinstance(given, kind):
         raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs")
 
 
 def brief(settings: Any) -> str:
-    """A short `__repr__`: fields that differ from their defaults; long values are cut."""
+    """A short `__repr__` for dataclasses: fields that differ from their defaults, values cut."""
     cut = reprlib.Repr()
     cut.maxstring = 80
     cut.maxother = 240
@@ -60,7 +60,7 @@ def brief(settings: Any) -> str:
 
 
 def check_fields(settings: Any) -> None:
-    """Raises `InputError` unless every field has a valid value."""
+    """Raises `InputError` unless every field of a settings dataclass has a valid value."""
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
         if choices := field.metadata.get("choices"):
@@ -81,6 +81,6 @@ def check_fields(settings: Any) -> None:
 
 
 def refuse(settings: Any, name: str, advice: str) -> NoReturn:
-    """Raises `InputError` about the value of a field, after the `label` of its class, if any."""
+    """Raises `InputError` about the field `name`; the `label` of its class begins the message."""
     got = f"{getattr(settings, 'label', '')}{name} is {shorten(repr(getattr(settings, name)), 60)}"
     raise InputError(f"{got}; {advice}")

@@ -1,12 +1,12 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
-A `Generation` works only while it is asked for the next event. Requests are rows of a batch; when
-one ends, the next one takes its place. Whatever the order, each row's text follows the model's
-distribution.
+A `Generation` computes only while its caller asks for the next event. Requests are rows of a batch;
+when a request ends, a waiting one takes over its row. Each text follows the model's distribution.
+Legend: N tokens, V vocab.
 
-    Scheduler   what to do next: admit a request, read a chunk of a prompt, start rows, and step
-    Stack       doing it: passes of the models over their caches, which commit tokens
-    Row         one request: its prompt, its tokens and their text, and why it ended
+    Scheduler   chooses the work: admit a request, prefill a chunk, start rows, decode a step
+    Stack       does the work: models read tokens into KV caches, and the texts grow
+    Row         one request in the run: its prompt, its tokens and their text, and why it ended
 """
 
 import os
@@ -33,7 +33,7 @@ CLOSED = "the engine is closed; load it again"
 
 
 class Generation(Iterator[Event], AbstractContextManager["Generation"]):
-    """A run in progress: iterate for its events, or ask for its `result`; `close` ends it early."""
+    """A run of the engine: an iterator of events; `result` is its output, `close` ends it early."""
 
     _stack: Stack | None = None
 
@@ -44,14 +44,14 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         pool: MemoryPool,
         make_row: Callable[[int, Request], Row] | None = None,
     ) -> None:
-        """Takes memory of this shape from the pool. With `make_row`, which makes the row of a
-        request with this number, the run is open: it takes requests until it is closed."""
+        """Takes memory of this `shape` from `pool`, to run the requests of `rows`. With `make_row`,
+        which makes a row from a number and a request, the run is open: see `submit`."""
         self.rows = rows
         self.shape = shape
         self._pool = pool
         self._make_row = make_row
         self._num_requests = len(rows)
-        self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # being read, by place
+        self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # prefills by row of the batch
         model = pool.models.target
         prompts = [row.prompt_ids for row in rows]
         settings = (shape, prompts, [row.request for row in rows])
@@ -77,14 +77,14 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             except BaseException as error:
                 is_over = isinstance(error, StopIteration)
                 is_fault = as_fault(error, self._pool.models) is not error
-                # A bug may leave K and V half written; Ctrl-C, or in an open run a fault, does not.
+                # A bug may leave K and V half written; Ctrl-C, or a fault of an open run, does not.
                 is_stopped = not isinstance(error, Exception)
                 is_kept = is_over or is_stopped or (is_fault and self._make_row is not None)
                 self._end(is_kept=is_kept, was_interrupted=not is_over)
                 raise
 
     def __del__(self) -> None:
-        """Leaves the memory of a dropped run to the next one, unless another thread computes."""
+        """Closes a run that is garbage-collected, unless another thread is computing."""
         models = self._pool.models
         is_held = self._stack is not None and os.getpid() == models.process
         if is_held and models.lock.acquire(blocking=False):
@@ -97,13 +97,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self.close()
 
     def close(self) -> None:
-        """Ends the run and gives up its memory; further events raise `StopIteration`."""
+        """Ends the run and returns its memory to the pool; `next` then raises `StopIteration`."""
         with running(self._pool.models):
             self._events.close()
             self._end()
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
-        """Gives up the memory. If it is kept, the prompts of the next run may reuse K and V."""
+        """Ends the run; with `is_kept` its memory returns to the pool, for reuse of K and V."""
         self._prompts.clear()
         if self._stack is not None and is_kept:
             for b in self._scheduler.running:
@@ -112,13 +112,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._stack = None
 
     def result(self) -> End:
-        """The whole output of the only prompt; runs to the end. Raises `InputError`."""
+        """Runs to the end; returns the output of the run's only prompt. Raises `InputError`."""
         if len(self.rows) != 1:
             raise InputError(f"a result is of one prompt, got {len(self.rows)}; use results")
         return self.results()[0]
 
     def results(self) -> list[End]:
-        """The whole outputs in the order of the prompts; runs to the end. Raises `InputError`."""
+        """Runs to the end; returns one output per prompt, in their order. Raises `InputError`."""
         if self._make_row is not None:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
@@ -128,8 +128,8 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return [row.end(self.stats) for row in self.rows]
 
     def submit(self, request: Request) -> int:
-        """Adds a request, between two events; returns its number, by which events name it. Raises
-        `InputError` if there is no room for it, or if captured graphs have other filters."""
+        """Adds a request to an open run, between two events; returns the number that is `row` in
+        its events. Raises `InputError` if it is too long, or captured graphs have other filters."""
         if self._make_row is None:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
@@ -140,7 +140,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
-        # `filters_of` skips greedy filters; a temperature of 1 makes it compare the captured ones.
+        # `filters_of` ignores settings of temperature 0, and here has to compare those of graphs.
         captured = replace(self.shape.sampling, temperature=1.0)
         filters_of([captured, request.sampling], self._pool.models.target, run)
         self._num_requests += 1
@@ -148,11 +148,11 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return row.number
 
     def cancel(self, number: int) -> None:
-        """Ends a request early, between two events; no `End` follows."""
+        """Ends the request of this number early, between two events; no `End` follows."""
         self._scheduler.cancel(number)
 
     def _run(self, stack: Stack) -> Generator[Event, None, None]:
-        """The loop: turn after turn, until no request is left."""
+        """The loop: admits requests and does the work of one turn, until no request is left."""
         while True:
             self._admit(stack)
             if not self._scheduler.running:
@@ -160,7 +160,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                     return
                 yield Idle()
             for work in self._scheduler.turn(stack.cascade.active):
-                started = time.perf_counter()  # of the work alone: the caller takes time in a yield
+                started = time.perf_counter()  # stopped before each yield: the caller takes time
                 match work:
                     case Chunk(b):
                         event = self._read_chunk(stack, b)
@@ -176,12 +176,12 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                         yield from self._emit(stack, emitted)
 
     def _admit(self, stack: Stack) -> None:
-        """Removes cancelled rows, then fills the free places of the batch."""
+        """Removes cancelled requests from the batch, then admits waiting ones to free rows."""
         for b, old in [*self._scheduler.running.items()]:
             if old.finish_reason is not None:
                 self._remove(stack, b)
         while (row := self._scheduler.next_row()) is not None:
-            # Best is the place whose cache still holds the beginning of this prompt.
+            # The best free row is one whose cache still holds the beginning of this prompt.
             places = self._scheduler.free_places
             b = stack.memory.prefix.best_place(places, row.prompt_ids, row.request.owner)
             self._scheduler.admit(b, row)
@@ -189,13 +189,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             self._prompts[b] = self._prefill(stack, b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
-        """Takes row b out of the batch; if its K and V are sound, later prompts may reuse them."""
+        """Takes row b out of the batch; with `is_sound` later prompts may reuse its K and V."""
         stack.retire(b, is_sound=is_sound)
         self._scheduler.remove(b)
         del self._prompts[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
-        """Reads one chunk of the prompt of row b."""
+        """Prefills one chunk of row b's prompt; returns the event that tells how far it is."""
         try:
             progress = next(self._prompts[b])
         except (RuntimeError, MemoryError) as error:
@@ -204,13 +204,13 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return progress
 
     def _prefill(self, stack: Stack, b: int, row: Row) -> Iterator[PrefillProgress]:
-        """Reads the prompt of row b, a chunk each time it is asked."""
+        """Prefills the prompt of row b, one chunk before each event that the caller takes."""
 
         def score(logits_NV: Tensor, tokens: list[int]) -> None:
             row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)
 
         chunks = stack.prefill(b, score if row.request.score_prompt else None)
-        num_read = row.stats.num_cached_tokens = next(chunks)
+        num_read = row.stats.num_cached_tokens = next(chunks)  # found in the prefix cache
         for num_done in chunks:
             synchronize(stack.target.device)
             self.stats.num_prefilled_tokens += num_done - num_read
@@ -219,9 +219,9 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             yield PrefillProgress(row.number, num_done, len(row.prompt_ids), num_cached)
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
-        """Reports new tokens row by row; rows that have ended leave the batch."""
+        """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""
         eos = stack.target.config.eos_token_ids
-        for b, row in [*self._scheduler.running.items()]:  # the oldest first
+        for b, row in [*self._scheduler.running.items()]:  # the oldest request first
             if (new := emitted.get(b)) is None:
                 continue
             try:
@@ -240,7 +240,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield row.end(self.stats)
 
     def _scores(self, stack: Stack, b: int, row: Row, new: Emitted) -> list[Any]:
-        """Log-probabilities of new tokens, if they are asked for; raises why there are none."""
+        """For each new token of row b its log-probabilities, if requested; raises a row's error."""
         if not new.tokens:
             filters = stack.memory.target.text_filters[b]
             matcher = filters.matcher if filters is not None else None
@@ -251,7 +251,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return log_probs(new.logits_NV, new.tokens, num_top)
 
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
-        """Ends row b alone in an open run; raises bugs, and all errors in a closed run."""
+        """Ends row b by `error` and lets an open run go on; raises bugs, and all in closed runs."""
         fault = as_fault(error, self._pool.models)
         if fault is error or self._make_row is None:
             raise error

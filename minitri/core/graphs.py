@@ -24,7 +24,7 @@ Function = Callable[..., Any]  # from tensors to a tensor, or a tuple of tensors
 
 
 class GraphPool:
-    """Captures functions on one stream; its graphs share memory, and never run at once."""
+    """A set of captured CUDA graphs, which share one memory pool and never run at once."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
@@ -37,8 +37,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on tensors or tuples of them, by a graph if one was captured for their
-        shapes. Raises `InputError` if a capture fails."""
+        """Calls the function on inputs, tensors or tuples of tensors, by a graph if one was
+        captured for their shapes. Raises `InputError` if a capture fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -47,13 +47,13 @@ class GraphPool:
         return function(*tree_map(lambda it: it.to(self._device, non_blocking=True), inputs))
 
     def capture(self, function: Function, *examples: Any) -> Function:
-        """Captures the function over copies of the examples. Raises `InputError`."""
+        """Captures the function over copies of example inputs. Raises `InputError`."""
         copied = functools.partial(Tensor.to, device=self._device, non_blocking=True, copy=True)
         statics = tree_map(copied, examples)
         buffers = tree_leaves(statics)
         try:
             replay, output = self.record(lambda: function(*statics))
-        except RuntimeError as error:  # no memory is one, too
+        except RuntimeError as error:  # also raised when memory runs out
             raise InputError(
                 f"a CUDA graph could not be captured ({shorten(error, 90)})",
                 "use cuda_graphs=False",
@@ -69,7 +69,7 @@ class GraphPool:
         return captured
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
-        """Warms `run` up and captures it; returns its replay, and the tensors that this writes."""
+        """Warms `run` up and captures it; returns a function that replays it, and its output."""
         if self._device.type == "cpu":
             first = run()
 
@@ -86,7 +86,7 @@ class GraphPool:
         current.wait_stream(self._stream)
         clear_workspaces()
         graph = torch.cuda.CUDAGraph()
-        # To free a graph, an event or page-locked memory, as collected garbage may, would end it.
+        # The garbage collector may free graphs, events or page-locked memory: a capture forbids it.
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -100,17 +100,18 @@ class GraphPool:
 
 
 def clear_workspaces() -> None:
-    """Frees cuBLAS's workspaces: a capture needs its own, in the memory of the graph."""
+    """Frees cuBLAS's workspaces, as a capture must allocate new ones in the memory of its graph."""
     torch._C._cuda_clearCublasWorkspaces()
 
 
 def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
-    """A pool for the graphs of a run, if they are wanted and this is a GPU."""
+    """A pool for the CUDA graphs of a run; None unless they are `wanted` and the device a GPU."""
     return GraphPool(device) if wanted and device.type == "cuda" else None
 
 
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """Sampling settings for captured graphs. Raises `InputError` if they differ in form."""
+    """The sampling settings that captured graphs apply: the first of `wanted` above temperature 0.
+    Raises `InputError` if settings differ in the filters that are on."""
     forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
     first, *others = forms.values() or wanted[:1]
     if others and model.device.type == "cuda" and run.cuda_graphs:

@@ -1,4 +1,4 @@
-"""The log of all of minitri, which programs show on standard error."""
+"""The logger of all of minitri, which programs show on standard error."""
 
 import logging
 

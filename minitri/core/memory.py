@@ -1,7 +1,7 @@
-"""The memory of a run, allocated once: KV caches, model runners over them, captured graphs.
+"""The memory of a run, allocated once: KV caches, model runners over them, captured CUDA graphs.
 
-A `Memory` has no state of a run: `stack.py` builds the cascade over it. `MemoryPool` keeps the
-latest one.
+A `Memory` knows no request: for each run `stack.py` builds a cascade of models over the memory.
+`MemoryPool` keeps the memory of the latest run for the next one.
 """
 
 import contextlib
@@ -33,34 +33,34 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
-TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # captured, each cut to the longest of a run
+TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # tokens of captured passes, at most a run's max_block
 PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
 WORTH_COPYING = 64
-"""Shared tokens from which on a prefix is copied to a larger full cache, next to the old one."""
+"""Least tokens that a prompt and an old text share for copying the text to a larger new cache."""
 
 
 @dataclass(frozen=True, eq=False)
 class Models:
-    """The models of an engine."""
+    """The loaded models of an engine, with the lock of the thread that computes."""
 
-    target: Llama
+    target: Llama  # the model whose distribution the text follows
     retrieval: Llama  # the target, or a copy of it in fewer bits
-    draft: Llama | None = None
+    draft: Llama | None = None  # a small model of the same vocabulary, or none
     drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
-    level_type: LevelType = chain_level  # `minitri.trees` has one with trees
+    level_type: LevelType = chain_level  # class of the levels; `minitri.trees` has one for trees
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
-    process: int = field(default_factory=os.getpid)  # that loaded the models
+    process: int = field(default_factory=os.getpid)  # id of the process that loaded the models
 
     @property
     def drafter_name(self) -> str:
-        """Name of the user's drafter, or of the draft model, or `suffix`."""
+        """Name of the user's drafter, or of the draft model, or `suffix` for lookup."""
         if self.drafter is not None:
             return type(self.drafter).__name__
         return self.draft.config.name if self.draft is not None else "suffix"
 
 
 def demand_of(models: Models, shape: MemoryShape) -> Demand:
-    """Bytes that a run of this shape needs."""
+    """Bytes that a run of these models in this memory shape needs."""
     draft = models.draft.config if models.draft is not None else None
     return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
 
@@ -113,14 +113,14 @@ class Memory:
     """KV caches, model runners and captured graphs of a run."""
 
     models: Models
-    shape: MemoryShape  # of the largest run that it serves
-    full: FullCache
-    prefix: PrefixCache
-    target: ModelRunner
-    graphs: GraphPool | None
-    retrieval: ModelRunner | None = None
+    shape: MemoryShape  # of the largest run that the memory serves
+    full: FullCache  # of the target
+    prefix: PrefixCache  # finds texts that `full` still holds
+    target: ModelRunner  # the target with the full cache
+    graphs: GraphPool | None  # captured CUDA graphs, on a GPU
+    retrieval: ModelRunner | None = None  # the proposing target with the retrieval cache
     retrieval_cache: RetrievalCache | None = None
-    draft: DraftRunner | None = None
+    draft: DraftRunner | None = None  # the draft model with its streaming cache
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -141,8 +141,9 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates and captures for runs of this shape: `full` is a cache to take over, `held` are
-    texts of an earlier run. Passes that stream K and V are not captured. Raises `InputError`."""
+    """Allocates caches and captures passes for runs of this shape, with the cache `full` and the
+    texts `held` of an earlier run, if given. Passes over K and V in host memory are not captured.
+    Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None
@@ -150,7 +151,7 @@ def allocate(
         full = allocate_full_cache(target, draft.config if draft else None, shape, host)
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
-    if held is not None:  # before captures write to the slots of rows without a text
+    if held is not None:  # before captures overwrite the first slots of empty rows
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
@@ -160,7 +161,7 @@ def allocate(
     try:
         if draft is not None:
             window = StreamingCache(draft, shape.num_rows, speculation)
-            # Rounds of chains are captured as a whole, by the level.
+            # Without trees `CapturedDraft` captures whole rounds instead of single passes.
             sizes = {speculation.max_block} if speculation.tree else set[int]()
             drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
         if shape.uses_retrieval:
@@ -194,20 +195,20 @@ def allocate(
 
 
 class MemoryPool:
-    """Keeps the memory of the latest run, for the next one."""
+    """Keeps caches and graphs of an engine's latest run for the next run."""
 
     def __init__(self, models: Models) -> None:
         self.models = models
         self.host = HostMemory(models.target.device)
         self.snapshot: HeldRow | None = None
-        """A text from a file, with which later texts may begin."""
+        """K and V of a text from a file, for prompts that begin like that text."""
         self.store: Store | None = None
-        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # that use this pool
+        self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # `Generation`s that use this pool
         self._kept: Memory | None = None
-        self._latest: int | None = None  # an id, as only the run may keep its memory alive
+        self._latest: int | None = None  # `id` of the memory in use: only its run keeps it alive
 
     def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
-        """Memory for a run: the one kept, or a new one. Raises `InputError` if there is no room."""
+        """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
         kept = self._kept
         self._kept = self._latest = None
         if kept is None or not self._can_run(kept, shape):
@@ -215,7 +216,7 @@ class MemoryPool:
             held = None
             if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
                 held = kept.prefix
-            kept = None  # gives up its memory for the new one
+            kept = None  # frees the old memory before the new one is allocated
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
         kept.prefix.store = self.store
@@ -223,7 +224,7 @@ class MemoryPool:
         return kept
 
     def fitting(self, shape: MemoryShape) -> MemoryShape:
-        """The shape with as many of its rows as fit into memory, the longest first."""
+        """A copy of the shape with as many of its first rows as fit into memory together."""
         needs = demand_of(self.models, shape)
         on_device, on_host = room_for(self.models.target, needs)
         on_host += self.host.num_free_bytes
@@ -232,8 +233,8 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Keeps the memory of the latest run, which has ended; but no K and V in host memory that
-        an interruption may have left half written, or that were placed to fit one text."""
+        """Takes back `memory` from the latest run, to keep it for the next one; except K and V in
+        host memory that an interruption may have cut short, or whose placement fits one text."""
         run = memory.shape.generation
         is_fitted = run.on_chip is None and not run.reserve
         is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
@@ -242,25 +243,25 @@ class MemoryPool:
 
     @property
     def held(self) -> HeldRow | None:
-        """The longest text whose K and V are kept."""
+        """The longest text of the last run whose K and V are kept, or the snapshot, if any."""
         return (self._kept and self._kept.prefix.longest) or self.snapshot
 
     def clear(self) -> None:
-        """Frees what is kept, and keeps nothing of runs in progress."""
+        """Frees all kept memory; the memory of runs in progress is freed when they end."""
         if self.store is not None:
             self.store.close()
         self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
 
     def _can_run(self, kept: Memory, new: MemoryShape) -> bool:
-        """Whether the memory and its captured graphs serve a run of another shape."""
+        """Whether the `kept` memory and its captured graphs serve a run of the `new` shape."""
         old = kept.shape.speculation
         cache = kept.retrieval_cache
         return (
             fits(kept, new)
-            # These two may differ from run to run.
+            # No cache or graph depends on `coupled` or `timed`.
             and replace(new.speculation, coupled=old.coupled, timed=old.timed) == old
-            and isinstance(old.policy, str)  # another keeps its own state
+            and isinstance(old.policy, str)  # a user's policy object may have state of its run
             and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
             and (cache is None or max(new.budgets) <= cache.max_budget)
@@ -268,12 +269,12 @@ class MemoryPool:
 
 
 def fits(kept: Memory, new: MemoryShape) -> bool:
-    """Whether a kept full KV cache is large enough, and rightly placed, for another run."""
+    """Whether the `kept` full KV cache has the size and placement for a run of the `new` shape."""
     placement = operator.attrgetter("num_rows", *PLACEMENT)
     return new.capacity <= kept.full.capacity and placement(new) == placement(kept.shape)
 
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
-    """Whether to copy texts of the last run to a larger full cache, while both are in memory."""
+    """Whether to copy texts of the `kept` memory to a larger cache, with both in memory at once."""
     is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
     return is_cheap and any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

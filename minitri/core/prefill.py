@@ -1,8 +1,8 @@
 """Prefill: reads a prompt into a row of a full cache, chunk by chunk.
 
-The last token of a prompt is not read here: `Stack.start` reads it, and samples the first
-token. Legend: T tokens of a chunk, N some of them, E hidden size, V vocab, L layers, B rows, H
-query heads, D head dim.
+The last token of a prompt is not read here: `Stack.start` reads it, and samples the first output
+token. Legend: T tokens of a chunk, N scored tokens, E hidden size, V vocab, L layers, B rows,
+H query heads, D head dim.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,8 +45,8 @@ def prefill(
     max_queries: int | None = None,
 ) -> Iterator[int]:
     """Reads a prompt without its last token into row b; yields after each chunk how many tokens the
-    row holds. `watch` gets the rotated queries (L, T, H, D) of the last `max_queries` tokens of a
-    chunk, None: of all. In host memory layer by layer, unless all queries are wanted."""
+    row holds. `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens,
+    None: of all. If `full` is in host memory, reads layer by layer, unless `watch` wants all."""
     if isinstance(full, OffloadedFullCache) and (watch is None or max_queries is not None):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
     while full.lengths[b] < len(prompt) - 1:
@@ -63,8 +63,8 @@ def read_chunk(
     max_queries: int | None = None,
     score: Score | None = None,
 ) -> int:
-    """Reads one chunk, as `prefill` does; returns how many tokens row b holds now. `score` gets the
-    logits after each token that is read, `SCORED_AT_ONCE` at a time."""
+    """Reads the next chunk of a prompt into row b; returns how many tokens the row holds. For
+    `watch` see `prefill`. `score` gets the logits after each token, `SCORED_AT_ONCE` at a time."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None

@@ -1,7 +1,7 @@
-"""Requests and events: what a run is asked for, and what it reports while it runs.
+"""Requests and events: the input of a run, and what it reports to its caller.
 
 A `Request` is a prompt with its settings; in a run a `Row` collects its output. The caller sees
-typed events. The core knows no tokenizer: its caller hands in a `Reader`, which makes text.
+typed events. The core knows no tokenizer: a `Reader`, which the caller gives, turns ids into text.
 """
 
 import dataclasses
@@ -19,55 +19,55 @@ if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
 
 Prompt = str | Sequence[int]  # a text, or token ids; the core itself reads token ids only
 Reader = Callable[[int | None], tuple[str, bool]]
-"""Called with each token of a row, then with None at its end, which releases what was held back.
-Returns the text that is now final, and whether a stop string is complete."""
+"""Turns tokens into text: called with each token id of a row, and with None after the last.
+Returns the characters that are final now, and whether they end with a stop string."""
 
 
 @dataclass(frozen=True)
 class PrefillProgress:
-    """A chunk of a prompt has been read."""
+    """Event: a chunk of the prompt of one request has been read."""
 
-    row: int  # number of the request, in all events
-    num_done: int  # tokens of the prompt read so far, with cached ones
-    num_tokens: int
-    num_cached: int  # tokens whose K and V were cached
+    row: int  # number of the request, as `submit` returns it, or its place in a list from 0
+    num_done: int  # tokens of the prompt read so far, with `num_cached`
+    num_tokens: int  # tokens of the whole prompt
+    num_cached: int  # tokens whose K and V were reused from an earlier text
 
 
 @dataclass(frozen=True)
 class Token:
-    """A new token of one row."""
+    """Event: a new token of one request."""
 
     __repr__ = brief
-    row: int
+    row: int  # number of the request
     token_id: int
-    text: str  # that is final now; empty inside a character or a possible stop string
-    origin: str  # `draft` or `retrieval`, which guessed it; `recovered` or `bonus` by the target
+    text: str  # characters that are final now; none inside a character or possible stop string
+    origin: str  # stage that guessed it, `draft` or `retrieval`; else `recovered` or `bonus`
     logprob: float | None = None  # before all filters, if `GenerationConfig.logprobs` is set
-    top_logprobs: tuple[tuple[int, float], ...] = ()  # token ids, the likeliest first
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # token id and logprob, the likeliest first
 
 
 @dataclass(frozen=True)
 class End:
-    """The whole output of one request, which has ended; other rows go on."""
+    """Event: one request has ended, with its whole output; other requests go on."""
 
     __repr__ = brief
-    row: int
+    row: int  # number of the request
     finish_reason: str
-    """`eos`, `stop` or `length`; `failed` in an open run that goes on without it: see `error`."""
+    """Why the text ended: `eos`, `stop` or `length`; `failed` (open runs only) by `error`."""
     text: str  # texts of all `tokens`, joined
     token_ids: tuple[int, ...]  # all generated tokens, with an end-of-sequence token
-    seed: int  # the request's seed, or the one that was drawn
-    tokens: tuple[Token, ...] = field(repr=False)
+    seed: int  # given with the request, or drawn for it
+    tokens: tuple[Token, ...] = field(repr=False)  # events of all generated tokens
     stats: Stats = field(repr=False)  # of the whole run, updated while it goes on
-    row_stats: RowStats = field(repr=False)
-    error: Exception | None = None
+    row_stats: RowStats = field(repr=False)  # of this request
+    error: Exception | None = None  # why the request failed
     prompt_scores: tuple[LogProbs, ...] = field(default=(), repr=False)
     """Log-probabilities of the prompt's tokens after the first, with `Request.score_prompt`."""
 
 
 @dataclass(frozen=True)
 class Idle:
-    """An open run (`Engine.open`) has nothing to do until a request is submitted."""
+    """Event: an open run (`Engine.open`) has nothing to do until the next `submit`."""
 
 
 Completion = End  # result of `Engine.complete`
@@ -79,15 +79,15 @@ class Request:
     """A prompt and its settings: `Request("Once", temperature=0.7, max_new_tokens=8)`."""
 
     __repr__ = brief
-    prompt: Prompt
+    prompt: Prompt  # a text or token ids
     seed: int | None  # None: a seed is drawn
     sampling: SamplingParams
-    generation: GenerationConfig  # of which the `TEXT_FIELDS` count; the rest is of a run
+    generation: GenerationConfig  # only its `TEXT_FIELDS` count; the run has the others
     speculation: bool = True  # whether stages guess tokens for this text, if the run speculates
     owner: str = ""  # K and V of a prompt are reused only for requests of the same owner
-    client: str = ""  # places in the batch are shared out fairly between clients
-    shown: Container[int] = ()  # control tokens that the text spells out
-    score_prompt: bool = False  # report its log-probabilities, too; no cached part is used then
+    client: str = ""  # rows of the batch are shared out fairly between clients
+    shown: Container[int] = ()  # ids of control tokens that the text spells out
+    score_prompt: bool = False  # also report the prompt's log-probabilities; reuses no K and V
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class Request:
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         **fields: Any,
     ) -> None:
-        """`fields`: the others above, and new ones of the two settings. Raises `InputError`."""
+        """`fields` are other fields of a request, or of the two settings. Raises `InputError`."""
         self.prompt = prompt
         self.seed = seed
         for other in dataclasses.fields(self)[4:]:
@@ -121,7 +121,7 @@ class Row:
         reader: Reader = lambda _: ("", False),
         make_filters: "Callable[[], TextFilters | None]" = lambda: None,
     ) -> None:
-        """`reader` turns tokens into text (default: none); `make_filters` runs at admission."""
+        """`reader` makes text (default: none); the row's admission calls `make_filters`."""
         self.number = number
         self.request = request
         self.prompt_ids = prompt_ids
@@ -162,7 +162,7 @@ class Row:
         return self.tokens[-1]
 
     def end(self, stats: Stats, error: Exception | None = None) -> End:
-        """The last event of the row, with the statistics of its run."""
+        """The `End` event of this request, in a run with these statistics."""
         return End(
             self.number,
             self.finish_reason or CANCELLED,
@@ -192,7 +192,7 @@ def settings_of(
 
 
 def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
-    """Copies of two or three settings with new values for their fields. Raises `InputError`."""
+    """Copies of `settings` with new `values` for fields of these names. Raises `InputError`."""
     kinds = (SamplingParams, GenerationConfig, SpeculationConfig)
     for group, kind in zip(settings, kinds, strict=False):
         expect(group, kind)
@@ -201,7 +201,7 @@ def with_fields(values: Mapping[str, Any], *settings: Any) -> list[Any]:
 
 
 def check_run(batch_size: int, fields: Mapping[str, Any]) -> None:
-    """Raises `InputError` for a wrong batch size, or a setting that belongs to requests."""
+    """Raises `InputError` for a wrong batch size, or for `fields` that a request should have."""
     if type(batch_size) is not int or batch_size < 1:
         raise InputError(f"batch_size is {shorten(repr(batch_size), 60)}; it must be at least 1")
     if names := fields.keys() & TEXT_FIELDS:

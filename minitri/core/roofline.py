@@ -18,16 +18,16 @@ GROUP = 128  # weights of a row that share a scale of 4 bytes, in a quantized co
 
 @dataclass(frozen=True)
 class Machine:
-    """Bandwidths of a machine, and the other costs of a pass."""
+    """Bandwidths of a machine, and other costs of a forward pass on it."""
 
-    weight_bytes_per_second: float
-    kv_bytes_per_second: float
+    weight_bytes_per_second: float  # at which a pass reads weights
+    kv_bytes_per_second: float  # at which attention reads K and V
     link_bytes_per_second: float  # from host memory to the device
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict
     share_per_extra_token: float = 0.0  # time that each further token adds, as a share of the pass
-    share_in_four_bits: float = 0.0  # as the one before, for a copy in 4 bits
-    flops_per_second: float = 1e18
+    share_in_four_bits: float = 0.0  # the same share, for weights in 4 bits
+    flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
 CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_four_bits=0.2)
@@ -38,7 +38,7 @@ GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token
 
 
 def card(speed: float, link: float, flops: float) -> Machine:
-    """A GPU by bytes and FLOPs per second; 16 us: 12 launches in a graph, 150 us: a verdict."""
+    """A GPU of these bytes and FLOPs per second; 16 us for 12 launches, 150 us for a verdict."""
     return Machine(speed, speed, link, 16e-6, 0.15e-3, flops_per_second=flops)
 
 
@@ -57,13 +57,13 @@ def outline(config: ModelConfig) -> "Llama":
 
 @cache
 def weights_per_pass(config: ModelConfig) -> int:
-    """Number of weights that a pass reads: all but the embedding table, of which it reads rows."""
+    """Number of weights that a pass reads: all but the embedding table, whose rows are few."""
     weights = outline(config).named_parameters()
     return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights of a model, without an embedding table that it borrows or ties."""
+    """Number of weights of a model; a borrowed or tied embedding table is not counted twice."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 
@@ -92,15 +92,15 @@ class PassCost:
     """Bytes and FLOPs of one forward pass, on each GPU."""
 
     num_layers: int
-    weight_bytes: float
-    kv_bytes: float
-    link_bytes: float  # K and V copied from host memory meanwhile
+    weight_bytes: float  # weights that the pass reads
+    kv_bytes: float  # cached K and V that the pass reads
+    link_bytes: float  # K and V that are copied from host memory during the pass
     flops: float
-    num_extra_tokens: float
-    is_in_four_bits: bool
+    num_extra_tokens: float  # tokens after the first of each row, all rows together
+    is_in_four_bits: bool  # whether the weights are a copy in 4 bits
 
     def seconds(self, machine: Machine) -> float:
-        """Predicted time of the pass."""
+        """Predicted seconds of the pass on a machine."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
@@ -114,21 +114,21 @@ class PassCost:
 
 @dataclass(frozen=True)
 class Workload:
-    """Models and cached tokens of a step of decoding, from which the cost of passes follows."""
+    """Models and cached tokens of a decoding step, from which the costs of its passes follow."""
 
     target: ModelConfig
     """The target; with several GPUs the share of each, see `ModelConfig.share`."""
     draft: ModelConfig | None  # None: guesses are looked up in the text, which takes no pass
     num_tokens: int  # in the full cache, all rows together
     num_retrieved: int  # in the retrieval cache, all rows together
-    itemsize: int = 2
-    hosted_share: float = 0.0  # of the full cache, that is in host memory
+    itemsize: int = 2  # bytes of a number, in weights and in KV caches
+    hosted_share: float = 0.0  # share of the full cache that is in host memory
     pass_bytes: Mapping[str, int] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
-    batch_size: int = 1
+    batch_size: int = 1  # rows
 
     def read(self, stage: str, num_guesses: float) -> PassCost:
-        """The pass of a stage over one token and `num_guesses` in each row."""
+        """The cost of a pass of the stage over one token and `num_guesses` guesses of each row."""
         config = self.draft if stage == "draft" else self.target
         assert config is not None
         num_weights = weights_per_pass(config)

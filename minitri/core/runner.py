@@ -2,9 +2,9 @@
 
 `ModelRunner.next_probs` reads what the cache lacks of each row in one forward pass, in blocks that
 are padded at the end. `Passes` are the computations on the device, which CUDA graphs replay.
-
-Legend: B rows, T tokens of a block, N guesses, E hidden size, V vocab, L layers, H heads, D dim;
-packed_4BT: tokens, positions, slots and output places, see `model/block.py`.
+Legend: B rows, T tokens, N guesses, Q = B N, E hidden size, V vocab, L layers, H heads, D dim;
+packed_4BT: for each token of a block its id, its position in the text and its cache slot, and at
+[3, b] the places of outputs: of row b's last token, and of the guesses after it.
 """
 
 import copy
@@ -36,9 +36,9 @@ class Passes:
     model: Llama
     cache: Cache
     filters: SamplingParams
-    """Graphs keep their form, and read their values from `numbers_3`."""
+    """Graphs freeze top-k and which filters are on, and read other values from `numbers_3`."""
     vocab_size: int  # of the target, and so of every distribution
-    queries_LBTHD: Tensor | None  # filled with the rotated queries of the latest block
+    queries_LBTHD: Tensor | None  # filled with rotated queries of the latest block; None: unused
 
     def __post_init__(self) -> None:
         numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
@@ -47,7 +47,7 @@ class Passes:
     def forward(
         self, packed_4BT: Tensor, guesses_BN: Tensor, rule_TT: Tensor | None = None
     ) -> Tensor:
-        """Final hidden states (B, N + 1, E) after the last committed token and each guess."""
+        """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
         block = unpack_block(packed_4BT)
         if len(guesses_BN[0]):
@@ -57,7 +57,7 @@ class Passes:
         return hidden_BTE.gather(1, places_BN1.expand(-1, -1, hidden_BTE.shape[2]))
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
-        """Final hidden states (B, 1, E) after one token, which replaces that of the block."""
+        """Final hidden states (B, 1, E) after `tokens_B`, which replace the block's own tokens."""
         # A drafter may lack the last tokens of the target's vocabulary.
         tokens_B1 = tokens_B.clamp(max=self.model.config.vocab_size - 1).unsqueeze(1)
         block = replace(unpack_block(packed_4B1), tokens_BT=tokens_B1)
@@ -73,7 +73,7 @@ class Passes:
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
     def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """N guesses of each row, one after the other, and their distributions (B, N, V)."""
+        """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
         last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
@@ -99,8 +99,8 @@ class ModelRunner:
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
-        """With `graphs`, passes over blocks of `block_sizes` are captured now, and other blocks are
-        padded to the next of them, trees to the last. Raises `InputError` if a capture fails."""
+        """With `graphs`, passes over blocks of `block_sizes` are captured now, and later blocks are
+        padded to the next size, trees to the largest. Raises `InputError` if a capture fails."""
         B = len(cache.lengths)
         self.model = model
         self.cache = cache
@@ -108,7 +108,7 @@ class ModelRunner:
         self.text_filters: list[TextFilters | None] = [None] * B
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
-        # Longer blocks go by lengths on the host, which a graph would freeze.
+        # Longer blocks take cache lengths from the host, which a graph would freeze.
         sizes = [size for size in block_sizes if size <= LONGEST_BLOCK]
         self.block_sizes = sorted(sizes) if graphs is not None else []
         for size in self.block_sizes:  # a capture writes to slots after the prefixes only
@@ -119,7 +119,7 @@ class ModelRunner:
     def next_probs(
         self, sequences: Rows, active: Active, guesses: Proposal | None = None
     ) -> Output:
-        """Reads unread tokens and N guesses: distributions (B, N + 1, V) after them."""
+        """One pass over tokens that the cache lacks and N guesses: distributions (B, N + 1, V)."""
         fresh = self.unread(sequences, active)
         guesses = guesses or Proposal.nothing(len(active))
         num_read = [len(row) + n for row, n in zip(fresh, guesses.counts, strict=True)]
@@ -157,9 +157,9 @@ class ModelRunner:
         *,
         has_root: bool,
     ) -> Output:
-        """Distributions (B, T, V), or more, after each token of a block at positions `depths_T`, in
-        which `rule_TT` says who sees whom. With `has_root` its first token is the last of the
-        sequences, else it follows them. Lengths of the cache stay as they are."""
+        """Reads a tree of guesses per row; distributions (B, T, V), or more, after its T tokens.
+        Token i of `blocks[b]` has depth `depths_T[i]`, and sees token j if `rule_TT[i, j]`. With
+        `has_root` token 0 is the last of the sequence. Lengths of the cache do not change."""
         paths = None
         if any(self.text_filters):
             above = [row_T.nonzero().flatten().tolist()[has_root:] for row_T in rule_TT]
@@ -173,14 +173,14 @@ class ModelRunner:
         return self._output(self.passes.forward, paths, packed_4BT, guesses_BN, rule_TT)
 
     def unread(self, sequences: Rows, active: Active) -> Rows:
-        """The tokens of each row that the cache has not read; any token of a row not active."""
+        """The tokens of each row that the cache has not read; for inactive rows any one token."""
         return [
             sequence[num_read:] if on else sequence[-1:] or [0]
             for sequence, num_read, on in zip(sequences, self.cache.num_tokens, active, strict=True)
         ]
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
-        """Runs one pass: logits and distributions; text filters see the guesses in `paths`."""
+        """Runs the pass `forward`; text filters change the logits after each of the `paths`."""
         if self.graphs is not None:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:
@@ -191,20 +191,21 @@ class ModelRunner:
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
         if self.graphs is not None:
-            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()  # is overwritten
+            # Cloned, as the next run of any graph overwrites its output.
+            probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()
         else:
             probs_BNV = probs_of_rows(filtered_BNV, self.sampling, self.model.execution.probs)
             probs_BNV = pad_vocabulary(probs_BNV, self.passes.vocab_size)
         return Output(probs_BNV, logits_BNV, filtered_BNV)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: filters of the text read what was committed since the last one."""
+        """Called before a step: lets text filters see the tokens committed since the last step."""
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters is not None and on:
                 filters.extend(sequence)
 
     def crop(self, lengths: list[int]) -> None:
-        """Row b keeps at most its first `lengths[b]` tokens."""
+        """Cuts each row b of the cache to at most its first `lengths[b]` tokens."""
         self.cache.crop(lengths)
 
     def reset(self, b: int) -> None:
@@ -212,7 +213,7 @@ class ModelRunner:
         self.text_filters[b] = None
 
     def of_rows(self, rows: slice) -> Self:
-        """A runner of these rows alone, on the same memory; not for captured passes."""
+        """A runner of a slice of the rows, on the same memory; not for captured passes."""
         part = copy.copy(self)
         part.cache = self.cache.of_rows(rows)
         part.sampling = self.sampling[rows]
@@ -226,7 +227,7 @@ class ModelRunner:
     def sample_by(
         self, b: int, sampling: SamplingParams, text_filters: TextFilters | None = None
     ) -> None:
-        """Gives row b these filters; captured passes apply them to all rows."""
+        """Sets the filters of row b; captured passes apply the same `sampling` to all rows."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
         if self.graphs is not None:
@@ -234,7 +235,7 @@ class ModelRunner:
             self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
 
     def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether captured passes, if there are any, can apply these filters."""
+        """Whether captured passes, if there are any, can apply these sampling settings."""
         if self.graphs is None or sampling.temperature == 0:
             return True
         return sampling.form == self.passes.filters.form

@@ -1,9 +1,9 @@
-"""Scheduler: which request gets a place in the batch, whose prompt is read, which rows decode.
+"""Scheduler: which request gets a row of the batch, whose prompt is read, which rows decode.
 
-A run is a sequence of *turns*. Each reads at most one chunk of one prompt, starts the rows whose
-prompts have been read, and decodes one step for those that had started before. So a text waits for
-at most one chunk between two of its tokens. An open run, which takes requests at any time, reads
-short prompts first. The scheduler holds no tensor and calls no model.
+A run is a sequence of *turns*. A turn reads at most one chunk of one prompt, starts the rows whose
+prompts have been read, and decodes one step of the rows that had started before. So a text waits
+for at most one chunk between two of its tokens. An open run, which takes requests at any time,
+reads short prompts first. The scheduler holds no tensor and calls no model.
 """
 
 from collections import Counter
@@ -14,26 +14,26 @@ from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
 OLDEST_EVERY = 4
-"""In an open run, every 4th prefill chunk, and every 4th place a client gets, is for the oldest."""
+"""In an open run every 4th chunk, and every 4th admission of a client, is its oldest request's."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Read the next chunk of the prompt of row b."""
+    """Work of a turn: read the next chunk of the prompt of row b."""
 
-    b: int
+    b: int  # row of the batch
 
 
 @dataclass(frozen=True)
 class Start:
-    """Sample the first token of these rows, whose prompts have been read."""
+    """Work of a turn: sample the first token of these rows, whose prompts have been read."""
 
-    rows: list[int]
+    rows: list[int]  # rows of the batch
 
 
 @dataclass(frozen=True)
 class Step:
-    """Decode one step for all rows that have started."""
+    """Work of a turn: decode one step of all rows that have started."""
 
 
 class Scheduler:
@@ -48,29 +48,29 @@ class Scheduler:
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """`is_offloaded`: a closed run reads whole prompts, layer by layer. `is_captured`: CUDA
-        graphs apply one set of filters, so only rows with equal ones run together."""
+        """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory, and a closed
+        run does not decode while it reads prompts. `is_captured`: all rows sample alike."""
         self.running: dict[int, Row] = {}
-        """Rows by place in the batch, the oldest first."""
+        """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
-        """Tokens left to read of each prompt that is not read yet, by place, the oldest first."""
+        """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
         self.turns: dict[str, tuple[int, int]] = {}
-        """By client: number of its latest admission, and how many admissions it had."""
+        """For each client the number of the latest admission, and how many it had in all."""
         self._num_places = shape.num_rows
-        self._max_chunk = shape.generation.shared_chunk  # longer prompts count as long
+        self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(rows, 0)  # with the number of admissions before they came
+        self._waiting = dict.fromkeys(rows, 0)  # each with `_num_admitted` when it was added
         self._num_admitted = 0
         self._num_chunks = 0
 
     def add(self, row: Row) -> None:
-        """Queues a request."""
+        """Queues the row of a new request until `next_row` selects it."""
         self._waiting[row] = self._num_admitted
 
     def cancel(self, number: int) -> None:
-        """Drops a waiting request, or marks a running one, which leaves before the next turn."""
+        """Drops the waiting request `number`, or marks a running one to leave before a turn."""
         for row in [*self._waiting, *self.running.values()]:
             if row.number == number:
                 row.finish_reason = CANCELLED
@@ -81,10 +81,10 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.running]
 
     def next_row(self) -> Row | None:
-        """The waiting request to admit next; None if there is none, or no free place. First is the
-        client with the fewest running rows, then the one admitted least recently; of its requests
-        an open run prefers the shortest prompt. There, long prompts take at most half the places
-        while they are read."""
+        """The waiting request to admit next; None if no request can be admitted now. The client
+        with the fewest running requests comes first, then the one admitted least recently; of a
+        client's requests the oldest, or in an open run the shortest. In an open run unread long
+        prompts take at most half of the batch."""
         if len(self.running) == self._num_places:
             return None
         waiting = [*self._waiting]
@@ -108,7 +108,7 @@ class Scheduler:
         return first
 
     def admit(self, b: int, row: Row) -> None:
-        """Gives a waiting request the free place b."""
+        """Moves a waiting request into the free row b of the batch."""
         del self._waiting[row]
         self._num_admitted += 1
         _, count = self.turns.get(row.request.client, (0, 0))
@@ -117,22 +117,22 @@ class Scheduler:
         self.unread[b] = len(row.prompt_ids)
 
     def remove(self, b: int) -> None:
-        """Frees the place of a request that has ended."""
+        """Frees row b of the batch, whose request has ended."""
         del self.running[b]
         self.unread.pop(b, None)
 
     def note_read(self, b: int, num_left: int) -> None:
-        """Records how many tokens of a prompt are left to read."""
+        """Records that `num_left` tokens of row b's prompt are left to read."""
         self.unread[b] = num_left
         if not num_left:
             del self.unread[b]
 
     def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
-        """The work of one turn, piece by piece. `active` says which rows have started."""
-        has_started = [*active]  # before this turn
+        """Yields the work of one turn. `active[b]`: row b has its first token, and can decode."""
+        has_started = [*active]  # before this turn, which changes `active`
         if self.unread:
             yield Chunk(self._next_to_read())
-            # A run that takes no more requests reads all prompts first, unless rows are decoding.
+            # A closed run reads all prompts before it starts rows, unless some decode already.
             interleaves = any(has_started) and not self._is_offloaded
             if self.unread and not (self._is_open or interleaves):
                 return
@@ -143,7 +143,7 @@ class Scheduler:
             yield Step()
 
     def _next_to_read(self) -> int:
-        """The place of the oldest prompt; in an open run mostly of the shortest rest."""
+        """The row whose prompt is read next: the oldest, or in open runs mostly the shortest."""
         self._num_chunks += 1
         if self._is_open and self._num_chunks % OLDEST_EVERY:
             return min(self.unread, key=self.unread.__getitem__)

@@ -22,9 +22,9 @@ MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA  # tokens per row in a pass of decoding: the last, and guesses
 OPEN_GAMMA1 = (1, 2, 3, 4)
 OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
-OPEN_DEPTHS = (2, 4)  # candidates of the autotuner where a gamma, or a depth, is not set
+OPEN_DEPTHS = (2, 4)  # OPEN_*: the autotuner's choices where a gamma or a tree's depth is not set
 MIN_TEMPERATURE = 1e-6
-STRIDE = 64  # of which a cache's slots are a multiple, so that all rows have the same alignment
+STRIDE = 64  # a cache's number of slots is a multiple, so that all rows are aligned alike in memory
 SLIDE = 32  # tokens by which the window of a drafter's cache may exceed `num_recent_tokens`
 MIN_BUDGET, MAX_BUDGET = 256, 4096  # limits of the default retrieval budget, in tokens
 
@@ -37,7 +37,7 @@ def round_up_to_stride(num_slots: int) -> int:
 
 
 def _set_strings(settings: Any, name: str) -> None:
-    """Makes a tuple of the strings in a field, which may be a single one. Raises `InputError`."""
+    """Replaces the string or strings in the field `name` by a tuple. Raises `InputError`."""
     value = getattr(settings, name)
     texts = (value,) if isinstance(value, str) else value
     if not (isinstance(texts, Sequence) and all(isinstance(t, str) and t for t in texts)):
@@ -107,7 +107,7 @@ class SamplingParams:
 
     @property
     def numbers(self) -> tuple[float, float, float]:
-        """The part that a captured graph reads: temperature, top-p and the logarithm of min-p."""
+        """Temperature, top-p and the logarithm of min-p, which a captured graph reads as tensor."""
         log_min_p = math.log(self.min_p) if self.min_p else -math.inf
         return self.temperature, self.top_p, log_min_p
 
@@ -150,7 +150,7 @@ class GenerationConfig:
         )
 
 
-# Settings of one text. All others belong to a run, which many texts may share.
+# Names of settings of a single text. All others belong to a run, which many texts may share.
 TEXT_FIELDS = (*vars(SamplingParams()), "max_new_tokens", "stop", "ignore_eos", "logprobs")
 
 
@@ -170,7 +170,7 @@ def num_nodes(tree: str) -> int:
 class StepPlan:
     """Plan of one decoding step: which stages take part, and how many tokens they guess."""
 
-    method: str
+    method: str  # one of METHODS, but not auto
     gamma1: int = 0  # tokens that the drafter guesses per round; 0 without a drafter
     gamma2: int = 0  # tokens that the retrieval level collects; 0 without that level
     tree: str = ""  # of the lowest stage's guesses, as in `SpeculationConfig`; a chain if empty
@@ -255,7 +255,8 @@ class SpeculationConfig:
         depth = parse_tree(self.tree)[1] or None
         gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
-        tree = self.tree * (self.method == "retrieval")  # which grows it, as no drafter guesses
+        # The lowest stage guesses trees: the retrieval level only where there is no drafter.
+        tree = self.tree * (self.method == "retrieval")
         depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if tree else gammas2
         pairs = itertools.product(gammas1, gammas2)
         plans = {
@@ -268,15 +269,16 @@ class SpeculationConfig:
 
     @property
     def max_block(self) -> int:
-        """Most tokens per row in a pass of the target: one, gamma2 - 1 guesses, an inner round."""
+        """Most tokens per row in a pass of the target: the last token of the text, gamma2 - 1
+        guesses, and those of the round that fills gamma2, with a token of the retrieval level."""
         return 1 + max(max(p.gamma1, num_nodes(p.tree)) + p.gamma2 for p in self.plans)
 
     @property
     def room(self) -> int:
-        """Slots that a small cache needs free after a slide: an unread block, and guesses."""
+        """Free slots of a small KV cache before a step: for unread tokens, and for guesses."""
         return 2 * self.max_block
 
 
 def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
-    """Candidates of the autotuner: the given gamma alone, if any."""
+    """The gammas among which the autotuner chooses: `gamma` alone, if given, else `open_to`."""
     return open_to if gamma is None else (gamma,)

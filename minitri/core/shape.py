@@ -14,8 +14,8 @@ from minitri.core.settings import (
 class MemoryShape:
     """Lengths and settings that decide how much memory a run needs."""
 
-    prompt_lengths: tuple[int, ...]  # of the longest prompt of each row
-    sampling: SamplingParams  # filters that captured steps apply
+    prompt_lengths: tuple[int, ...]  # tokens of the longest prompt of each row
+    sampling: SamplingParams  # filters that captured CUDA graphs apply
     generation: GenerationConfig
     speculation: SpeculationConfig
 
@@ -33,18 +33,18 @@ class MemoryShape:
 
     @property
     def reserved_lengths(self) -> list[int]:
-        """Tokens that each row must have room for without output: its prompt, or the reserve."""
+        """For each row the larger of its prompt's length and `generation.reserve`, in tokens."""
         return [max(length, self.generation.reserve) for length in self.prompt_lengths]
 
     @property
     def capacity(self) -> int:
-        """Slots that each row needs: prompt, output, and the guesses of the last step."""
+        """Slots of the full cache that a row needs: prompt, output, guesses of the last step."""
         num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
         return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
 
     @property
     def budgets(self) -> list[int]:
-        """Tokens that the retrieval cache of each row must have room for."""
+        """Tokens that each row of the retrieval cache must have room for."""
         return [self.budget_for(length) for length in self.reserved_lengths]
 
     def budget_for(self, length: int) -> int:

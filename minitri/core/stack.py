@@ -1,4 +1,5 @@
-"""The stack of stages over a memory, and the texts of the rows that they extend."""
+"""The stack of a run: the texts of its rows, and the stages that extend them speculatively.
+Legend: B rows, N places of a block, V vocab, L layers, T tokens, H query heads, D head dim."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,17 +30,17 @@ from minitri.core.stats import LevelStats, Stats
 
 
 class Stack:
-    """The texts of a run, and the cascade that extends them."""
+    """The texts of a run, and the cascade of stages that extends them by speculative decoding."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """The memory must fit the `shape`, and have no text. Raises `InputError`."""
+        """`memory` has empty caches with room for a run of this `shape`. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # A pass may be over some rows only without CUDA graphs and K and V in host memory.
+        # CUDA graphs, and passes over K and V in host memory, are always over all rows.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
@@ -60,7 +61,7 @@ class Stack:
             self._capture(memory.graphs)
 
     def _drafter(self) -> Stage | None:
-        """The lowest stage: the draft model, the engine's drafter from outside, or lookup."""
+        """The stage that guesses first: draft model, user's drafter or lookup; None if unused."""
         if self.memory.draft is not None:
             return self._level("draft", self.memory.draft)
         if not self.shape.uses_drafter:
@@ -74,7 +75,7 @@ class Stack:
         return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
-        """A stage with a model; stages are made from the lowest upwards."""
+        """Makes the level `name` of the cascade over `runner`; lower levels are made first."""
         make = self.memory.models.level_type(self.shape.speculation, runner)
         return make(runner, self.source, self._stats_of(name), self.meter)
 
@@ -83,7 +84,7 @@ class Stack:
         return self.stats.stages[-1]
 
     def _capture(self, graphs: GraphPool) -> None:
-        """Captures verdicts and guesses of all shapes before the steps, which are timed."""
+        """Captures CUDA graphs of verdicts and guesses in all shapes, before steps are timed."""
         B = self.shape.num_rows
         V = self.target.config.vocab_size
         graphs.is_open = True
@@ -99,7 +100,7 @@ class Stack:
     def admit(
         self, b: int, prompt: list[int], request: Request, text_filters: TextFilters | None = None
     ) -> None:
-        """Gives row b, which is empty, to a request; call `prefill` and `start` next."""
+        """Gives the empty row b of the batch to a request; call `prefill` and `start` next."""
         memory = self.memory
         self.sequences[b][:] = prompt
         self._prompt_lengths[b] = len(prompt)
@@ -113,34 +114,34 @@ class Stack:
             runner.sample_by(b, request.sampling, text_filters)
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
-        """Reads the prompt of row b; yields how many of its tokens are cached: first those from the
-        prefix cache (none with `score`), then after every chunk; at the end all, though `start`
-        reads the last token. Other rows may decode meanwhile, unless it reads layer by layer."""
+        """Prefills the prompt of row b. Yields first how many of its tokens the prefix cache had (0
+        with `score`), then after every chunk how many are read, at last the prompt's length, though
+        `start` reads the last token. Other rows decode between chunks, not in `layer_major.py`."""
         memory = self.memory
         cache = memory.retrieval_cache
         prompt = self.sequences[b]
         self.stats.num_prompt_tokens += len(prompt)
-        last = most = len(prompt) - 1
+        last = max_reused = len(prompt) - 1
         watch = max_queries = None
         if cache is not None:
             watch = functools.partial(cache.observe, b)
             max_queries = cache.max_prompt_queries
             # Tokens whose queries choose what the retrieval cache holds are always read.
-            most -= last if max_queries is None else max_queries
+            max_reused -= last if max_queries is None else max_queries
         if score is not None:
-            most = 0
-        yield memory.prefix.take(b, self.sequences, most)
+            max_reused = 0
+        yield memory.prefix.take(b, self.sequences, max_reused)
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk
         is_by_layers = type(memory.full) is not FullCache and not self._is_open and score is None
-        # Lazy: offloaded prompts are read layer by layer, the others by `read_chunk`.
+        # A generator, advanced only for a prompt whose K and V go to host memory.
         by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
             if is_by_layers:
                 num_read = next(by_layers)
             else:
-                # Few tokens at once while other rows wait.
+                # Shorter chunks while other rows wait for their next token.
                 size = min(chunk, run.shared_chunk) if self._busy else chunk
                 num_read = read_chunk(*where, size, watch, max_queries, score)
             memory.prefix.note_committed()
@@ -150,7 +151,7 @@ class Stack:
         yield len(prompt)
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:
-        """Generates the first tokens of rows whose prompts have been read."""
+        """Samples the first token of each of these rows, whose prompts have been read."""
         for b in rows:
             self.cascade.active[b] = True
         self._expect_costs()
@@ -165,41 +166,41 @@ class Stack:
         return outcome
 
     def step(self) -> dict[int, Emitted]:
-        """Decodes one step for the rows that have started; one that is not finite gets no token."""
+        """Decodes one step of the started rows; a row whose logits are not finite gets no token."""
         busy = self._busy
         part, first = self._part(busy)
         with self.target.execution.decoding():
             emitted = part.step()
             outcome = {b: emitted[b - first] for b in busy}
-            with self.meter.commit():
+            with self.meter.updating_caches():
                 self._commit(outcome)
         self.memory.prefix.note_committed()
         return outcome
 
     @property
     def _busy(self) -> list[int]:
-        """Rows that have started and not ended."""
+        """Rows of the batch whose texts have started and not ended."""
         return [b for b, on in enumerate(self.cascade.active) if on]
 
     def _expect_costs(self) -> None:
-        """Gives the autotuner predicted seconds of rounds over the busy rows."""
+        """Predicts for the autotuner the seconds of rounds over the rows that are decoding."""
         if lengths := [self._prompt_lengths[b] for b in self._busy]:
             prior = prior_seconds(self.memory, self.shape, lengths, self._pass_bytes)
             self.tuner.prior_seconds = prior
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """The cascade over the shortest span with all these rows, or all; and its first."""
+        """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
         span = slice(min(rows), max(rows) + 1)
         if not self._has_parts or span == slice(0, len(self.sequences)):
             return self.cascade, 0
         return self.cascade.of_rows(span), span.start
 
     def _commit(self, emitted: dict[int, Emitted]) -> None:
-        """Updates the retrieval cache with accepted tokens; a row that fails gets the error."""
+        """Updates the retrieval cache after a pass of the target; writes errors into `emitted`."""
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache is not None and row.tokens:
-                # The pass read the last committed token and the guesses; some of these stay.
+                # The target read the token before these, and all of them but the last one.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
@@ -207,7 +208,7 @@ class Stack:
                     emitted[b] = replace(row, tokens=[], error=error)
 
     def retire(self, b: int, *, is_sound: bool = True) -> None:
-        """Ends the text of row b; if it is sound, later prompts may share its K and V."""
+        """Ends the text of row b; with `is_sound` later prompts may reuse its K and V."""
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
@@ -225,7 +226,7 @@ def pass_bytes(models: Models) -> dict[str, int]:
 def prior_seconds(
     memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
 ) -> Callable[[str, float], float]:
-    """Predicts the seconds of a round of each stage, over texts with such prompts."""
+    """Makes a function from a stage and a number of guesses to predicted seconds of a round."""
     target = memory.models.target
     work = Workload(
         target.config,
@@ -243,7 +244,7 @@ def prior_seconds(
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
     """Whether the autotuner may use measured times: if all plans give the same text, or if `timed`
-    allows different ones; never on several ranks, which must choose alike."""
+    allows different texts; never on several ranks, which must choose the same plan."""
     target = models.target
     speculation = shape.speculation
     if target.execution.ranks.count > 1:

@@ -1,4 +1,4 @@
-"""Statistics of a run: counts and seconds, updated while it goes on."""
+"""Statistics of a run: counts and seconds, updated while the run goes on."""
 
 import os.path
 import time
@@ -14,7 +14,7 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 
 
 class Clock:
-    """The host's clock, for a device whose calls return when their work is done."""
+    """The host's clock, for a CPU, whose calls return when their work is done."""
 
     def now(self) -> Any:
         return time.perf_counter()
@@ -29,18 +29,18 @@ class Clock:
 
 @dataclass
 class LevelStats:
-    """Verdicts of one level about the guesses of the stage below it."""
+    """Counts of one stage: its rounds, and its verdicts about guesses of the stage below."""
 
     __repr__ = brief
-    name: str
-    num_rounds: int = 0
-    num_draft_tokens: int = 0
-    num_tested_tokens: int = 0  # drafted tokens up to the first rejection
-    num_accepted_tokens: int = 0
+    name: str  # draft, retrieval or target
+    num_rounds: int = 0  # verdicts about one row; of a stage that only guesses, its tokens
+    num_draft_tokens: int = 0  # guesses of the stage below
+    num_tested_tokens: int = 0  # these guesses up to the first rejection
+    num_accepted_tokens: int = 0  # these guesses before the first rejection
     seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
 
     def record(self, num_draft: int, num_accepted: int) -> int:
-        """Counts a verdict about one row; returns how many guesses were tested."""
+        """Counts a verdict about one row's `num_draft` guesses; returns how many were tested."""
         num_tested = min(num_accepted + 1, num_draft)
         self.num_rounds += 1
         self.num_draft_tokens += num_draft
@@ -67,11 +67,11 @@ class LevelStats:
 
 @dataclass
 class RowStats:
-    """Counts of one request."""
+    """Counts of one request's tokens."""
 
     __repr__ = brief
     num_prompt_tokens: int
-    num_cached_tokens: int = 0  # of the prompt, which were not read
+    num_cached_tokens: int = 0  # of the prompt, whose K and V were reused
     num_generated_tokens: int = 0
     by_origin: Counter[str] = field(default_factory=Counter)  # generated tokens, by `Token.origin`
 
@@ -82,24 +82,24 @@ class Stats:
 
     __repr__ = brief
     num_prompt_tokens: int = 0
-    num_prefilled_tokens: int = 0
+    num_prefilled_tokens: int = 0  # prompt tokens whose K and V were computed, not reused
     num_generated_tokens: int = 0
-    num_decoded_tokens: int = 0  # all but the first of each prompt, which comes from the prefill
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
+    num_decoded_tokens: int = 0  # generated tokens but each text's first, timed as prefill
+    prefill_seconds: float = 0.0  # reading prompts and sampling first tokens
+    decode_seconds: float = 0.0  # all steps
     commit_seconds: float = 0.0  # part of decoding: updates of small caches outside verification
     num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
-    kv_cache_bytes: int = 0
+    kv_cache_bytes: int = 0  # all KV caches of the run
     stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
-    steps_per_plan: Counter[str] = field(default_factory=Counter)
-    num_graphs: int = 0
+    steps_per_plan: Counter[str] = field(default_factory=Counter)  # by `str(StepPlan)`
+    num_graphs: int = 0  # captured CUDA graphs
 
     def note_commit(self, seconds: float) -> None:
         self.commit_seconds += seconds
 
     @property
     def levels(self) -> list[LevelStats]:
-        """The stages that verify guesses: all but the lowest."""
+        """Statistics of the stages that verify guesses: all but the lowest."""
         return self.stages[1:]
 
     @property

@@ -1,1 +1,1 @@
-"""The same numbers, sooner: CPU kernels, Triton kernels, several GPUs."""
+"""Devices: faster ways to compute the same models: CPU kernels, Triton kernels, several GPUs."""

@@ -22,7 +22,7 @@ from minitri.devices.gpu.quantized_copies import copy_in_few_bits
 
 def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B008
     """A device by its name; `auto` is a GPU where there is one. Raises `InputError`."""
-    # With a driver that is too old for this PyTorch, devices are counted that it cannot use.
+    # With a driver too old for this PyTorch, `device_count` counts GPUs that it cannot use.
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "auto":
         name = "cuda" if num_gpus else "cpu"
@@ -69,8 +69,8 @@ def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
-    """A copy of a model in 4 or, on a GPU, 8 bits, which proposes with the retrieval cache; None if
-    the model itself should. Raises `InputError` if the copy cannot be made."""
+    """A copy of the target in 4 or, on a GPU, 8 bits, to guess with the retrieval cache; None if
+    the target itself should guess. Raises `InputError` if the copy cannot be made."""
     has_kernels = model.execution.is_row_invariant
     if wanted in ("drafter", "same") or (wanted == "auto" and not has_kernels):
         return None
@@ -81,12 +81,12 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
         needs = "int8 needs a GPU, int4 needs the compiled kernels"
         raise InputError(f"{what}: {needs}; leave it out")
     copy = quantized_copy(model)
-    return copy if copy.num_bytes else None  # the model has as few bits itself
+    return copy if copy.num_bytes else None  # no bytes: the target has as few bits itself
 
 
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
-    """The fastest form of a drafter: on compiled kernels a copy in 4 bits, unless wanted is `same`,
-    which guesses whole rounds in one call and keeps none of the plain matrices."""
+    """The fastest form of a drafter: on compiled kernels a copy in 4 bits, unless `wanted` is
+    `same`, which guesses whole rounds in one call; the plain matrices are freed."""
     if not (model.execution.is_row_invariant and model.device.type == "cpu"):
         return model
     copy = model

@@ -5,11 +5,11 @@ from pathlib import Path
 
 from minitri.core.errors import InputError
 
-CHECKOUT = Path(__file__).resolve().parents[2]  # if that is where the package is
+CHECKOUT = Path(__file__).resolve().parents[2]  # the repository, if minitri runs from a clone
 
 
 def weights_folder() -> Path:
-    """The folder of weights and kernels: $MINITRI_WEIGHTS, a checkout's weights/, or the user's
+    """The folder of weights and kernels: $MINITRI_WEIGHTS, weights/ in a clone, or the user's
     cache. Raises `InputError` if there is no home folder."""
     try:
         if os.environ.get("MINITRI_WEIGHTS"):

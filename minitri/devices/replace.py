@@ -12,8 +12,8 @@ Factories = Mapping[type[nn.Module], Callable[[Any], nn.Module]]
 
 
 def replace_modules(module: nn.Module, factories: Factories) -> Any:
-    """A copy of a module that shares its weights. Each submodule whose exact type has a factory is
-    replaced by what the factory makes of it, after its children were replaced."""
+    """A copy of a module, with the same weights, in which each submodule whose exact type has a
+    factory is replaced by the factory's result, children first."""
     twin = copy.copy(module)
     children = module.named_children()
     twin._modules = {name: replace_modules(child, factories) for name, child in children}
@@ -22,7 +22,7 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:
-    """A copy of a model with replaced modules; `num_bytes` counts weights that are not shared."""
+    """A copy of a model with replaced modules; its `num_bytes` counts only new weights."""
     twin: Llama = replace_modules(model, factories)
     twin.lent_embedding = model.embed
     shared = {id(weight) for weight in model.parameters()}

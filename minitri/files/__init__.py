@@ -1,1 +1,1 @@
-"""Disk and hub: checkpoints, tokenizers, snapshots and the store of K and V."""
+"""Files on disk and hub: checkpoints, tokenizers, snapshots and the store of K and V."""

@@ -1,8 +1,8 @@
 """Weights of a checkpoint, a Hugging Face folder or a GGUF file, loaded into a `Llama`.
 
 Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
-A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With the table of
-another target it would guess badly without any error, so its files hold a sample to compare.
+A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With another
+target's table a drafter would guess badly without an error, so its files hold a sample to compare.
 """
 
 import hashlib
@@ -36,14 +36,14 @@ from minitri.files.hf_folder import Folder
 from minitri.files.snapshots import checksum
 
 MIN_SIMILARITY = 0.9
-"""Least median cosine of a drafter's embedding sample: copies of one model differ a little."""
+"""Least median cosine between a drafter's embedding sample and the target's embeddings."""
 NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.linear.weight": "lm_head.weight",
     "embedding_sample": "target.embedding_sample",
 }
-"""Names in files of the tensors outside the layers, where `Llama` calls them otherwise."""
+"""Names of tensors outside the layers: as `Llama` calls them, and in files."""
 
 Checkpoint = Folder | GgufFile
 
@@ -54,12 +54,12 @@ class Runtime:
 
     device: torch.device
     dtype: torch.dtype
-    attention: str = "auto"
+    attention: str = "auto"  # backend on a GPU
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Opens a file as GGUF, a folder in the Hugging Face layout. Raises `InputError`."""
+    """Opens a GGUF file, or a folder in the Hugging Face layout. Raises `InputError`."""
     if path.is_file():
         if path.suffix == ".gguf":
             return GgufFile(path)
@@ -78,7 +78,7 @@ def load_model(
     in_blocks: bool = False,
     progress: bool = False,
 ) -> Llama:
-    """A model that is ready to run. Raises `InputError` for files that do not fit the config.
+    """Loads a model from its files, ready to run. Raises `InputError` if they do not fit `config`.
 
     `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
     quantized as a GGUF file stores them. `progress` draws a bar on standard error."""
@@ -103,13 +103,13 @@ def build(config: ModelConfig, runtime: Runtime, target: Llama | None) -> Llama:
     lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, runtime.attention)
     advice = "use a smaller model or dtype, or check the sizes in the config"
-    # A size may also be beyond that of any tensor.
+    # A size in the config may be larger than any tensor can be.
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
         return make(config, dtype=dtype, device=device, target=lender, attend=attend)
 
 
 def accelerate(model: Llama) -> Kernels | None:
-    """Puts a whole model on the compiled CPU kernels, where they run; returns them."""
+    """Puts an unsplit model on the compiled CPU kernels; returns these, None if they cannot run."""
     is_whole = model.execution.ranks.count == 1
     kernels = kernels_for(model.device, model.config) if is_whole else None
     computed_by = model.device.type
@@ -122,9 +122,10 @@ def accelerate(model: Llama) -> Kernels | None:
 
 
 def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -> dict[str, Tensor]:
-    """Makes matrices quantized, and empty, where a GGUF file stores blocks that the kernels read.
+    """Makes those matrices quantized, and empty, that a GGUF file stores in blocks for kernels.
 
-    Returns the places to fill by the names of tensors. Raises `InputError` if there are none."""
+    Returns the tensors to fill by their names in the file. Raises `InputError` if there are none.
+    """
     kept: list[str] = []
     if kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()
@@ -141,8 +142,8 @@ def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights,
-    but for a head that is tied in the model and buffers of the rotary embedding."""
+    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights;
+    a tied LM head and buffers of the rotary embedding may be there, too."""
     missing = placements(model)
     unexpected = []
     checksums = dict[str, int]()
@@ -167,11 +168,11 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
 
 
 def placements(model: Llama) -> dict[str, Tensor]:
-    """The view of a parameter that each tensor of a checkpoint fills, by the tensor's name."""
+    """For each tensor of a checkpoint, by its name, the view of a parameter that it fills."""
     config = model.config
     kv = config.num_kv_heads * config.head_dim
     inner = config.intermediate_size
-    fused = {  # the tensors that fill a fused projection, and how many rows each of them has
+    fused = {  # tensors that fill a fused projection, with their numbers of rows
         "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
@@ -202,8 +203,8 @@ def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
 
 
 def check_drafter(model: Llama, target: Llama, path: Path) -> None:
-    """Raises `InputError` unless a drafter was made for this target's embedding table, and its
-    head has a row each of different tokens."""
+    """Raises `InputError` unless a drafter was made for this target's embedding table, and the
+    rows of its LM head are different tokens."""
     config = model.config
     lent = target.config
     similarity = 0.0

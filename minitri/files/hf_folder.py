@@ -1,4 +1,4 @@
-"""A folder in the Hugging Face layout: JSON files, and weights in safetensors or .bin files.
+"""A model's folder in the Hugging Face layout: JSON files, and weights as safetensors or .bin.
 
 Code in a pickle is refused, never run. Only regular files are opened.
 """
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 
 class Folder:
-    """The files of a model in the folder `path`."""
+    """The files of a model in a folder of the Hugging Face layout."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def config(self, name: str) -> ModelConfig:
-        """The model's shape. End-of-sequence tokens in generation_config.json win."""
+        """The model's config; generation_config.json overrides its end-of-sequence tokens."""
         settings = read_json(self.path / "config.json")
         eos = self.generation_config.get("eos_token_id")
         return read_config(settings if eos is None else settings | {"eos_token_id": eos}, name)
@@ -40,7 +40,7 @@ class Folder:
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
-        """The content of tokenizer_config.json; a chat template in a separate file wins."""
+        """The content of tokenizer_config.json, with the template of chat_template.jinja if any."""
         settings = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
         if template.is_file():
@@ -48,7 +48,7 @@ class Folder:
         return settings
 
     def tokenizer(self) -> Backend:
-        """The library that reads its tokenizer. Raises all kinds of errors for damaged files."""
+        """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
         file = self.path / "tokenizer.json"
         if file.is_file():
             pipeline = tokenizers.Tokenizer.from_file(str(file))
@@ -61,7 +61,7 @@ class Folder:
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, *_: Any) -> "Iterator[tuple[str, Tensor]]":
-        """Every weight under its name, one at a time; a shard is closed before the next opens."""
+        """Yields names and tensors of all weights; a shard is closed before the next one opens."""
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
@@ -70,16 +70,16 @@ class Folder:
                         for name in shard.keys():  # noqa: SIM118 (not a dict)
                             yield name, shard.get_tensor(name)
                 else:
-                    import torch  # slow, and not needed to ask which files there are
+                    import torch  # slow, and not needed by `weight_files`
 
-                    with warnings.catch_warnings(action="ignore"):  # remarks on protocols
+                    with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
                     for name, tensor in shard.items():
                         yield str(name), tensor.detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, an empty one if there is none. Raises `InputError`."""
+    """The JSON object in a file, an empty object if there is no file. Raises `InputError`."""
     if not path.exists():
         return {}
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
@@ -92,8 +92,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The shards of a checkpoint; safetensors win where a folder has both formats. Raises
-    `InputError` if there are none, or one is missing."""
+    """Paths of the files with a checkpoint's weights: safetensors, if a folder has both formats.
+    Raises `InputError` if there are none, or one is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         single = path / name
         index = path / f"{name}.index.json"

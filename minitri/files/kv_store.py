@@ -1,8 +1,9 @@
 """The KV store: K and V of prompts in a folder that engines share, at any URL of fsspec.
 
-A block is a snapshot of `BLOCK` tokens, named by a digest of all that its bits depend on, the text
-before it included, and of its owner. Errors are logged, and prompts are read as without a store.
-Whoever can write to the folder is trusted.
+A block is a snapshot of `BLOCK` tokens of a text. Its name is a digest of all facts on which its
+bits depend, with all earlier tokens, and of the text's owner. Errors are logged, and prompts are
+then read as without a store. Everybody who can write to the folder is trusted.
+Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
 """
 
 import contextlib
@@ -24,15 +25,15 @@ from minitri.files.snapshots import Origin, read_snapshot, write_snapshot
 BLOCK = 256
 """Tokens of a block."""
 WAITING_BYTES = 2**30
-"""Limit of blocks that wait to be written; others are skipped until a later prompt has them."""
+"""Most bytes of blocks that wait to be written; more blocks are not stored now."""
 
 
 class KVStore:
-    """The blocks of one model in a shared folder."""
+    """A store of K and V for one model, in blocks in a shared folder."""
 
     def __init__(self, url: str, num_bytes: int, origin: Origin) -> None:
-        """Beyond `num_bytes` the least recently used blocks are deleted (on a remote store: the
-        oldest). Raises `InputError`."""
+        """Opens the store at `url`. Beyond `num_bytes` the least recently used blocks are deleted
+        (on a remote store: the oldest). Raises `InputError`."""
         problem = f"kv_store is {shorten(url, 90)}, which cannot be opened"
         with explain(problem, "name a folder, or pip install 'minitri[store]' and what is missing"):
             from fsspec.core import url_to_fs
@@ -53,7 +54,7 @@ class KVStore:
         self.writer = ThreadPoolExecutor(1)
 
     def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
-        """The longest stored prefix of an owner's text, or `held` if that is not shorter."""
+        """The longest stored prefix of an owner's text, or `held` if none is longer."""
         paths = self._paths(tokens, owner)
         num_held = held.num_shared(tokens, owner)
         blocks: list[FullCache] = []
@@ -68,9 +69,9 @@ class KVStore:
         return HeldRow(FullCache(keys_LBKTD, values_LBKTD), 0, tokens[:num_stored])
 
     def write(self, source: HeldRow) -> None:
-        """Writes missing blocks of a prompt that was read, in another thread."""
+        """Writes the blocks of a prompt that the store lacks, in another thread."""
         paths = self._paths(source.tokens, source.owner)
-        for path in reversed(paths) if self._is_local else ():  # the first block is the most recent
+        for path in reversed(paths) if self._is_local else ():  # the first block becomes the newest
             with contextlib.suppress(OSError):
                 os.utime(path)
         for i, path in enumerate(paths):
@@ -86,11 +87,11 @@ class KVStore:
                     self._room.release()
 
     def close(self) -> None:
-        """Waits until everything is written; later blocks are dropped."""
+        """Waits until all blocks are written; later blocks are dropped."""
         self.writer.shutdown()
 
     def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
-        """Paths of the blocks of an owner's text."""
+        """Paths of all whole blocks of an owner's text, stored or not."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
@@ -98,7 +99,7 @@ class KVStore:
         return [f"{self._folder}/{digest}.kvblock" for digest in digests[1:]]
 
     def _read(self, path: str, tokens: list[int]) -> FullCache:
-        """Reads a block. Raises `FileNotFoundError`, or `InputError` if it is another one."""
+        """Reads a block of these tokens. Raises `FileNotFoundError`, or `InputError` for others."""
         self._known.discard(path)
         name = Path(path).name
         with tempfile.TemporaryDirectory() as folder:
@@ -120,7 +121,7 @@ class KVStore:
         self._room.release()
 
     def _make_room(self) -> None:
-        """Beyond the limit deletes the oldest eighth of the blocks and of unfinished files."""
+        """Deletes the oldest eighth of blocks and unfinished files if all exceed `num_bytes`."""
         files = self._fs.ls(self._folder, detail=True)
         ours = [file for file in files if file["name"].endswith((".kvblock", ".unfinished"))]
         if sum(file["size"] for file in ours) > self._num_bytes:
@@ -131,7 +132,7 @@ class KVStore:
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:
-        """Logs an error as one line, once for several blocks; a missing file is no error."""
+        """Context that logs an error in one line, once if it repeats; except for missing files."""
         try:
             yield
         except FileNotFoundError:

@@ -1,8 +1,8 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-The shape in a row serves `minitri plan` and `bench --load dummy`, which read no files; a model that
-runs has the shape in its config file. The latest files of a repository are taken; ask for others by
-ORG/NAME@REVISION.
+The config in a row serves `minitri plan` and `bench --load dummy`, which read no model files; a
+model that runs has the config in its files. The latest files of a repository are taken; older ones
+have the name ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
@@ -48,10 +48,10 @@ class ModelChoice:
 
 
 class NamedModel(NamedTuple):
-    """A row: a repository on the Hugging Face hub, the default drafter, and the shape."""
+    """A named model: its repository on the Hugging Face hub, default drafter, and config."""
 
-    repo: str
-    draft: str
+    repo: str  # ORG/NAME on the hub
+    draft: str  # default drafter
     shape: ModelConfig
 
 
@@ -67,7 +67,7 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:
-    """The named models as a text table for `--list-models`, without their shapes."""
+    """The named models as a text table for `--list-models`, without their configs."""
     width = _TABLE[0].index("kind")
     return "\n".join(line[:width].rstrip() for line in _TABLE)
 

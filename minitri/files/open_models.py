@@ -1,6 +1,6 @@
 """Opened models: their configs and tokenizers are read, their weights not yet.
 
-So whatever is wrong with a prompt or a drafter is found before the minutes that large weights take.
+So wrong prompts and drafters are found before the minutes that it takes to read large weights.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +41,7 @@ class OpenModel:
         device = choose_device(choice.device, join())
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
-            # NCCL takes its memory before the model does.
+            # The first sum makes NCCL take its memory, before the model takes the rest.
             join().sum(torch.zeros(1, device=device))
         dtype = choose_dtype(choice.dtype, device)
         self._runtime = Runtime(device, dtype, choice.attention, join())
@@ -58,10 +58,10 @@ class OpenModel:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
-        """The model, and the one that proposes with the retrieval cache if it has fewer bits."""
+        """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""
         match self._plan():
             case WeightPlan("dense", "blocks"):
-                with ThreadPoolExecutor(1) as pool:  # together they take half as long
+                with ThreadPoolExecutor(1) as pool:  # two loads at a time take half as long
                     reading = pool.submit(self._load, in_blocks=True, progress=False)
                     model = self._load()
                     proposer = reading.result()
@@ -74,7 +74,7 @@ class OpenModel:
                 return model, retrieval_copy(model, proposing)
 
     def load_drafter(self, target: Llama) -> Llama:
-        """The model as a drafter, to which its target lends what it lacks."""
+        """Loads the model as a drafter; `target` lends its embedding table if it has none."""
         # A drafter is whole on every rank.
         self._runtime = replace(self._runtime, ranks=Ranks())
         model = self._load(target, in_blocks=self._plan().target == "blocks")
@@ -112,7 +112,8 @@ class OpenModel:
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
-    """The drafter, or None for lookup. Raises `InputError` about one that was asked for by name."""
+    """Opens the drafter of a choice; None for lookup, which also replaces a default drafter that
+    cannot be used. Raises `InputError` about a drafter that was chosen by name."""
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None

@@ -1,11 +1,11 @@
 """KV snapshots: K and V of a text in a file, so that a later run need not read the text again.
 
-A safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of these and of the manifest
-in the header: weights, config, dtype and RoPE. It is written under another name in the same folder
-and renamed when it is complete and on the disk, so a reader never sees half a file. Only its owner
-can read it. A symbolic link is followed.
+A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of both and of
+the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
+in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
+file. Only the file's owner can read it. A symbolic link is followed.
 
-Legend: L layers, T tokens, K KV heads, D head dim.
+Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
 import hashlib
@@ -38,17 +38,17 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Origin:
-    """All that K and V of a text depend on, besides the text."""
+    """The facts on which K and V of a text depend, besides the text."""
 
     config: ModelConfig
     dtype: torch.dtype
-    fingerprint: str  # of the weights
-    computed_by: str = ""  # decides the last bits; not in the manifest
+    fingerprint: str  # digest of the weights
+    computed_by: str = ""  # kernels and processor, which decide last bits; not in the manifest
 
     @property
     def manifest(self) -> dict[str, str]:
-        """Facts for the header of a file."""
-        # Name, context length and end-of-sequence tokens do not matter.
+        """The facts in the header of a snapshot, which a reader compares."""
+        # K and V do not depend on name, context length and end-of-sequence tokens.
         shape = replace(self.config, name="", context_length=1, eos_token_ids=())
         return {
             "format": FORMAT,
@@ -59,7 +59,7 @@ class Origin:
         }
 
     def tensors(self, num_tokens: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of all tensors of a file, in order."""
+        """Dtype and shape of all tensors of a snapshot of `num_tokens` tokens, in order."""
         config = self.config
         kv = (config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim)
         return {
@@ -70,7 +70,7 @@ class Origin:
 
 
 def origin_of(model: Llama) -> Origin:
-    """The facts that K and V depend on. Raises `InputError` if a file cannot state them."""
+    """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
     if execution.ranks.count > 1 or not execution.fingerprint:
         raise InputError(
@@ -81,8 +81,8 @@ def origin_of(model: Llama) -> Origin:
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
-    """Reads a file of `write_snapshot`; returns the text and its note. Raises `InputError` unless
-    it is whole, and of this model, dtype and RoPE."""
+    """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note. Raises
+    `InputError` unless the file is whole, and of this model, dtype and RoPE."""
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(name)} for {model}"
     with explain(problem, "read the text again and save it again"):
@@ -90,7 +90,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
             raise ValueError("it is a folder")
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
-            # Copies: the file may be overwritten while they are in use.
+            # Copies, as the file may be overwritten while the tensors are in use.
             tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
@@ -139,7 +139,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
 
 
 def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """Header of a safetensors file: the length of a JSON object, and the object."""
+    """Header of a safetensors file with these facts and tensors: a JSON object after its length."""
     entries: dict[str, object] = {"__metadata__": facts}
     start = 0
     for name, (dtype, shape) in tensors.items():
@@ -152,7 +152,7 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
 
 
 def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
-    """CRC-32 of the manifest and the bytes of tensors."""
+    """CRC-32 of the facts in a header and of the bytes of tensors."""
     total = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     for tensor in tensors:
         total = zlib.crc32(as_bytes(tensor), total)

@@ -1,5 +1,5 @@
-"""The tokenizer of a checkpoint: which library reads it, its BOS token, chat template and special
-tokens, as its files say."""
+"""Makes the tokenizer of a checkpoint from its files: library, BOS token, chat template and special
+tokens."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from minitri.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokenizer:
-    """The tokenizer of an opened model. Raises `InputError` if there is none that fits."""
+    """The tokenizer of an opened model. Raises `InputError` if it is missing or does not fit."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
         backend = checkpoint.tokenizer()
         settings = {
@@ -42,8 +42,8 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
 
 
 def _chat_templates(setting: Any) -> list[str | None]:
-    """The template for conversations and the one for tools, of one template or a list of named
-    ones. Raises `TypeError` and others for anything else."""
+    """The chat templates without and with tools, from a setting that is one template or a list of
+    named ones. Raises `TypeError` and others for wrong settings."""
     templates = [setting, None]
     if isinstance(setting, list):
         sources = {entry["name"]: entry["template"] for entry in setting}

@@ -1,4 +1,4 @@
-"""The weight plan: in which form a model's weights are held, decided once before any is read."""
+"""The weight plan: the form of a model's weights in memory, decided once before they are read."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,14 +12,14 @@ from minitri.files.named_models import ModelChoice
 
 @dataclass(frozen=True)
 class WeightPlan:
-    """The forms of a target's weights and of those that propose with the retrieval cache."""
+    """The forms of the target's weights, and of the weights that guess with the retrieval cache."""
 
     target: Literal["dense", "blocks"]
     """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
     proposer: str
-    """same: the target. blocks: the same file's. int4, int8: a copy that is quantized here."""
+    """same: the target's. blocks: the blocks in its GGUF file. int4, int8: a quantized copy."""
     reason: str = ""
-    """Why blocks, where nobody asked for them."""
+    """Why the target has blocks, if no setting asked for them."""
 
 
 def plan_weights(
@@ -30,9 +30,9 @@ def plan_weights(
     has_kernels: bool,
     free_bytes: float,
 ) -> WeightPlan:
-    """The plan for a model on the compiled CPU kernels (`has_kernels`), or without them.
+    """Decides the forms of a model's weights, on the compiled CPU kernels (`has_kernels`) or not.
 
-    By default matrices of a GGUF file are dense if there is memory for them and for a copy."""
+    By default matrices of a GGUF file are dense if `free_bytes` suffice for them and a copy."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if has_kernels and proposer == "auto" else "same"
@@ -42,7 +42,7 @@ def plan_weights(
         return WeightPlan("dense", proposer)
     num_bytes = checkpoint.num_weights() * dtype.itemsize
     if proposer == "int4":
-        num_bytes += checkpoint.num_bytes()  # as many as the copy has, or more
+        num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has
     if num_bytes > free_bytes:
         kind = str(dtype).removeprefix("torch.")
         reason = f"in {kind} they and their copy take {num_bytes / 1e9:.1f} GB"

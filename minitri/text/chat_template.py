@@ -1,6 +1,7 @@
 """Chat templates: a conversation as text for a model, by the Jinja template in its files.
 
-Another process renders them, within limits (`template_sandbox.py`). It starts in 0.1 s, and stays.
+Another process renders templates, within limits (`template_sandbox.py`). The process starts in
+0.1 s, and waits for more.
 """
 
 import json
@@ -17,12 +18,12 @@ from typing import Any
 from minitri.core.errors import InputError, explain
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
-MAX_SECONDS = 5.0  # of a processor, for a rendering
-MAX_BYTES = 1 << 29  # of memory, for a process
+MAX_SECONDS = 5.0  # processor time for one rendering
+MAX_BYTES = 1 << 29  # memory of a rendering process
 ADVICE = "give a prompt of plain text, or correct the template"
 
 Message = Mapping[str, Any]
-"""`role` (system, user, assistant or tool) and `content`; a call also has what its
+"""A message: `role` (system, user, assistant or tool), `content`, and other keys that the model's
 template reads."""
 
 
@@ -32,8 +33,8 @@ class ChatTemplate:
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], tool_source: str | None = None
     ) -> None:
-        """`special_tokens` are the texts of `bos_token` and the like; `tool_source` is the template
-        for conversations with tools, if it is another. Raises `InputError`."""
+        """`special_tokens` has the texts of `bos_token` and the like; `tool_source` is another
+        template for conversations with tools, if there is one. Raises `InputError`."""
         self._source = source
         self.tool_source = tool_source or source
         self._special_tokens = special_tokens
@@ -58,13 +59,13 @@ class ChatTemplate:
             return self._ask(source, variables)
 
     def _ask(self, source: str, variables: Mapping[str, object]) -> str:
-        """The text that a process renders. Raises `ValueError`."""
+        """Lets a process render a template with these variables. Raises `ValueError`."""
         if self._owner != os.getpid():  # after a fork the processes are the parent's
             self._owner = os.getpid()
             self._idle.clear()
         try:
             child = self._idle.pop()
-        except IndexError:  # the first rendering, or other threads use the rest
+        except IndexError:  # the first rendering, or other threads use all processes
             child = start()
         line = ""
         with suppress(BrokenPipeError):
@@ -98,7 +99,7 @@ def start() -> subprocess.Popen[str]:
 
 
 def stop(children: list[subprocess.Popen[str]]) -> None:
-    """Ends processes, except the parent's after a fork."""
+    """Ends rendering processes; after a fork, not those of the parent process."""
     for child in children:
         with suppress(OSError), child:
             child.kill()

@@ -1,4 +1,4 @@
-"""Grammars as a user writes them; `text/matcher.py` compiles them."""
+"""Grammars as a user writes them, checked; `text/matcher.py` compiles them."""
 
 import json
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from minitri.core.errors import check_unicode, explain
 from minitri.core.fields import brief, check_fields, one_of, refuse
 
 MAX_CHARACTERS = 1 << 20
-"""Longest text of a grammar; schemas in use have at most a tenth of that."""
+"""Longest text of a grammar, in characters; schemas in use have at most a tenth of that."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Grammar:
 
 
 def _parsed(text: str, what: str, wanted: str, kind: Any) -> Any:
-    """The value of a JSON text. Raises `InputError` unless it is of this kind."""
+    """The value of a JSON text. Raises `InputError` unless the value is of this kind."""
     with explain(f"{what} cannot be read", f"give {wanted}"):
         value = json.loads(text)
         if not isinstance(value, kind):

@@ -1,7 +1,8 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
 The library sees the exact bytes of our tokens. The latest compiled grammars are kept. Every row has
-its own matcher, which is advanced along guesses and rolled back with them.
+its own matcher, which is advanced along guesses and rolled back when they are rejected.
+Legend: V vocab.
 """
 
 import functools
@@ -21,19 +22,19 @@ from minitri.text.tokenizer import Tokenizer
 
 
 class GrammarMatcher:
-    """The state of one text in its grammar; a `Matcher` of the core."""
+    """The state of one text in its grammar; implements `Matcher` of the core."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """`start` is a matcher of the library at the start of a text."""
+        """`start` is a matcher of llguidance at the start of a text."""
         self._matcher = start
         self._ends = [*config.eos_token_ids]
         self._path: list[int] = []  # tokens that the library has read after the committed ones
         self._is_over = False
         self._forced: list[int] = []  # the latest result of `forced`, after the committed tokens
-        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path: each level asks again
+        self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path, for several levels
 
     def extend(self, tokens: list[int]) -> None:
-        """Appends committed tokens."""
+        """Advances the state by committed tokens of the text."""
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
@@ -41,14 +42,14 @@ class GrammarMatcher:
         self._forced = self._forced[len(tokens) :] if is_as_forced else []
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
+        """Boolean (V,): tokens that may not follow the committed text and `path`; None: failed."""
         key = tuple(path)
         if key not in self._masks:
             self._masks[key] = self._mask(path)
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
-        """Text that must follow `path`, as the tokenizer cuts it; other cuts are allowed, too."""
+        """Tokens of the text that must follow `path`; other tokens of the same text may, too."""
         if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
             is_over = self._is_over or not self._read(path)
             if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
@@ -58,13 +59,13 @@ class GrammarMatcher:
 
     @property
     def error(self) -> str:
-        """The library's error, in one line."""
+        """Why the library's matcher failed, in one line."""
         return error_of(self._matcher)
 
     def _mask(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) the grammar forbids after the guesses `path`; None: it has given up.
-        Only end tokens follow a complete text, another end token, or a guess that the grammar does
-        not allow."""
+        """Boolean (V,): tokens that the grammar forbids after the guesses `path`; None: it failed.
+        Only end tokens may follow a complete text, another end token, or a guess that the grammar
+        does not allow."""
         is_over = self._is_over or not self._read(path)
         mask = bytearray(self._matcher.compute_logit_bias())
         if self._matcher.is_error():
@@ -74,8 +75,8 @@ class GrammarMatcher:
         return is_bad_V
 
     def _read(self, path: list[int]) -> bool:
-        """Replaces the path that was read, as far as the grammar allows the new one. Returns
-        whether all of it is allowed and has no end token."""
+        """Replaces the guesses that the library has read by `path`, as far as the grammar allows.
+        Returns whether all of `path` is allowed and has no end token."""
         common = num_common(path, self._path)
         self._matcher.rollback(len(self._path) - common)
         words = [*takewhile(lambda token: token not in self._ends, path)]
@@ -85,7 +86,7 @@ class GrammarMatcher:
 
 
 class Pieces:
-    """A tokenizer of byte pieces for llguidance, for tokenizers that it cannot read."""
+    """A tokenizer of byte pieces for llguidance, in place of one that the library cannot read."""
 
     bos_token_id = None
 
@@ -107,7 +108,7 @@ class Pieces:
 
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
-    """A matcher of the library at the start of a text. Raises `InputError`."""
+    """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
     if not config.eos_token_ids:
         raise InputError(f"{config.name} has no end-of-sequence token, which a grammar needs")
     lexicon = lexicon_of(tokenizer, config.vocab_size, config.eos_token_ids)
@@ -116,7 +117,7 @@ def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any
 
 @functools.lru_cache(maxsize=4)
 def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """The vocabulary as the library reads it. Raises `InputError` if that is not installed."""
+    """The tokenizer's vocabulary for llguidance. Raises `InputError` if that is not installed."""
     with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
         import llguidance
 
@@ -128,12 +129,12 @@ def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> 
 
 
 NOT_FORCED = '%llguidance {"no_forcing": true}'
-"""Without it, masks would allow a single way to cut forced text into tokens."""
+"""An option of llguidance, without which masks allow only one tokenization of forced text."""
 
 
 @functools.lru_cache(maxsize=64)
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
-    """A matcher of the library over the tokens of a lexicon. Raises `InputError`."""
+    """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
@@ -154,14 +155,14 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
             matcher.compute_logit_bias()
         if matcher.is_error():
             problem = error_of(matcher)
-            if grammar.kind != "lark":  # no place in a text that the user did not write
+            if grammar.kind != "lark":  # the user did not write the text that has these lines
                 problem = re.sub(r"^line \d+, column \d+: ", "", problem)
             raise ValueError(problem)
     return matcher
 
 
 def error_of(matcher: Any) -> str:
-    """The error of a matcher of the library, in one line."""
+    """The error of a matcher of llguidance, in one line."""
     text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
     text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)

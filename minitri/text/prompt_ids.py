@@ -13,7 +13,7 @@ from minitri.text.tokenizer import Tokenizer
 MAX_STRETCH = 32
 """Largest factor of RoPE scaling that an error message recommends."""
 MAX_SEED = 2**32 - 1
-"""PyTorch's generator on the CPU reads no more bits."""
+"""Largest seed: PyTorch's generator on the CPU reads only 32 bits."""
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:
@@ -32,7 +32,7 @@ def encode_prompt(prompt: Prompt, tokenizer: Tokenizer) -> list[int]:
 
 
 def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> list[Any]:
-    """The converted items of anything that has an order. Raises `InputError`."""
+    """The converted items of an ordered collection. Raises `InputError` for others."""
     try:
         if not isinstance(prompt, bytes | Mapping | Set):
             return [convert(item) for item in prompt]
@@ -45,7 +45,7 @@ def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> 
 
 
 def as_int(number: Any) -> int:
-    """An integer of any library as Python's; booleans are none. Raises `TypeError`."""
+    """Converts an integer of any library to Python's. Raises `TypeError`, for booleans, too."""
     if isinstance(number, bool):
         raise TypeError
     return operator.index(number)
@@ -53,7 +53,7 @@ def as_int(number: Any) -> int:
 
 def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) -> None:
     """Raises `InputError` unless a prompt is valid and leaves room for `num_new` tokens; `ways` are
-    what the caller can do about a prompt that is too long."""
+    the caller's remedies for a prompt that is too long."""
     if not ids:
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:
@@ -91,7 +91,7 @@ def fold_seed(seed: int) -> int:
 
 
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
-    """One seed per row. Raises `InputError` unless a generator can take them."""
+    """One seed per row: seed + b for an integer. Raises `InputError` for wrong seeds."""
     try:
         given = seed if isinstance(seed, Iterable) else range(as_int(seed), seed + num_rows)
         seeds = [as_int(number) for number in given]

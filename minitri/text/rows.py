@@ -1,4 +1,4 @@
-"""Rows of requests: prompts become token ids, seeds are drawn, settings are checked."""
+"""Rows from requests: prompts become token ids, seeds are drawn, settings are checked."""
 
 import functools
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ from minitri.text.tokenizer import Tokenizer
 
 
 def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
-    """The rows of a run, numbered from 0. Raises `InputError`, which names the request if there are
-    several."""
+    """One `Row` per request, numbered from 0. Raises `InputError`, which names the request if there
+    are several."""
     rows = []
     for number, request in enumerate(requests):
         try:
@@ -31,14 +31,14 @@ def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -
 
 
 def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) -> Row:
-    """The row of a request, which is checked; without a seed it draws one, the same on all ranks.
+    """Checks a request and makes its `Row`; a missing seed is drawn, the same one on all ranks.
     Raises `InputError`."""
     expect(request, Request)
     prompt_ids = encode_prompt(request.prompt, tokenizer)
     check_prompt(prompt_ids, model.config, request.generation.max_new_tokens)
     draw = model.execution.ranks.ask_first
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
-    # Tokens and grammar are checked before any work; the row's own filters are made later.
+    # Checks tokens and grammar before any work; the row's own filters are made at its admission.
     text_filters(request.sampling, [], tokenizer, model.config)
     reader = TextReader(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown)
     return Row(
@@ -53,7 +53,7 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
 def text_filters(
     sampling: SamplingParams, prompt: list[int], tokenizer: Tokenizer, config: ModelConfig
 ) -> TextFilters | None:
-    """The text filters of a new row; None if its settings have none. Raises `InputError` for a
+    """The text filters of a new row; None if its settings need none. Raises `InputError` for a
     token that the model lacks, and for a grammar that cannot be compiled."""
     if not sampling.reads_text:
         return None

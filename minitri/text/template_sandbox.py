@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` ... `{% endgeneration %}`, which marks answers for training: ignored."""
+    """Jinja tags `{% generation %}` and `{% endgeneration %}`, marks for training: ignored."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's way)
 
@@ -48,7 +48,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 def main(seconds: float, num_bytes: int) -> None:
-    """Renders until standard input ends; a line that takes too long ends the process."""
+    """Renders each line of standard input until it ends; a line beyond limits ends the process."""
     with suppress(ValueError):  # a lower limit is set already
         resource.setrlimit(resource.RLIMIT_AS, (num_bytes, num_bytes))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -8,7 +8,7 @@ from minitri.text.tokenizer import Tokenizer
 
 
 class TextReader:
-    """A `minitri.core.requests.Reader`: the text of one output, token by token."""
+    """Turns one output's tokens into text with stop strings; a `minitri.core.requests.Reader`."""
 
     def __init__(
         self,
@@ -18,14 +18,14 @@ class TextReader:
         stop: Sequence[str] = (),
         shown: Container[int] = (),
     ) -> None:
-        """The output ends before any of the strings `stop`; `shown` are control tokens that its
-        text spells out, where others are left out."""
+        """The output ends before the first of the strings `stop`; `shown` are ids of control tokens
+        that the text spells out, while others are left out."""
         self._decoder = IncrementalDecoder(tokenizer, prompt_ids, shown)
         self._scanner = StopScanner(stop)
 
     def __call__(self, token: int | None) -> tuple[str, bool]:
-        """Text that is final now, and whether a stop string is complete. None is the end of the
-        output: half characters become U+FFFD, and what could have begun a stop string is text."""
+        """Takes a token; returns the text that is final now, and whether a stop string is complete.
+        None ends the output: half characters become U+FFFD, a half stop string becomes text."""
         decoded = self._decoder.flush() if token is None else self._decoder.push(token)
         text = self._scanner.push(decoded)
         if token is None:
@@ -60,14 +60,14 @@ class StopScanner:
         return text[:cut]
 
     def flush(self) -> str:
-        """The text that was held back, once nothing can follow."""
+        """Returns the text that was held back, at the end of the output."""
         held = self._held
         self._held = ""
         return held
 
 
 def overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` with which `stop` begins."""
+    """Length of the longest string that ends `text` and begins `stop`."""
     return next((n for n in range(min(len(stop), len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -75,26 +75,26 @@ class IncrementalDecoder:
     """A detokenizer for a growing sequence: the text of new tokens, piece by piece.
 
     The text of a token depends on its neighbours: a leading space, a character of several tokens.
-    So each step decodes a short window twice, with and without the new tokens; the difference is
-    the new text. A window that ends in U+FFFD may end in half a character, and waits for at most
-    `MAX_WAITING` tokens, since each decodes the window again.
+    So each step decodes a short window of tokens twice, with and without the new ones; the
+    difference is the new text. A window that ends in U+FFFD may end in half a character; its text
+    waits for at most `MAX_WAITING` tokens, as every token costs another decoding of the window.
     """
 
     CONTEXT = 6
     """Tokens of the prompt that are decoded before the first new token."""
     MAX_WAITING = 16
-    """Four times the tokens that a character may have."""
+    """Most tokens whose text waits: four times as many as one character may have."""
 
     def __init__(self, tokenizer: Tokenizer, prompt: list[int], shown: Container[int] = ()) -> None:
-        """`shown` are the control tokens that the text spells out."""
+        """`prompt` are ids before the output; `shown` are control tokens that text spells out."""
         self._decode = functools.partial(tokenizer.decode, shown=shown)
         self._ids = prompt[-self.CONTEXT :]
         self._window = 0  # first token of the window
-        self._read = len(self._ids)  # first token whose text was not returned
-        self._num_held = 0  # characters just before it that were not returned, either
+        self._read = len(self._ids)  # first token of which no text was returned
+        self._num_held = 0  # characters just before this token that were not returned, either
 
     def push(self, token: int) -> str:
-        """The text that is final with this token; may be empty."""
+        """Takes the next token; returns the text that is final now, which may be empty."""
         self._ids.append(token)
         text = self._decode(self._ids[self._window :])
         num_broken = len(text) - len(text.rstrip("\ufffd"))
@@ -103,8 +103,8 @@ class IncrementalDecoder:
         return self.flush(min(num_broken, 3))  # a character may continue after three bytes
 
     def flush(self, num_held: int = 0) -> str:
-        """All text not returned yet, without its last `num_held` characters; broken characters
-        are U+FFFD."""
+        """Returns all text not returned yet but its last `num_held` characters; broken characters
+        become U+FFFD."""
         known = self._decode(self._ids[self._window : self._read])
         known = known[: len(known) - self._num_held]
         text = self._decode(self._ids[self._window :])

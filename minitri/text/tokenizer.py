@@ -1,7 +1,7 @@
 """Tokenizers: text to token ids and back, by sentencepiece or the package `tokenizers`.
 
-The libraries tokenize. Here the BOS token is added where the model wants it, and conversations
-become text by the model's chat template.
+The libraries do the work. `Tokenizer` adds the BOS token where the model wants one, and turns
+conversations into text by the model's chat template.
 """
 
 import functools
@@ -60,7 +60,7 @@ class SentencePieceBackend:
 
 
 class TokenizersBackend:
-    """A pipeline of the package `tokenizers`, which always encodes spelled control tokens."""
+    """A pipeline of the package `tokenizers`, which reads spelled control tokens in any text."""
 
     def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
         self._pipeline = pipeline
@@ -121,9 +121,9 @@ class Tokenizer:
         return ids
 
     def spellings(self, word: str) -> list[list[int]]:
-        """Token ids of a word at the beginning of a text, after a space, and in a line."""
+        """All token id lists that write a word: at the start of a text, after a space or a line."""
         line, after_line, *ways = map(self._backend.encode, ("\n", f"\n{word}", word, f" {word}"))
-        if after_line[: len(line)] == line:  # as sentencepiece spells it within a word
+        if after_line[: len(line)] == line:  # the word without the space of sentencepiece
             ways.append(after_line[len(line) :])
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
 
@@ -137,13 +137,14 @@ class Tokenizer:
         return ChatTemplate(self._template, self._special_tokens, self._tool_template)
 
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
-        """Token ids of a conversation, up to the beginning of the next answer; `messages` are such
-        as `{"role": "user", "content": "Why?"}`, or the user's only text. Raises `InputError`."""
+        """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
+        list of dicts such as `{"role": "user", "content": "Why?"}`, or the text of one message by
+        the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
     def render_chat(self, messages: "str | Sequence[Message]", tools: Sequence[Any] = ()) -> str:
-        """A conversation as text with control tokens spelled out; `tools` are those that the model
-        may call. Raises `InputError`."""
+        """A conversation as text with control tokens spelled out; `tools` are functions that the
+        model may call. Raises `InputError`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if self.chat_template is None:
@@ -169,14 +170,14 @@ class Tokenizer:
         return text
 
     def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
-        """Ids of control tokens by their spellings, as far as the vocabulary has them."""
+        """Token ids by spelling, for those of `spellings` that are one control token each."""
         encoded = {text: self.encode_marked(text) for text in spellings}
         return {
             text: ids[0] for text, ids in encoded.items() if len(ids) == 1 and not self.decode(ids)
         }
 
     def lexicon(self) -> str | list[bytes]:
-        """The bytes of each token, empty for control tokens; or the JSON of a tokenizer.json."""
+        """The vocabulary: bytes of each token, b"" for control tokens; or tokenizer.json's text."""
         return self._backend.lexicon()
 
     def token(self, number: int) -> str | None:

@@ -1,8 +1,8 @@
 """A level of the cascade that can guess a tree, and verify one.
 
 The lowest level grows a tree, one pass for each depth. The level above reads all nodes in one pass,
-in which each sees its ancestors only; K and V of the accepted path are moved together, as if it had
-been a chain. It emits a chain, so nothing above knows of trees.
+in which a node sees only its ancestors; then K and V of the accepted path are moved together, as if
+the path had been a chain. The verifying level emits a chain, so no level above knows of trees.
 
 Legend: B rows, N nodes, T nodes of a pass, V vocab, L layers, H query heads, D head dim.
 """
@@ -27,7 +27,7 @@ from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, 
 
 
 class TreeLevel(Level):
-    """A `Level` that guesses trees if the plan has some, and verifies both chains and trees."""
+    """A `Level` that guesses trees if the step's plan has a tree, and verifies chains and trees."""
 
     runner: ModelRunner
     source: IndependentSource | CoupledSource
@@ -40,7 +40,7 @@ class TreeLevel(Level):
             self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
 
     def shape(self) -> TreeShape | None:
-        """The tree of this step's plan; None for chains."""
+        """The shape of the tree in this step's plan; None if the plan has chains."""
         plan = self._meter.tuner.plan
         return shape_of(plan) if plan.tree else None
 
@@ -60,7 +60,7 @@ class TreeLevel(Level):
                     blocks = [row[1:end] for row in nodes]
                     output = self.read_tree(sequences, active, blocks, shape, 1)
                 for parent in range(first, end):
-                    place = max(parent - 1, 0)  # the root was read by itself
+                    place = max(parent - 1, 0)  # the root was read in a pass of its own
                     probs.append(output.probs_BNV[:, place])
                     children = shape.children[parent]
                     for b, row in enumerate(nodes):
@@ -80,19 +80,19 @@ class TreeLevel(Level):
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """No forced tokens where trees are guessed: they have one shape in all rows."""
+        """Tokens that grammars force in a chain; none in trees, whose shape all rows share."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
     def _draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
-        """Tokens of the children of the node at this place of row b's block."""
+        """Tokens for the children of the node at this place of row b's block in `output`."""
         if self.is_greedy(b):
             return likeliest(output.filtered_BNV[b, place], num_children)
         return self.draw(b, output.probs_BNV[b, place], num_children, position)
 
     def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        """Tokens for this position of row b: drawn, or the likeliest under shared noise."""
+        """`num_children` tokens for one position of row b: random, or the best by coupled noise."""
         if isinstance(self.source, CoupledSource):
             key = self.source.keys(b, torch.tensor(position)).to(probs_V.device)
             return likeliest(gumbel_scores(probs_V, key), num_children)
@@ -101,7 +101,8 @@ class TreeLevel(Level):
     def walk(
         self, proposal: TreeProposal, b: int, probs_NV: Tensor, start: int
     ) -> tuple[list[int], int]:
-        """`walk` for row b, whose text has `start` tokens, by numbers of the random source."""
+        """The accepted path in row b's tree, and the next token, see `walk.walk`; the row's text
+        has `start` tokens. Takes random numbers from the source."""
         if isinstance(self.source, CoupledSource):  # the noise of a position decides its token
             positions_N = start + torch.tensor(proposal.shape.depths)
             keys_N = self.source.keys(b, positions_N).to(probs_NV.device)
@@ -113,7 +114,7 @@ class TreeLevel(Level):
         return walk(proposal, b, probs_NV, self.source.uniforms(b, count))
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
-        """See `Level.verify`; appends the accepted path of a tree, and one token more."""
+        """Verifies a tree in one pass, as `Level.verify`: appends the accepted path and a token."""
         if not isinstance(proposal, TreeProposal):
             return super().verify(sequences, active, proposal)
         pairs = zip(sequences, proposal.tokens, strict=True)
@@ -138,7 +139,8 @@ class TreeLevel(Level):
     def read_tree(
         self, sequences: Rows, active: Active, blocks: Rows, shape: TreeShape, first: int
     ) -> Output:
-        """Distributions (B, T, V) after these nodes, from number `first` on; call `keep_paths`."""
+        """Reads T nodes of each row's tree, from node `first` on; distributions (B, T, V) after
+        them. Call `keep_paths` next."""
         T = len(blocks[0])
         depths_T = torch.tensor(shape.depths[first : first + T]) - first
         rule_TT = shape.rule_TT[first : first + T, first : first + T]
@@ -147,7 +149,7 @@ class TreeLevel(Level):
         return self.runner.read_tree(sequences, active, *nodes, has_root=first == 0)
 
     def keep_paths(self, paths: Rows, active: Active) -> None:
-        """Keeps in every active row the root of the tree just read, and a path through it."""
+        """Keeps in the cache of every active row the root and one path of the tree just read."""
         runner = self.runner
         for b, path in enumerate(paths):
             if path != list(range(1, len(path) + 1)):
@@ -158,7 +160,7 @@ class TreeLevel(Level):
         runner.cache.advance([1 + len(path) if on else 0 for path, on in pairs])
 
     def is_greedy(self, b: int) -> bool:
-        """Whether row b's distributions are one-hot."""
+        """Whether row b samples at temperature 0, from one-hot distributions."""
         return self.runner.sampling[b].temperature == 0
 
 
@@ -168,7 +170,7 @@ def level_type(speculation: SpeculationConfig, runner: ModelRunner) -> type[Leve
 
 
 def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:
-    """Whether both distributions are finite at all nodes of each row, p and q."""
+    """For each row whether the distributions of verifier and drafter are finite at all nodes."""
     nodes = [[True, *(token != MISSING for token in row)] for row in proposal.tokens]
     are_real_BN = torch.tensor(nodes).to(probs_BNV.device)
     sums_BN = probs_BNV[:, : are_real_BN.shape[1]].sum(2)

@@ -1,7 +1,8 @@
 """Shapes of trees of guesses: which node follows which.
 
-Node 0 is the root, the last committed token; the others are guesses, ordered by depth, and siblings
-as they are tested. The trees of TriForce, section 5.3: `sequences`, `sequoia` (arXiv 2402.12374).
+Node 0 is the root, the last committed token of the text; other nodes are guesses, ordered by depth,
+siblings in the order of their tests. `sequences` and `sequoia` (arXiv 2402.12374) make the trees
+of TriForce, section 5.3.
 
 Legend: N nodes with the root, T nodes of a pass.
 """
@@ -17,19 +18,19 @@ from torch import Tensor
 from minitri.core.decoding.autotuner import FIRST_RATES
 from minitri.core.settings import StepPlan, parse_tree
 
-MAX_CHILDREN = 8  # of a node of a Sequoia tree
+MAX_CHILDREN = 8  # most children of a node in a Sequoia tree
 YOUNGER_RATE = 0.3
-"""Acceptance rate of a child whose elder siblings were rejected."""
+"""Assumed acceptance rate of a node that is tested after a sibling was rejected."""
 
 
 @dataclass(frozen=True)
 class TreeShape:
-    """A tree, by the parent of every node; that of the root is -1."""
+    """The shape of a tree: the number of every node's parent, -1 for the root."""
 
     parents: tuple[int, ...]
 
     def __len__(self) -> int:
-        """Nodes, the root included."""
+        """Number of nodes, the root included."""
         return len(self.parents)
 
     @functools.cached_property
@@ -42,7 +43,7 @@ class TreeShape:
 
     @functools.cached_property
     def depths(self) -> list[int]:
-        """Tokens from the root to each node."""
+        """Depth of each node: number of tokens from the root to the node."""
         depths = [0]
         for parent in self.parents[1:]:
             depths.append(depths[parent] + 1)
@@ -55,7 +56,7 @@ class TreeShape:
 
     @functools.cached_property
     def rule_TT(self) -> Tensor:
-        """Ancestor mask for attention, boolean: a node sees itself and its ancestors."""
+        """Boolean attention mask (T, T): a node sees itself and its ancestors."""
         rule_TT = torch.eye(len(self), dtype=torch.bool)
         for node, parent in enumerate(self.parents[1:], 1):
             rule_TT[node] |= rule_TT[parent]
@@ -64,12 +65,12 @@ class TreeShape:
 
 @functools.cache
 def shape_of(plan: StepPlan) -> TreeShape:
-    """The tree of a plan: independent sequences, or the best tree of its size."""
+    """The shape of a plan's tree: sequences for "4x3", the best tree of 16 nodes for "16"."""
     width, depth = parse_tree(plan.tree)
     if depth:
         return sequences(width, depth)
     rates = [FIRST_RATES["draft" if plan.uses_drafter else "retrieval"]]
-    rejected = 1 - rates[0]  # the elder siblings
+    rejected = 1 - rates[0]  # chance that all earlier siblings are rejected
     for _ in range(MAX_CHILDREN - 1):
         rates.append(rejected * YOUNGER_RATE)
         rejected *= 1 - YOUNGER_RATE
@@ -77,20 +78,20 @@ def shape_of(plan: StepPlan) -> TreeShape:
 
 
 def sequences(width: int, depth: int) -> TreeShape:
-    """`width` sequences of `depth` guesses, whose first tokens differ."""
+    """A tree of `width` sequences of `depth` guesses, whose first tokens differ."""
     return TreeShape((-1, *[0] * width, *range(1, width * (depth - 1) + 1)))
 
 
 def sequoia(rates: list[float], num_nodes: int, max_depth: int) -> TreeShape:
     """The tree of at most `num_nodes` guesses with the most expected tokens per round.
 
-    `rates[r]`, the acceptance rate of r-th children, must not rise, so the best nodes make a tree.
-    """
+    `rates[r]`, the acceptance rate of r-th children, must not rise with r, so that the nodes with
+    the highest chance of acceptance make a tree."""
 
     def by_worth(*path: int) -> tuple[float, int, tuple[int, ...]]:
         return -math.prod(rates[rank] for rank in path), len(path), path
 
-    taken = list[tuple[int, ...]]()  # nodes as ranks of their ancestors and their own
+    taken = list[tuple[int, ...]]()  # nodes as paths: at each depth the rank among its siblings
     waiting = [by_worth(0)]
     while waiting and len(taken) < num_nodes:
         _, depth, path = heapq.heappop(waiting)

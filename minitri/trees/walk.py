@@ -1,10 +1,10 @@
 """Speculative sampling of trees: how nodes are drawn, and which path through them is accepted.
 
-The children of a node are drawn without replacement from the drafter's distribution after it, and
-tested in that order: the first against the verifier's p, each later one against what its rejected
-siblings left of p, with a fresh random number every time (Sequoia, arXiv 2402.12374, algorithm 2).
-Where no child is accepted, the next token comes from what is left. So every token follows p
-exactly. *Listed* children are the likeliest ones: each drawn from a one-hot distribution.
+The children of a node are drawn without replacement from the drafter's distribution after the node,
+and tested in that order: the first against the verifier's p, each later one against the residual of
+p after the rejected siblings, with a new random number each (Sequoia, arXiv 2402.12374, algorithm
+2). If no child is accepted, the next token comes from the last residual. So every token follows p
+exactly. *Listed* children are the likeliest tokens: each drawn from a one-hot distribution.
 
 Legend: B rows, N nodes with the root, V vocab.
 """
@@ -21,7 +21,7 @@ from minitri.core.decoding.verification import Proposal
 from minitri.trees.tree_shape import TreeShape
 
 MISSING = -1
-"""The token of a child that could not be drawn: its elder siblings took all possible tokens."""
+"""The token of a node that could not be drawn: earlier siblings took all possible tokens."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class TreeProposal(Proposal):
     """Trees of guesses, of one shape for all rows: `tokens[b][i]` is the token of node i + 1, or
     MISSING; `probs_BNV` are the distributions that the children of each node were drawn from."""
 
-    shape: TreeShape
+    shape: TreeShape  # the nodes of every row's tree
     is_listed: list[bool]
     """Whether the nodes of each row are the likeliest ones, chosen without random numbers."""
 
@@ -39,7 +39,7 @@ class TreeProposal(Proposal):
 
 
 def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
-    """Different tokens, one for each number in [0, 1), drawn without replacement."""
+    """Draws a token for each of `uniforms` in [0, 1), without replacement; MISSING if none left."""
     left_V = probs_V.clone()
     tokens = list[int]()
     for uniform in uniforms.to(probs_V.device):
@@ -50,7 +50,7 @@ def draw_children(probs_V: Tensor, uniforms: Tensor) -> list[int]:
 
 
 def likeliest(scores_V: Tensor, count: int) -> list[int]:
-    """The tokens with the highest scores, MISSING where only minus infinity is left."""
+    """The `count` tokens with the highest scores, MISSING where only minus infinity is left."""
     best = scores_V.topk(min(count, len(scores_V)))
     pairs = zip(best.values.tolist(), best.indices.tolist(), strict=True)
     tokens = [token if score > -math.inf else MISSING for score, token in pairs]

@@ -16,7 +16,7 @@ NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)  # the most of all fa
 
 
 def stored_name(name: str) -> str:
-    """What GGUF calls a tensor of Hugging Face."""
+    """Name in GGUF of a tensor of Hugging Face."""
     stem, kind = name.rsplit(".", 1)
     return f"{NAMES.get_name(stem)}.{kind}"
 
@@ -31,8 +31,8 @@ def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
     blocks = random.integers(0, 256, (*shape, num_bytes), np.uint8)
     units = {"Q4_K": (2e-4, 1.5e-3), "Q5_K": (1e-4, 1.6e-3), "Q6_K": (4e-5,)}[kind.name]
     numbers = (units * random.uniform(0.5, 1.5, (*shape, len(units)))).astype("<f2").view(np.uint8)
-    at = slice(-2, None) if kind.name == "Q6_K" else slice(4)
-    blocks[..., at] = numbers
+    place = slice(-2, None) if kind.name == "Q6_K" else slice(4)
+    blocks[..., place] = numbers
     return blocks.reshape(len(values), -1)
 
 

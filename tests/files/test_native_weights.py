@@ -1,9 +1,7 @@
 """`--weights native`: a GGUF file's own 4 to 8 bits give what the dequantized model gives."""
 
-import functools
 import logging
 import math
-import time
 
 import gguf
 import numpy as np
@@ -11,7 +9,6 @@ import pytest
 import torch
 
 import minitri
-from minitri import InputError
 from minitri.core.model.block import read_block
 from minitri.core.roofline import bytes_per_pass
 from minitri.core.settings import LONGEST_BLOCK
@@ -26,6 +23,7 @@ from tests.cascades import settings_of, texts_of
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import WARM, new_cache
 from tests.files.gguf_writer import quantized, stored_name, write_gguf
+from tests.files.refused import refused
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -36,26 +34,26 @@ ROUNDING = {"float32": 2e-5, "bfloat16": 0.2, "float16": 0.03}
 nearly as large, since blocks and prefills add in another order and round elsewhere."""
 
 
-@pytest.fixture(scope="module", params=["tied", "untied"])
-def weights(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("models") / request.param
-    return Folder(write_hf_folder(folder, tie_word_embeddings=request.param == "tied"))
-
-
 @pytest.fixture(scope="module")
-def wide(tmp_path_factory):
-    """For K-quants; numbers of blocks in a row are odd and even."""
-    shape = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    return Folder(write_hf_folder(tmp_path_factory.mktemp("models") / "wide", **shape))
+def folders(tmp_path_factory) -> dict[str, Folder]:
+    """`wide` is for K-quants; numbers of blocks in a row are odd and even."""
+    wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
+    kinds = {"tied": {"tie_word_embeddings": True}, "untied": {}, "wide": wide}
+    root = tmp_path_factory.mktemp("models")
+    return {kind: Folder(write_hf_folder(root / kind, **kinds[kind])) for kind in kinds}
 
 
-@pytest.fixture(scope="module", params=[*FORMS, "Q4_K_M"])
-def file(request, weights, wide, tmp_path_factory):
+KINDS = {"Q4_0": "tied", "Q4_1": "untied", "Q5_0": "untied", "Q5_1": "tied", "Q8_0": "tied"}
+KINDS |= dict.fromkeys(("Q4_K", "Q5_K", "Q6_K", "Q4_K_M"), "wide")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def file(request, folders, tmp_path_factory):
     kind = request.param
-    folder = wide if "_K" in kind else weights
     mixed = {"v_proj": "Q6_K", "down_proj": "Q6_K", "embed_tokens": "Q6_K"}
     path = tmp_path_factory.mktemp("files") / "tiny.gguf"
-    return write(folder, path, kind.removesuffix("_M"), **(mixed if kind == "Q4_K_M" else {}))
+    others = mixed if kind == "Q4_K_M" else {}
+    return write(folders[KINDS[kind]], path, kind.removesuffix("_M"), **others)
 
 
 def write(weights, path, kind, **others):
@@ -87,18 +85,12 @@ def load(path, weights="native", dtype="float32", draft="ngram", **options):
 @torch.inference_mode()
 def logits(model, tokens=TEXT, block=1 << 30):
     """After every token, read in blocks."""
-    cache, found = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
-    for some in tokens.split(block):
-        hidden_BTE = read_block(model, [some.tolist()], cache)
-        cache.advance([len(some)])
-        found += model.logits(hidden_BTE[0]).split(1)
-    return torch.cat(found)
-
-
-@torch.inference_mode()
-def prefilled(model):
-    cache = new_cache(model.config, 1, len(TEXT), dtype=model.dtype)
-    return read_block(model, [TEXT.tolist()], cache)
+    cache, parts = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
+    for part in tokens.split(block):
+        hidden_BTE = read_block(model, [part.tolist()], cache)
+        cache.advance([len(part)])
+        parts += model.logits(hidden_BTE[0]).split(1)
+    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("kind", FORMS)
@@ -121,11 +113,11 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
         packed_NX = torch.empty(packed_shape(70, E, form), dtype=torch.uint8)
         repack(matrix, packed_NX, order)
         for dtype in (torch.float32, torch.bfloat16):
-            found = load_kernels().dequantize(packed_NX, E, form, dtype)
-            assert torch.equal(found[:70], wanted[order].to(dtype))
+            unpacked = load_kernels().dequantize(packed_NX, E, form, dtype)
+            assert torch.equal(unpacked[:70], wanted[order].to(dtype))
         if is_exact(matrix):
-            found = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
-            assert torch.equal(*(it.view(torch.int32) for it in (found, wanted[order])))
+            unpacked = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
+            assert torch.equal(*(part.view(torch.int32) for part in (unpacked, wanted[order])))
 
 
 def offsets(kind):
@@ -140,54 +132,47 @@ def test_logits_are_those_of_the_dequantized_model(file, dtype):
         error = (logits(native, block=block) - wanted).abs()
         assert error.max() < ROUNDING[dtype]
         assert error.mean() < 2 * (logits(plain, block=block) - wanted).abs().mean()
-    if "qkv_proj.q_proj.weight" in native.layers[0].self_attn.state_dict():
-        return  # products of other shapes, which may add up in another order
-    assert torch.equal(*(prefilled(model) for model in (native, plain)))
+    if "qkv_proj.q_proj.weight" not in native.layers[0].self_attn.state_dict():
+        # Else products have other shapes, and may add up in another order.
+        assert torch.equal(prefilled(native), prefilled(plain))
+
+
+@torch.inference_mode()
+def prefilled(model):
+    cache = new_cache(model.config, 1, len(TEXT), dtype=model.dtype)
+    return read_block(model, [TEXT.tolist()], cache)
 
 
 def test_only_the_file_s_own_bytes_are_held(file):
-    """But for padding: groups to pairs, 3 take the place of 4, units too, 1 of 2; in 5 bits, whose
-    highest ones of 8 groups stand together, 2 of 8."""
+    """But for padding: of groups to pairs, of units to 4, of the fifth bits to 8 groups."""
     native, plain = load(file).model, load(file, "auto").model
-    layers = [layer for layer in native.modules() if isinstance(layer, KernelLinear)]
-    assert all(layer.form.bits < 16 for layer in layers)
-    is_tied = native.config.tie_word_embeddings
-    table = 0 if is_tied else plain.embed_tokens.nbytes
-    stored = [it for it in gguf.GGUFReader(file).tensors if len(it.shape) == 2]
-    own = sum(int(it.n_bytes) for it in stored if is_tied or it.name != "token_embd.weight")
+    table = 0 if native.config.tie_word_embeddings else plain.embed_tokens.nbytes
+    stored = [part for part in gguf.GGUFReader(file).tensors if len(part.shape) == 2]
+    names = {"token_embd.weight"} if table else set()
+    num_stored = sum(int(part.n_bytes) for part in stored if part.name not in names)
     small = native.num_bytes - table
-    assert own < small < (1.7 if layers[0].form == Form.Q5 else 1.25) * own + 5000
-    assert bytes_per_pass(native) == native.num_bytes - table
+    padding = 1.7 if native.lm_head.form == Form.Q5 else 1.25
+    assert num_stored < small < padding * num_stored + 5000
+    assert bytes_per_pass(native) == small
 
 
-def assert_near(model, path):
-    """Up to rounding, what the dequantized model of the file computes."""
-    error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
-    assert error < ROUNDING["float32"]
-
-
-def test_matrices_stay_quantized_where_a_product_has_one_form(weights, tmp_path, caplog):
-    for others, num_kept in (
+@pytest.mark.parametrize(
+    ("others", "num_kept"),
+    [
         ({"v_proj": "F16"}, "11 of 13"),
-        ({"down_proj": "Q5_0", "o_proj": "BF16"}, "7 of 9"),
-        ({"q_proj": "Q4_1"}, "9 of 9"),
         ({"k_proj": "Q8_0", "q_proj": "Q5_0"}, "13 of 13"),
         ({"up_proj": "Q8_0"}, "7 of 9"),
-    ):
-        path = write(weights, tmp_path / "mixed.gguf", "Q4_0", **others)
-        with caplog.at_level(logging.DEBUG, "minitri"):
-            model = load(path).model
-        assert f"{num_kept} matrices stay quantized" in caplog.text
-        caplog.clear()
-        assert_near(model, path)
-
-
-def test_rows_that_are_no_whole_groups_are_dense(tmp_path):
-    folder = Folder(write_hf_folder(tmp_path / "odd", intermediate_size=80))
-    path = write(folder, tmp_path / "odd.gguf", "Q4_0", down_proj="F16")
-    model = load(path).model
-    assert [layer.mlp.down_proj.form for layer in model.layers] == [Form.PLAIN] * 2
-    assert_near(model, path)
+    ],
+)
+def test_matrices_stay_quantized_where_a_product_has_one_form(
+    folders, tmp_path, caplog, others, num_kept
+):
+    path = write(folders["untied"], tmp_path / "mixed.gguf", "Q4_0", **others)
+    with caplog.at_level(logging.DEBUG, "minitri"):
+        model = load(path).model
+    assert f"{num_kept} matrices stay quantized" in caplog.text
+    error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
+    assert error < ROUNDING["float32"]
 
 
 def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
@@ -195,56 +180,51 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
     methods = ("autoregressive", "triforce", "auto")
     ways = [settings_of(method, 40, WARM, coupled=True, **SMALL) for method in methods]
-    wanted, *found = (texts_of(engine.generate(prompts, **way)) for way in ways)
-    assert found == [wanted] * 2
+    wanted, *others = (texts_of(engine.generate(prompts, **way)) for way in ways)
+    assert others == [wanted] * 2
 
 
-def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(weights, tmp_path):
+def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
     """The copy shares the LM head, which has 8 bits in both."""
+    weights = folders["untied"]
     path = write(weights, tmp_path / "4.gguf", "Q4_1")
-    for one in (load(path), load(path, draft_weights="int4")):
-        assert one.models.retrieval is one.model
+    for options in ({}, {"draft_weights": "int4"}):
+        engine = load(path, **options)
+        assert engine.models.retrieval is engine.model
     path = write(weights, tmp_path / "8.gguf", "Q8_0", v_proj="F16")
-    engine = load(path)
-    model, twin = engine.model, engine.models.retrieval
-    assert twin.lm_head.weight is model.lm_head.weight
+    engine, same = load(path), load(path, draft_weights="same")
+    twin = engine.models.retrieval
+    assert twin.lm_head.weight is engine.model.lm_head.weight
     forms = [layer.form for layer in twin.layers.modules() if isinstance(layer, KernelLinear)]
     assert forms == [Form.Q4] * 12
-    assert twin.num_bytes == bytes_per_pass(twin) - sum(
-        part.nbytes for name, part in twin.named_parameters() if "norm" in name or "head" in name
-    )
-    same = load(path, draft_weights="same")
     assert same.models.retrieval is same.model
 
 
-@pytest.mark.parametrize("kind", FORMS)
-def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(weights, wide, tmp_path, kind):
-    """Of a file in 4 to 6 bits by its own numbers, of one in 8 by new ones; heads have 8."""
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0", "Q6_K"])
+def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path, kind):
+    """Numbers of a file in 4 to 6 bits are kept, those in 8 bits quantized anew; heads have 8."""
     is_small = FORMS[kind].bits <= 6
-    folder = wide if FORMS[kind].is_nested else weights
-    path = write(folder, tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0")
-    engine, alone = load(path, "auto"), load(path, "auto", draft_weights="same")
+    path = write(
+        folders[KINDS[kind]], tmp_path / "it.gguf", kind, lm_head="Q8_0", embed_tokens="Q8_0"
+    )
+    engine = load(path, "auto")
     model, twin = engine.model, engine.models.retrieval
     wanted = load(path).model if is_small else quantized_copy(model)
     pair = [dict(one.named_parameters()) for one in (twin, wanted)]
     torch.testing.assert_close(*pair, rtol=0, atol=0)
-    shared = {id(it) for it in model.parameters()}
-    own = (it.nbytes for it in twin.parameters() if id(it) not in shared)
-    assert twin.num_bytes == sum(own)
-    error = (logits(twin) - logits(model)).abs()
-    assert error.mean() < (ROUNDING["float32"] if is_small else 0.5)
-    way = settings_of("triforce", 40, WARM, coupled=True, **SMALL)
-    texts = [texts_of(it.generate([TEXT[:40].tolist()], **way)) for it in (engine, alone)]
-    assert texts[0] == texts[1]
+    shared = {id(part) for part in model.parameters()}
+    added = (part.nbytes for part in twin.parameters() if id(part) not in shared)
+    assert twin.num_bytes == sum(added)
 
 
-def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatch, caplog):
+def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeypatch, caplog):
     """By default, in which case no copy is made, either; the log says why. Without a copy there is
     more room."""
+    wide = folders["wide"]
     path = write(wide, tmp_path / "it.gguf", "Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
     stored = gguf.GGUFReader(path).tensors
-    alone = sum(math.prod(it.shape) for it in stored) * 4
-    both = alone + sum(int(it.n_bytes) for it in stored)
+    alone = sum(math.prod(part.shape) for part in stored) * 4
+    both = alone + sum(int(part.n_bytes) for part in stored)
     for free, copy, is_native in (
         (both + 1, "auto", False),
         (both - 1, "auto", True),
@@ -262,23 +242,16 @@ def test_weights_stay_quantized_where_memory_is_short(wide, tmp_path, monkeypatc
     assert load(dense, "auto").model.lm_head.form == Form.PLAIN
 
 
-def test_kernels_are_built_once_while_two_threads_read_a_file(weights, tmp_path, monkeypatch):
-    calls = []
-    slowly = functools.cache(lambda: (calls.append(1), time.sleep(0.2), load_kernels())[-1])
-    monkeypatch.setattr(devices, "load_kernels", slowly)
-    load(write(weights, tmp_path / "it.gguf", "Q4_0"), "auto")
-    assert len(calls) == 1
-
-
-def test_what_cannot_stay_quantized_is_refused_in_one_line(weights, tmp_path, monkeypatch):
-    dense, fine = (write(weights, tmp_path / f"{kind}.gguf", kind) for kind in ("F16", "Q4_0"))
-    for path in (weights.path, dense):
-        with pytest.raises(InputError, match="weights=native needs a GGUF file"):
+def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):
+    dense = write(folders["tied"], tmp_path / "dense.gguf", "F16")
+    fine = write(folders["tied"], tmp_path / "fine.gguf", "Q4_0")
+    for path in (folders["tied"].path, dense):
+        with refused("weights=native needs a GGUF file"):
             load(path)
     monkeypatch.setattr(devices, "load_kernels", lambda: None)
-    with pytest.raises(InputError, match="weights=native needs .* the compiled kernels"):
+    with refused("weights=native needs", "the compiled kernels"):
         load(fine)
-    with pytest.raises(InputError, match="draft_weights=int4 .* needs the compiled kernels"):
+    with refused("draft_weights=int4", "needs the compiled kernels"):
         load(fine, "auto", draft_weights="int4")
 
 
@@ -287,5 +260,5 @@ def test_a_head_too_wide_for_the_kernels_is_computed_without_them(tmp_path):
     path = write(folder, tmp_path / "wide.gguf", "F16", q_proj="Q4_0", k_proj="Q4_0", v_proj="Q4_0")
     assert not load(path, "auto").model.execution.is_row_invariant
     assert logits(load(path, "auto").model).isfinite().all()
-    with pytest.raises(InputError, match="the compiled kernels"):
+    with refused("the compiled kernels"):
         load(path)

@@ -1,10 +1,9 @@
 """Grammars: masks of a toy vocabulary in which texts can be cut in several ways, enumerated; masks
-of tokenizers, against the bytes of tokens; what the library refuses; texts of schemas."""
+of tokenizers, against the bytes of tokens; what the library refuses."""
 
 import json
 import re
 import sys
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 from tests.conftest import byte_level_tokenizer
 from tests.core.rigs import tiny_config
+from tests.files.refused import refused
 from tests.text.test_text_filters import END, ROUNDING, error
 from tests.trees.exactness import largest_error as largest_error_of_trees
 from tests.trees.test_tree_enumeration import SHAPES
@@ -25,7 +25,7 @@ FREE = SamplingParams(1.0)
 
 
 class ToyTokenizer:
-    """What a matcher asks of a tokenizer."""
+    """A tokenizer, as far as a matcher asks."""
 
     num_tokens = 4
 
@@ -43,12 +43,12 @@ def make_matcher():
 
 def is_allowed(output: tuple[int, ...], token: int) -> bool:
     """Whether a token may follow, by the definition of the grammar."""
-    text = "".join(WORDS[it] for it in output)
-    if END in output or not any(it.startswith(text) for it in TEXTS):
+    text = "".join(WORDS[word] for word in output)
+    if END in output or not any(word.startswith(text) for word in TEXTS):
         return token == END
     if token == END:
         return text in TEXTS
-    return any(it.startswith(text + WORDS[token]) for it in TEXTS)
+    return any(word.startswith(text + WORDS[token]) for word in TEXTS)
 
 
 def grammar_error(*sizes, params=FREE, **settings):
@@ -56,9 +56,7 @@ def grammar_error(*sizes, params=FREE, **settings):
     return error(params, *sizes, **settings)
 
 
-@pytest.mark.parametrize(
-    "sizes", [(4, 1, 1), (4, 2, 1), (4, 1, 2), (4, 2, 0), (4, 0, 2), (4, 0, 0)]
-)
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (4, 2, 1), (4, 2, 0), (4, 0, 2), (4, 0, 0)])
 def test_both_levels_together_give_the_masked_distribution(sizes):
     """Forcing text that the grammar leaves no choice about, cut in one way, would bend it."""
     assert grammar_error(*sizes, horizon=4) < ROUNDING
@@ -71,14 +69,13 @@ def test_blocks_give_the_masked_distribution_with_penalties_too(sizes):
 
 
 @pytest.mark.parametrize("gamma2", [0, 1])
-@pytest.mark.parametrize("name", ["fork", "lopsided", "2x2"])
-def test_nodes_of_trees_are_masked_by_their_own_paths(name, gamma2):
-    settings = {"shape": SHAPES[name], "largest_error": largest_error_of_trees}
+def test_nodes_of_trees_are_masked_by_their_own_paths(gamma2):
+    settings = {"shape": SHAPES["lopsided"], "largest_error": largest_error_of_trees}
     assert grammar_error(4, 1, gamma2, **settings) < ROUNDING
 
 
 @pytest.mark.parametrize("rule", [verify, verify_block])
-@pytest.mark.parametrize("sizes", [(4, 1, 1), (4, 2, 1), (4, 2, 0), (4, 0, 2), (4, 3, 0)])
+@pytest.mark.parametrize("sizes", [(4, 1, 1), (4, 2, 1), (4, 3, 0)])
 def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "TEXTS", ["abab"])
     assert make_matcher().forced([0]) == [2, 3]
@@ -102,66 +99,40 @@ def test_nothing_leaks_from_one_step_into_the_next():
     assert grammar_error(4, 1, 1, num_steps=2, horizon=4) < ROUNDING
 
 
-def tokenizer() -> Tokenizer:
-    return Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
-
-
-CONFIG = tiny_config(vocab_size=320, eos_token_ids=(2,))
-
 REFUSED = r"""
 json_schema | {"$ref": "#"} | it allows no text
-json_schema | false | schema is false
-json_schema | {"not": {}} | "not"
 json_schema | {"type": "strin"} | Invalid type: strin
-json_schema | {"$ref": "http://example.com/x"} | not present
-json_schema | {"allOf": [{"type": "string"}, {"type": "integer"}]} | incompatible types
-regex | [^\s\S] | it allows no text
 regex | (a | unclosed group
-regex | a(?=b) | lookarounds|look-around|not supported
 lark | start: "a" $ | line 1, column 12: lexer error
-lark | start: foo | line 1, column 8: unknown name: "foo"
-lark | begin: "a" | no start rule
-lark | start: start | it allows no text
 """
 
 
 @pytest.mark.parametrize("case", REFUSED.strip().splitlines())
 def test_what_the_library_cannot_hold_is_refused_in_one_line(case):
-    kind, text, wanted = re.split(r" \| ", case, maxsplit=2)
-    with pytest.raises(InputError, match=wanted) as caught:
-        compiled(Grammar(kind, text), tokenizer(), CONFIG)
-    assert "\n" not in str(caught.value)
-    assert str(caught.value).startswith(f"the {kind} cannot be used (")
-
-
-DEEP = json.dumps({"type": "array"})
-for _ in range(3000):
-    DEEP = f'{{"type": "array", "items": {DEEP}}}'
+    kind, text, word = re.split(r" \| ", case, maxsplit=2)
+    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
+    with refused(f"the {kind} cannot be used (", word):
+        compiled(Grammar(kind, text), tokenizer, tiny_config(vocab_size=320, eos_token_ids=(2,)))
 
 
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
         ("json_schema", json.dumps({"enum": ["x" * 10**7]})),
-        ("json_schema", DEEP),
-        ("json_schema", "[" * 100_000),
+        ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000),
         ("json_schema", "[1]"),
-        ("json_schema", "{'a': 1}"),
         ("json_object", "x"),
         ("regex", ""),
-        ("choice", "[]"),
         ("choice", '["a", ""]'),
         ("gbnf", "root ::= x"),
     ],
+    ids=lambda text: text[:9],
 )
 def test_what_is_no_grammar_is_refused_when_it_is_made(kind, text):
-    started = time.perf_counter()
-    with pytest.raises(InputError) as caught:
-        compiled(Grammar(kind, text), tokenizer(), CONFIG)
-    assert len(str(caught.value)) < 300
-    assert time.perf_counter() - started < 5
+    with refused():
+        compiled(Grammar(kind, text), TOY, TOY_CONFIG)
 
 
 def test_a_model_without_an_end_token_has_no_grammars():
     with pytest.raises(InputError, match="no end-of-sequence token"):
-        compiled(Grammar("json_object"), tokenizer(), tiny_config(vocab_size=320))
+        compiled(Grammar("json_object"), TOY, tiny_config(vocab_size=4))

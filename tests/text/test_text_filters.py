@@ -3,7 +3,6 @@ under them, summed over every random number, is that of their definitions in pla
 
 import functools
 import math
-import time
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Proposal, verify_block
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SamplingParams, StepPlan
+from minitri.core.settings import SamplingParams
 from tests.conftest import tiny_model
 from tests.core import exactness
 from tests.core.exactness import PROMPT, Table, exactly
@@ -47,15 +46,15 @@ class Shaped:
             count = output.count(token)
             x -= params.frequency_penalty * count + params.presence_penalty * (count > 0)
             scores.append(x)
-        scores = self.without(
-            scores, [not self.allowed or self.allowed(output, it) for it in range(self.V)]
-        )
+        tokens = range(self.V)
+        if self.allowed:
+            scores = self.without(scores, [self.allowed(output, token) for token in tokens])
         is_bad = [
             any((*context, token)[-len(word) :] == tuple(word) for word in self.words)
             or (token == END and len(output) < params.min_tokens)
-            for token in range(self.V)
+            for token in tokens
         ]
-        left_V = exactly(self.without(scores, [not it for it in is_bad]))
+        left_V = exactly(self.without(scores, [not bad for bad in is_bad]))
         return probs_from_logits(left_V.unsqueeze(0), params)[0]
 
     def without(self, scores, are_kept):
@@ -83,41 +82,34 @@ def error(
     return largest_error(*sizes, **settings)
 
 
-@pytest.mark.parametrize(("params", "words"), [(PENALTIES, ()), (FORBIDDEN, WORDS)])
-@pytest.mark.parametrize(
-    "sizes", [(3, 1, 1), (3, 2, 2), (4, 2, 1), (4, 2, 0), (4, 0, 2), (4, 0, 0)]
-)
+KINDS = pytest.mark.parametrize(("params", "words"), [(PENALTIES, ()), (FORBIDDEN, WORDS)])
+
+
+@KINDS
+@pytest.mark.parametrize("sizes", [(3, 1, 1), (3, 2, 2), (4, 2, 0), (4, 0, 2), (4, 0, 0)])
 def test_both_levels_together_give_the_filtered_distribution(sizes, params, words):
     assert error(params, *sizes, words=words) < ROUNDING
 
 
-@pytest.mark.parametrize(("params", "words"), [(PENALTIES, ()), (FORBIDDEN, WORDS)])
-@pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 1, 1), (3, 2, 1)])
+@KINDS
+@pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 2, 1)])
 def test_blocks_give_the_filtered_distribution(sizes, params, words):
-    horizon = 3 if sizes[1] == 1 else 4
-    assert error(params, *sizes, words=words, horizon=horizon, rule=verify_block) < ROUNDING
+    assert error(params, *sizes, words=words, horizon=4, rule=verify_block) < ROUNDING
 
 
-@pytest.mark.parametrize("gamma2", [0, 1])
-@pytest.mark.parametrize("gamma1", [0, 1])
-@pytest.mark.parametrize("name", ["fork", "lopsided", "2x2"])
-def test_nodes_of_trees_are_filtered_by_their_own_paths(name, gamma1, gamma2):
-    if not gamma1 and not gamma2:
-        return
-    settings = {"shape": SHAPES[name], "horizon": 3 if name == "fork" else 2}
-    settings["largest_error"] = largest_error_of_trees
-    assert error(PENALTIES, 3, gamma1, gamma2, **settings) < ROUNDING
-    assert error(FORBIDDEN, 3, gamma1, gamma2, words=WORDS, **settings) < ROUNDING
+@KINDS
+@pytest.mark.parametrize("sizes", [(3, 1, 0), (3, 1, 1)])
+def test_nodes_of_trees_are_filtered_by_their_own_paths(sizes, params, words):
+    settings = {"shape": SHAPES["lopsided"], "largest_error": largest_error_of_trees}
+    assert error(params, *sizes, words=words, horizon=2, **settings) < ROUNDING
 
 
 def test_nothing_leaks_from_one_step_into_the_next():
-    """What is counted after a step is what the target let stand."""
+    """After a step those tokens count that the target accepted."""
     assert error(PENALTIES, 3, 1, 1, num_steps=2) < ROUNDING
-    plans = StepPlan("autoregressive"), StepPlan("naive", 1), StepPlan("triforce", 1, 1)
-    assert error(FORBIDDEN, 3, 1, 1, words=WORDS, num_steps=2, plans=plans) < ROUNDING
 
 
-@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 3}, {"min_p": 0.2}, {}])
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"min_p": 0.2}])
 def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
     """By a model's runner, one block of four places."""
     model = tiny_model(tiny_config(vocab_size=20))
@@ -139,13 +131,3 @@ def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
         assert torch.allclose(output.probs_BNV[0, n].double(), wanted_V, atol=1e-6)
         raw_V = fresh_read(model, [*prompt, *guesses[:n]])[1][-1]
         assert torch.allclose(output.logits_BNV[0, n], raw_V, atol=1e-4)
-
-
-def test_forbidden_tokens_cost_the_same_after_a_long_text():
-    filters = TextFilters(SamplingParams(), [5] * 1_000_000, 64, bad_words=[[7]])
-    logits_NV = torch.zeros(8, 64)
-    started = time.perf_counter()
-    for _ in range(40):
-        filters.apply(logits_NV, [[5] * n for n in range(8)])
-    assert time.perf_counter() - started < 1  # 2.5 where each pass copies the text
-    assert logits_NV[:, 7].isneginf().all()

@@ -6,8 +6,7 @@ numbers imply (`minitri/core/roofline.py`, the autotuner).
 import functools
 from collections.abc import Sequence
 
-from minitri.apps.hardware import SITES
-from minitri.apps.plan import config_of
+from minitri.apps.plan import SITES, config_of
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.roofline import Workload
 from minitri.core.settings import StepPlan

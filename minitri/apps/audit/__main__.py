@@ -18,7 +18,7 @@ COLUMNS = "check verdict statistic p_value num_tokens"
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri audit`."""
-    about = "Do texts follow the log-probabilities that a server reports, speculation or not?"
+    about = "Do texts follow the log-probabilities that a server reports?"
     parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
     parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
@@ -32,14 +32,16 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Runs all checks; returns the exit code."""
-    key = args.api_key or os.environ.get("MINITRI_API_KEY")
-    client = connect(args.url, key, args.model)
+    client = connect(args.url, args.api_key or os.environ.get("MINITRI_API_KEY"), args.model)
     rows = [*audit(client, args.num_tokens)]
-    says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
-    report = {"url": client.url, "endpoint": client.kind[0], "model": client.fields["model"]}
-    report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
-    print(json.dumps(report) if args.json else "\n".join([as_table(COLUMNS, rows), "", *says]))
+    if args.json:
+        report = {"url": client.url, "endpoint": client.endpoint, "model": client.fields["model"]}
+        report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
+        print(json.dumps(report))
+    else:
+        says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]
+        print(as_table(COLUMNS, rows), "", *says, sep="\n")
     return int(not is_lossless)
 
 

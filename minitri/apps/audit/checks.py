@@ -1,12 +1,21 @@
-"""Checks of a server's sampling, a row of the report each, with a verdict and what it is about."""
+"""Checks of a server's sampling: each returns a row of the report, with a verdict.
+
+Only the likeliest tokens of a place are reported, so scores are of the token *given that it is one
+of those*, whose distribution is known at every temperature. `likelihood` is its probability over
+the largest one; it detects distributions that are too sharp or too flat. `learned` is how much too
+often the token came so far after the same token; it detects departures that recur, such as traces
+of a drafter. `copied` is the share of concurrent answers, equal so far, that continued with the
+token.
+"""
 
 import math
 import random
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place, Text
-from minitri.apps.audit.scores import Departures
+from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
 from minitri.core.log import log
@@ -20,51 +29,51 @@ TEMPERATURES = (1.0, 0.5, 1.5)
 FALSE_ALARM = 1e-6
 """Odds that an audit finds a fault in a correct server."""
 LEAST_P = FALSE_ALARM / 10
-"""Level of one test: three scores at each temperature, and `copied`."""
+"""Level of one test: two scores at each temperature, and `copied`."""
 LEAST_TOKENS = 200
-"""Fewer tokens than this are too few for a verdict."""
+"""Fewer tokens than this, at one temperature, are too few for a verdict."""
 TOLERANCE = 0.5
 """Nats by which rounding (in bfloat16, say) may change a log-probability."""
 MOST_COPIED = 0.1
 """Share of tokens, beyond chance, that concurrent answers may have in common."""
+COPIED = "concurrent answers copy each other: they share random numbers, or use none"
+DEPARTED = "texts do not follow the reported log-probabilities"
+IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
+"""Names of special tokens, which texts may not show, and of parts of characters."""
+BEYOND = ""
+"""Name of all tokens that are not reported, taken together."""
 Row = dict[str, Any]
 
 
 def audit(client: Client, num_tokens: int) -> Iterator[Row]:
     """Runs all checks. Raises `InputError` where the server does not answer."""
     num_rounds = -(-num_tokens // (len(TEMPERATURES) * len(PROMPTS) * BURST * NUM_NEW))
-    has_switch = client.takes(speculation=False) and not client.takes(speculation="sometimes")
-
-    def sample(temperature: float, **fields: Any) -> Bursts:
-        log.info("sampling at temperature %g", temperature)
-        fields["temperature"] = temperature
-        return [(text, client.burst(text, **fields)) for text in PROMPTS * num_rounds]
-
-    texts = {temperature: sample(temperature) for temperature in TEMPERATURES}
+    texts: dict[float, Bursts] = {}
+    for T in TEMPERATURES:
+        log.info("sampling at temperature %g", T)
+        texts[T] = [(text, client.burst(text, temperature=T)) for text in PROMPTS * num_rounds]
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
-    if not places:
-        raise InputError(f"{client.url} answers with no tokens; audit another model")
-    yield (logprobs := check_logprobs(places))
+    if len(places) < LEAST_TOKENS:
+        problem = f"{client.url} answers with {len(places)} tokens, too few for a verdict"
+        raise InputError(f"{problem}; audit another model")
+    logprobs = check_logprobs(places)
+    yield logprobs
     if logprobs["says"]:
         return
-    greedy = [client.ask(text, temperature=0.0) for text in PROMPTS]
-    yield check_greedy(greedy)
-    yield check_seed(client)
-    if has_switch:
-        plain = [client.ask(text, temperature=0.0, speculation=False) for text in PROMPTS]
-        yield check_speculation(greedy, plain)
-    else:
-        yield {"check": "speculation", "verdict": "skipped", "says": "no request switches it off"}
-    yield (independence := check_independence(texts[1.0]))
+    yield check_greedy(client)
+    # Log-probabilities are reported before the temperature, or after it.
     is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
-    for temperature in TEMPERATURES if independence["verdict"] == "ok" else ():
-        # Log-probabilities are reported before the temperature, or after it.
-        power = 1 / temperature if is_before else 1.0
-        result = check_texts(texts[temperature], temperature, power)
-        if result["verdict"] == "FAULT" and has_switch:
-            alone = Departures(sample(temperature, speculation=False), power)
-            result["says"] += f"; without speculation p is {alone.worst.p_value:.2g}"
-        yield result
+    for T, bursts in texts.items():
+        power = 1 / T if is_before else 1.0
+        is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
+        likelihood, learned, copied = departures(bursts, power, beyond=is_whole and power == 1)
+        if T == 1:
+            is_copied = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
+            yield row_of("independence", copied, COPIED * is_copied)
+            if is_copied:
+                return
+        worst = min(likelihood, learned, key=lambda test: test.p_value)
+        yield row_of(f"texts, T={T:g}", worst, DEPARTED * (worst.p_value < LEAST_P))
 
 
 def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
@@ -73,15 +82,9 @@ def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
     return verdict | {"statistic": statistic, "num_tokens": num_tokens}
 
 
-def tested(check: str, fault: str, test: Martingale) -> Row:
-    """A row of the audit's report on a statistical test, with its p-value."""
-    return row(check, fault, test.mean, test.num_tokens) | {"p_value": test.p_value}
-
-
 def spread(bursts: Bursts) -> float:
     """Spread of the log-probabilities at the first token of the answers: best minus mean."""
-    texts = [burst[0] for _, burst in bursts[: len(PROMPTS)] if burst[0]]
-    tops = [text[0].top.values() for text in texts]
+    tops = [burst[0][0].top.values() for _, burst in bursts[: len(PROMPTS)] if burst[0]]
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
 
@@ -94,52 +97,61 @@ def check_logprobs(places: Sequence[Place]) -> Row:
     return row("logprobs", fault, most, len(places))
 
 
-def check_greedy(texts: Sequence[Text]) -> Row:
+def check_greedy(client: Client) -> Row:
     """Is every token at temperature 0 the likeliest one?"""
-    places = [place for text in texts for place in text]
+    places = [place for text in PROMPTS for place in client.ask(text, temperature=0.0)]
     worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
     return row("greedy", fault, worst, len(places))
 
 
-def check_seed(client: Client) -> Row:
-    """Does one seed give one text, alone and in a batch?"""
-    fields = {"temperature": 1.0, "seed": 1}
-    texts = [client.ask(PROMPTS[0], **fields), *client.burst(PROMPTS[0], **fields)]
-    num_texts = len({tuple(place.token for place in text) for text in texts})
-    fault = f"one seed gives {num_texts} texts, alone and next to others" if num_texts > 1 else ""
-    return row("seed", fault, num_texts, sum(map(len, texts)))
+def row_of(check: str, test: Martingale, fault: str) -> Row:
+    """A row of the audit's report on a statistical test."""
+    return row(check, fault, test.mean, test.num_tokens) | {"p_value": test.p_value}
 
 
-def check_speculation(texts: Sequence[Text], plain: Sequence[Text]) -> Row:
-    """Are log-probabilities the same without speculation, up to where greedy texts differ?"""
-    worst = 0.0
-    for pair in zip(texts, plain, strict=True):
-        for one, other in zip(*pair, strict=False):
-            changes = [abs(log - other.top.get(name, log)) for name, log in one.top.items()]
-            worst = max(worst, *changes)
-            if one.token != other.token:
-                break
-    fault = f"speculation changes log-probabilities by {worst:.2f}" if worst > TOLERANCE else ""
-    return row("speculation", fault, worst, sum(map(len, plain)))
+def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:
+    """Tests of the scores likelihood, learned and copied, against the reported probabilities raised
+    to a power. `beyond`: tokens that are not reported count as one token."""
+    likelihood, learned, copied = (Martingale() for _ in range(3))
+    # How often a token came after another one, and how often it was expected there.
+    seen: Counter[tuple[str, str]] = Counter()
+    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for _, burst in bursts:
+        others: Counter[tuple[str, ...]] = Counter()  # beginnings of the answers before
+        for text in burst:
+            names: tuple[str, ...] = ("",)
+            for place in text:
+                probs = known(place, power, beyond)
+                token = place.token if place.token in probs else BEYOND
+                if token in probs:
+                    best = max(probs.values())
+                    likelihood.add(token, probs, {name: p / best for name, p in probs.items()})
+                    counts = {name: others[*names, name] for name in probs}
+                    if total := sum(counts.values()):
+                        copied.add(token, probs, {name: n / total for name, n in counts.items()})
+                    pairs = {name: (names[-1], name) for name in probs}
+                    excesses = {n: excess(seen[pair], expected[pair]) for n, pair in pairs.items()}
+                    learned.add(token, probs, excesses)
+                    seen[pairs[token]] += 1
+                    for name, pair in pairs.items():
+                        expected[pair] += probs[name]
+                names += (place.token,)
+            others.update(names[: n + 1] for n in range(1, len(names)))
+    return likelihood, learned, copied
 
 
-def check_independence(bursts: Bursts) -> Row:
-    """Do concurrent answers use independent random numbers?"""
-    copied = Departures(bursts, 1.0).copied
-    fault = ""
-    if copied.p_value < LEAST_P and copied.mean > MOST_COPIED:
-        fault = "concurrent answers copy each other: they share random numbers, or use none"
-    return tested("independence", fault, copied)
+def excess(seen: int, expected: float) -> float:
+    """How much too often a pair of tokens came, from 0 to 1."""
+    return (1 + math.tanh((seen - expected) / math.sqrt(1 + expected))) / 2
 
 
-def check_texts(bursts: Bursts, temperature: float, power: float) -> Row:
-    """Do texts follow the reported log-probabilities, raised to a power?"""
-    is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
-    scores = Departures(bursts, power, beyond=is_whole and power == 1)
-    is_fault = scores.worst.p_value < LEAST_P
-    fault = "texts do not follow the reported log-probabilities" if is_fault else ""
-    result = tested(f"texts, T={temperature:g}", fault, scores.worst)
-    if scores.likelihood.num_tokens < LEAST_TOKENS:  # which every token counts for
-        result |= {"verdict": "skipped", "says": f"{result['num_tokens']} tokens are too few"}
-    return result
+def known(place: Place, power: float, beyond: bool) -> dict[str, float]:
+    """Distribution of the token at a place, given that it is one of those reported."""
+    weights = {
+        name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
+    }
+    if beyond:
+        weights[BEYOND] = max(0.0, 1 - sum(weights.values()))
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items() if total}

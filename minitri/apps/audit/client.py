@@ -20,16 +20,6 @@ BURST = 8
 """Equal requests sent at the same time."""
 
 
-class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would send the key to another server."""
-
-    def redirect_request(self, *_: Any) -> None:
-        """Returns nothing, so that the redirect is an error."""
-
-
-OPENER = urllib.request.build_opener(NoRedirects)
-
-
 class Place(NamedTuple):
     """A token of a text with the log-probabilities reported for it and for the likeliest tokens."""
 
@@ -49,34 +39,20 @@ class Client:
 
     url: str
     key: str | None
-    kind: tuple[str, int] = KINDS[0]
+    endpoint: str = ""
+    num_top: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
 
     def ask(self, prompt: str, **fields: Any) -> Text:
         """Returns the tokens of an answer. Raises `InputError`."""
-        endpoint, num_top = self.kind
-        body: dict[str, Any] = {"max_tokens": NUM_NEW, "top_p": 1.0}
-        if "chat" in endpoint:
-            body |= {"messages": [{"role": "user", "content": prompt}]}
-            body |= {"logprobs": True, "top_logprobs": num_top}
-        else:
-            body |= {"prompt": prompt, "logprobs": num_top}
-        answer = self.call(endpoint, body | self.fields | fields)
+        body: dict[str, Any] = {"prompt": prompt, "logprobs": self.num_top}
+        if "chat" in self.endpoint:
+            message = {"role": "user", "content": prompt}
+            body = {"messages": [message], "logprobs": True, "top_logprobs": self.num_top}
+        body |= {"max_tokens": NUM_NEW, "top_p": 1.0} | self.fields | fields
+        answer = self.call(self.endpoint, body)
         with explain(f"{self.url} answers what is not OpenAI's JSON", "audit another server"):
-            logprobs = answer["choices"][0]["logprobs"] or {}
-            if "content" in logprobs:  # as for chats
-                entries = logprobs["content"]
-                pairs = [scored(entry) for entry in entries]
-                tops = [map(scored, entry["top_logprobs"]) for entry in entries]
-            else:
-                pairs = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
-                tops = [top.items() for top in logprobs["top_logprobs"]]
-            best = [sorted(top, key=lambda pair: -pair[1])[:num_top] for top in tops]
-            if not all(log <= 0.01 for entries in (pairs, *best) for _, log in entries):
-                raise ValueError("logarithms of probabilities are not above 0")
-            if not all(best):
-                raise ValueError("at some token it names no likely ones")
-            return [Place(*pair, dict(top)) for pair, top in zip(pairs, best, strict=True)]
+            return read_places(answer["choices"][0]["logprobs"] or {}, self.num_top)
 
     def burst(self, prompt: str, **fields: Any) -> list[Text]:
         """Sends a prompt `BURST` times at once; returns the answers."""
@@ -86,25 +62,41 @@ class Client:
     def takes(self, **fields: Any) -> bool:
         """Whether a request with these fields is answered, with log-probabilities."""
         try:
-            return any(place.top for place in self.ask("Once", max_tokens=1, **fields))
+            return len(self.ask("Once", max_tokens=1, **fields)) > 0
         except InputError:
             return False
 
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
-        headers = {"Content-Type": "application/json"}
-        headers |= {"Authorization": f"Bearer {self.key}"} if self.key else {}
         data = None if body is None else json.dumps(body).encode()
-        with explain(
-            f"{self.url}{path} cannot be had",
-            "check the URL, the key, and if the server takes 8 requests at a time",
-        ):
+        advice = "check the URL, the key, and if the server takes 8 requests at a time"
+        with explain(f"{self.url}{path} cannot be had", advice):
+            headers = {"Content-Type": "application/json"}
+            request = urllib.request.Request(self.url + path, data, headers)
+            if self.key:  # which no other server gets, if this one redirects
+                request.add_unredirected_header("Authorization", f"Bearer {self.key}")
             try:
-                request = urllib.request.Request(self.url + path, data, headers)
-                return json.load(OPENER.open(request, timeout=600))
+                return json.load(urllib.request.urlopen(request, timeout=600))
             except urllib.error.HTTPError as error:
                 said = error.read(500).decode(errors="replace")
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None
+
+
+def read_places(logprobs: dict[str, Any], num_top: int) -> Text:
+    """The tokens in the `logprobs` of an answer. Raises `ValueError` and others for bad JSON."""
+    if "content" in logprobs:  # as for chats
+        entries = logprobs["content"]
+        pairs = [scored(entry) for entry in entries]
+        tops = [map(scored, entry["top_logprobs"]) for entry in entries]
+    else:
+        pairs = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
+        tops = [top.items() for top in logprobs["top_logprobs"]]
+    best = [sorted(top, key=lambda pair: -pair[1])[:num_top] for top in tops]
+    if not all(log <= 0.01 for entries in (pairs, *best) for _, log in entries):
+        raise ValueError("logarithms of probabilities are not above 0")
+    if not all(best):
+        raise ValueError("at some token it names no likely ones")
+    return [Place(*pair, dict(top)) for pair, top in zip(pairs, best, strict=True)]
 
 
 def scored(entry: dict[str, Any]) -> tuple[str, float]:
@@ -117,7 +109,7 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", key)
     with explain(f"{client.url}/models names no model", "give --model"):
         client.fields["model"] = model or client.call("/models")["data"][0]["id"]
-    for client.kind in KINDS:
+    for client.endpoint, client.num_top in KINDS:
         if client.takes():
             for name, value in NEUTRAL.items():
                 if client.takes(**{name: value}):

@@ -1,17 +1,15 @@
-"""The program `minitri chat --document novel.txt`, then questions.
+"""The program `minitri chat`: questions and answers, about documents that are read once.
 
-Documents are read once; questions and answers stay in the KV cache. Answers go to standard output,
-everything else to standard error; --quiet does not silence what a command says. Where standard
-input is no terminal, each of its lines is a question.
+The conversation stays in the KV cache. Answers go to standard output, all else to standard error.
+Where standard input is no terminal, each of its lines is a question.
 """
 
 import argparse
 import contextlib
-import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from minitri import GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
@@ -21,8 +19,8 @@ from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import outline
 from minitri.apps.cli.terminal import LEGEND, stream
-from minitri.core.errors import MAX_COUNT, explain, shorten
-from minitri.core.fields import between, check_names
+from minitri.core.errors import explain, shorten
+from minitri.core.fields import check_names
 from minitri.core.log import log
 from minitri.core.stats import num_common
 from minitri.text.prompt_ids import as_seeds, next_seed
@@ -31,12 +29,8 @@ if TYPE_CHECKING:
     from minitri import Engine
     from minitri.core.requests import Row
 
-say = log.warning
-"""Answers a command, with --quiet, too."""
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)
-"""Where the model's files recommend nothing: greedy answers come to repeat themselves."""
-ENDINGS = {"length": "cut", None: "stopped", "full": "the context is full"}
-"""Why an answer ended, unless the model ended it."""
+say = log.warning  # with --quiet, too
+SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repeat themselves
 
 
 class Chat:
@@ -46,8 +40,11 @@ class Chat:
         self.talk = talk
         self._engine = engine
         self._args = args
-        sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
-        self._settings = vars(sampling) | {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
+        self._numbers: dict[str, Any] = {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        for name, value in vars(self._sampling).items():
+            if isinstance(value, int | float):  # others have flags
+                self._numbers[name] = value
         if args.load is not None:
             self.do_load(args.load)
         else:
@@ -56,18 +53,14 @@ class Chat:
     def obey(self, line: str) -> None:
         """Answers a question or obeys a command; logs what is wrong with it."""
         name, _, value = line[1:].partition(" ")
-        if name in self._settings:
+        if name in self._numbers:
             name, value = "sampling", f"{name}={value}"
         command = COMMANDS.get(name)
         try:
             if not line.startswith("/"):
                 self._answer(self.talk.turns, Turn(line))
             elif command is None:
-                near = difflib.get_close_matches(name, COMMANDS, 1)
-                advice = f"did you mean /{near[0]}?" if near else "/help lists what there is"
-                raise InputError(f"there is no /{shorten(name, 40)}; {advice}")
-            elif not value and f"{command.__doc__}".startswith("FILE"):
-                raise InputError(f"/{name} needs FILE")
+                raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
             else:
                 command(self, value.strip())
         except InputError as error:
@@ -90,26 +83,22 @@ class Chat:
         self._answer(earlier, Turn(last.question))
 
     def do_continue(self, _: str) -> None:
-        """continue an answer that was cut or stopped"""
+        """continue an answer that was cut"""
         *earlier, last = self._turns()
-        if not last.is_cut:
-            raise InputError("the last answer is complete; ask on, or /regenerate")
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
-        settings = self._settings
-        # Others than numbers have flags.
-        numbers = [name for name in settings if isinstance(settings[name], int | float)]
+        numbers = {**self._numbers}
         for setting in values.split():
             name, _, value = setting.partition("=")
             check_names([name], numbers)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
-                settings = {**settings, name: type(settings[name])(value)}
-            as_seeds(settings["seed"], 1)
-            Request("", **settings)
-        self._settings = settings
-        say(", ".join(f"{name}={settings[name]}" for name in numbers))
+                numbers[name] = type(numbers[name])(value)
+        as_seeds(numbers["seed"], 1)
+        Request("", **numbers)
+        self._numbers = numbers
+        say(", ".join(f"{name}={value}" for name, value in numbers.items()))
 
     def do_system(self, text: str) -> None:
         """[TEXT] show the system message, which says how the model is to behave, or change it"""
@@ -118,31 +107,33 @@ class Chat:
         say(f"system: {self.talk.system or 'as the model has it'}")
 
     def do_documents(self, file: str) -> None:
-        """[FILE] add a document; read on where Ctrl-C stopped; show the tokens of each"""
-        talk = self.talk
+        """[FILE] add a document; show the tokens of each"""
         if file:
-            text = read_document(file, "/documents")
-            talk = talk.with_documents({file: text}, self._engine.config, self._args)
-        self._read(replace(talk, most=MAX_COUNT))
-        lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in talk.documents]
+            texts = {file: read_document(file, "/documents")}
+            self._read(self.talk.with_documents(texts, self._engine.config, self._args))
+        lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
-
-    def do_reset(self, _: str) -> None:
-        """forget questions and answers, keep the documents"""
-        self.talk = replace(self.talk, turns=())
-        say("questions and answers are forgotten")
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
+        if not file:
+            raise InputError("/save needs FILE")
         say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
+        if not file:
+            raise InputError("/load needs FILE")
         num_tokens = self._engine.load_kv(file)
         self.talk = self.talk.restored(self._engine.snapshot_note)
         if self.talk.turns:
             self.do_show("")
         say(f"loaded {num_tokens} tokens from {file}")
+
+    def do_reset(self, _: str) -> None:
+        """forget questions and answers, keep the documents"""
+        self.talk = replace(self.talk, turns=())
+        say("questions and answers are forgotten")
 
     def do_quit(self, _: str) -> None:
         """leave, as Ctrl-D does; Ctrl-C stops an answer, or clears the line"""
@@ -154,42 +145,37 @@ class Chat:
         return self.talk.turns
 
     def _read(self, talk: Conversation) -> None:
-        """Switches to a conversation and reads its documents; Ctrl-C keeps what was read."""
+        """Switches to a conversation and reads its documents before a question comes."""
         self.talk = talk
-        beginning = talk.beginning
-        is_read = num_common(self._engine.held_tokens, beginning) >= len(beginning) - 1
-        if talk.documents and not is_read and self._run(beginning, 1).finish_reason is None:
-            num_read = num_common(self._engine.held_tokens, beginning)
-            self.talk = replace(talk, most=max(num_read, len(talk.start)))
-            say(f"stopped after {num_read} of {len(beginning)} tokens; /documents goes on")
+        ids = talk.beginning
+        is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
+        if talk.documents and not is_read and self._run(ids, 1).finish_reason is None:
+            say("stopped; the next question reads the rest")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Writes the answer to a question after earlier turns, or continues its answer."""
         talk = self.talk
         context = self._engine.config.context_length
-        most_new = self._settings["max_new_tokens"]
+        most_new = self._numbers["max_new_tokens"]
         wanted = min(most_new, (context - len(talk.beginning)) // 2)
         turns = talk.slide([*earlier, turn], context - wanted)
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            raise InputError(
-                f"this needs {len(prompt)} tokens but the context holds {context}; ask something "
-                "shorter, or /reset"
-            )
+            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
+            raise InputError(f"{problem}; ask something shorter, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
-        self._settings["seed"] = next_seed(self._settings["seed"])
-        reason = row.finish_reason
-        if reason == "length" and room < most_new:
-            reason = "full"
+        self._numbers["seed"] = next_seed(self._numbers["seed"])
         ids = row.token_ids
-        if is_cut := reason in ENDINGS:
-            log.info("(%s after %d tokens; /continue goes on)", ENDINGS[reason], len(ids))
         if talk.stops:  # the tokens may be those of a stop string, too
             ids = talk.tokenizer.encode_marked(row.text)
-        turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
+        elif row.finish_reason == "eos":  # the template writes its own end of an answer
+            ids = ids[:-1]
+        if row.finish_reason in ("length", None):
+            log.info("(cut after %d tokens; /continue goes on)", len(ids))
+        turn = Turn(turn.question, [*turn.token_ids, *ids])
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> "Row":
@@ -198,9 +184,10 @@ class Chat:
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
         run = self._engine.generate(
             prompt,
+            sampling=self._sampling,
             generation=arguments.taken(GenerationConfig, self._args),
             speculation=arguments.speculation_of(self._args),
-            **self._settings | limits,
+            **self._numbers | limits,
         )
         with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
             stream(run, self._args, show=show)
@@ -211,19 +198,6 @@ class Chat:
 
 
 COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.startswith("do_")}
-"""The commands; their docstrings begin with an argument, in brackets if it may be left out."""
-
-
-@dataclass(frozen=True)
-class ChatFlags:
-    """The flags that only `minitri chat` has."""
-
-    fit: bool = False
-    """Keep as much of the documents as fits the context, with room for questions and answers."""
-    max_prompt_tokens: int | None = between(None, 1)
-    """Keep N tokens of the documents: the longest are cut."""
-    load: str | None = None
-    """Continue the conversation that /save wrote to this file."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -240,7 +214,13 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
-    arguments.add_fields(parser, ChatFlags)
+    text = "keep what of the documents fits the context with room for questions and answers"
+    parser.add_argument("--fit", action="store_true", help=text)
+    text = "keep N tokens of the documents: the longest are cut"
+    kind = arguments.positive
+    parser.add_argument("--max-prompt-tokens", type=kind, metavar="N", help=text)
+    text = "continue the conversation that /save wrote to FILE"
+    parser.add_argument("--load", metavar="FILE", help=text)
     arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"
@@ -264,8 +244,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """The lines that the user types, up to Ctrl-D; at a terminal they can be edited, and Ctrl-C
-    clears them. Raises `InputError`."""
+    """Lines of standard input; at a terminal with editing, until Ctrl-D. Raises `InputError`."""
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         with contextlib.suppress(ImportError):
@@ -289,6 +268,3 @@ def typed_lines() -> Iterator[str]:
 
 
 main = program(build_parser, run_command)
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,8 @@
 """A conversation as token ids that only grow, so that the KV cache holds all but the latest words.
 
-It begins with a system message and documents; turns of a question and an answer follow. Where the
-context is full the oldest turns go, never the beginning. The text that the chat template puts
-between two answers is rendered with marks in the places of the answers and of the question, and cut
-there. A model without a template gets plain questions and answers.
+A system message and documents come first, then turns of a question and an answer. Where the context
+is full the oldest turns go, never the documents. The chat template is rendered once, with marks in
+the places of questions and answers, and cut there. A model without one gets plain questions.
 """
 
 import argparse
@@ -21,11 +20,11 @@ from minitri.core.log import log
 if TYPE_CHECKING:
     from minitri.text.tokenizer import Tokenizer
 
-QUESTION, ANSWER = "\nQuestion: ", "\nAnswer:"
-"""How a conversation is written for a model without a template."""
-TALK_TOKENS = 4096
-"""Room for questions and answers after the documents, or a quarter of a small context."""
-MARK, EARLIER = "<|minitri-question|>", "<|minitri-answer|>"
+QUESTION = "\nQuestion: "  # without a chat template
+ANSWER = "\nAnswer:"
+TALK_TOKENS = 4096  # room for questions and answers, or else a quarter of the context
+MARK = "<|minitri-question|>"
+EARLIER = "<|minitri-answer|>"
 
 
 class Document(NamedTuple):
@@ -33,18 +32,14 @@ class Document(NamedTuple):
 
     name: str
     token_ids: Sequence[int]
-    size: int
-    """Tokens of the whole text."""
+    size: int  # of the whole text, in tokens
 
 
 class Turn(NamedTuple):
     """A question and its answer, or the beginning of one."""
 
     question: str
-    token_ids: Sequence[int] = ()
-    """The answer's."""
-    is_cut: bool = False
-    """Whether the answer was stopped, or had no more room."""
+    token_ids: Sequence[int] = ()  # of the answer, without an end-of-sequence token
 
 
 @dataclass(frozen=True)
@@ -53,11 +48,8 @@ class Conversation:
 
     tokenizer: "Tokenizer"
     system: str | None = None
-    """How the model is to behave."""
     documents: Sequence[Document] = ()
     turns: Sequence[Turn] = ()
-    most: int = MAX_COUNT
-    """Tokens of the beginning to keep: those that were read, if Ctrl-C stopped that."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -65,19 +57,31 @@ class Conversation:
         return () if self.tokenizer.chat_template is not None else (QUESTION,)
 
     @functools.cached_property
-    def start(self) -> list[int]:
-        """Token ids before the documents. Raises `InputError` if the chat template refuses."""
-        encode = self.tokenizer.encode if self.stops else self.tokenizer.encode_marked  # BOS or not
-        return encode(self._around_question(None)[0])
+    def _frame(self) -> tuple[str, str, str]:
+        """Texts before the first question, between an answer and the next question, and after a
+        question. Raises `InputError` if the chat template refuses."""
+        template = self.tokenizer.chat_template
+        if template is None:
+            return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
+        system = [("system", self.system)] if self.system is not None else []
+        parts = []
+        for earlier in ([], [("user", "x"), ("assistant", EARLIER)]):
+            messages = [*system, *earlier, ("user", MARK)]
+            text = template.render([{"role": role, "content": text} for role, text in messages])
+            parts.append(text.rpartition(MARK))
+        (start, _, _), (before, mark, after) = parts
+        if not mark:
+            raise InputError("the model's chat template leaves questions out; use another model")
+        return start, before.rpartition(EARLIER)[2], after
 
     @functools.cached_property
     def beginning(self) -> list[int]:
         """Token ids before the first question."""
-        ids = [*self.start]
-        gap = self.tokenizer.encode_marked("\n\n")
+        encode = self.tokenizer.encode if self.stops else self.tokenizer.encode_marked  # BOS or not
+        ids = encode(self._frame[0])
         for document in self.documents:
-            ids += [*document.token_ids, *gap]
-        return ids if len(ids) <= self.most else [*ids[: self.most], *gap]
+            ids += [*document.token_ids, *self.tokenizer.encode_marked("\n\n")]
+        return ids
 
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: argparse.Namespace
@@ -89,7 +93,7 @@ class Conversation:
             ids = self.tokenizer.encode_marked(text.strip())
             documents.append(Document(name, ids, len(ids)))
         context = config.context_length
-        start = len(self.start)
+        start = len(replace(self, documents=()).beginning)
         room = context - start - min(TALK_TOKENS, context // 4)
         sizes = [document.size for document in documents]
         kept = min(sum(sizes), args.max_prompt_tokens or MAX_COUNT)
@@ -112,13 +116,13 @@ class Conversation:
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the beginning and of these turns, up to where the last answer continues."""
+        _, between, after = self._frame
+        before = "".join(self.stops)
         ids = [*self.beginning]
-        for previous, turn in zip([None, *turns], turns, strict=False):
-            before, after = self._around_question(previous)
-            if previous is None:
-                before = "".join(self.stops)
+        for turn in turns:
             ids += self.tokenizer.encode_marked(before + turn.question + after)
             ids += turn.token_ids
+            before = between
         return ids
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
@@ -130,31 +134,11 @@ class Conversation:
 
     def as_note(self) -> str:
         """The conversation as JSON, for `restored`."""
-        return json.dumps([self.system, self.documents, self.turns, self.most])
+        return json.dumps([self.system, self.documents, self.turns])
 
     def restored(self, note: str) -> "Conversation":
         """The conversation in a note of `as_note`. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
-            system, documents, turns, most = json.loads(note)
+            system, documents, turns = json.loads(note)
             parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
-            return Conversation(self.tokenizer, system, *parts, most)
-
-    def _around_question(self, previous: Turn | None) -> tuple[str, str]:
-        """The text before a question, from the start or the end of the previous answer on, and the
-        text after it."""
-        template = self.tokenizer.chat_template
-        if template is None:
-            start = f"{self.system}\n\n" if self.system else ""
-            return QUESTION if previous else start, ANSWER
-        messages = [] if self.system is None else [("system", self.system)]
-        messages += [("user", "x"), ("assistant", EARLIER)] if previous else []
-        messages.append(("user", MARK))
-        text = template.render([{"role": role, "content": text} for role, text in messages])
-        before, mark, after = text.rpartition(MARK)
-        if not mark:
-            raise InputError("the model's chat template leaves questions out; use another model")
-        if previous is not None:
-            before = before.rpartition(EARLIER)[2]
-            if not previous.is_cut:
-                before = before.removeprefix(self.tokenizer.token(previous.token_ids[-1]) or "")
-        return before, after
+            return Conversation(self.tokenizer, system, *parts)

@@ -1,7 +1,7 @@
 """Command line flags that programs share, and the settings that they stand for.
 
-The flag for a field of a settings class has the field's type and default, and as its help the text
-below the field. Imports nothing of PyTorch.
+A flag takes type and default from a field of a settings class, and its help from the text below the
+field. Imports nothing of PyTorch.
 """
 
 import argparse
@@ -24,9 +24,7 @@ from minitri.text.grammar import Grammar
 from minitri.text.prompt_ids import MAX_SEED
 
 Settings = TypeVar("Settings")
-Flags = argparse._ActionsContainer
-"""A parser, or a group of its flags."""
-
+Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 SHORT = {"model": "-m", "prompt": "-p", "max_new_tokens": "-n", "quiet": "-q", "verbose": "-v"}
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
@@ -43,7 +41,7 @@ class SharedFlags:
     threads: int | None = between(None, 1, 1024)
     """Cores of a CPU to compute on. Default: all."""
     bitwise: bool = False
-    """Refuse to run where texts might differ in the last bits: without compiled kernels."""
+    """Refuse to run without the compiled kernels, which make texts equal bit for bit."""
     prompt: str | None = None
     """The text to continue."""
     prompt_file: str | None = None
@@ -51,7 +49,7 @@ class SharedFlags:
     demo: bool = False
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the prompt. Default: all, of the demo 4000."""
+    """Keep the first N tokens of the prompt. Default: all; 4000 with --demo."""
     seed: int | None = between(None, 0, MAX_SEED)
     """The same command with the same seed writes the same text. Default: a random one, printed."""
     system: str | None = None
@@ -74,12 +72,11 @@ WINDOW = ("num_sink_tokens", "num_recent_tokens")
 RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
 SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
 SPECULATION = ("method", "coupled", "draft", *SIZES)
-UNUSED: dict[str, tuple[str, ...]] = {
+UNUSED: dict[str, tuple[str, ...]] = {  # fields that a method ignores
     "autoregressive": ("draft", "gamma1", *RETRIEVAL, *WINDOW),
     "naive": RETRIEVAL,
     "retrieval": ("draft", "gamma1"),
 }
-"""Fields that a method ignores; the other methods ignore none."""
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -105,27 +102,21 @@ class OneLineParser(argparse.ArgumentParser):
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:
-        """The message of an error with settings spelled as flags: `budget=30` as `--budget 30`. Of
-        the ways out, those are left out that need a flag this program lacks."""
-        flags = {
-            name: flag
-            for action in self._actions
-            for flag in action.option_strings[::-1]
-            if flag.startswith("--")
-            for name in (flag[2:].replace("-", "_"), action.dest)
-        }
+        """The message of an error with settings spelled as flags: `budget=30` as `--budget 30`.
+        Leaves out the ways out for which this program has no flag."""
+        flags: dict[str, str] = {}
+        for action in self._actions:
+            for flag in action.option_strings[::-1]:
+                if flag.startswith("--"):
+                    flags |= dict.fromkeys((flag[2:].replace("-", "_"), action.dest), flag)
 
         def spelled(match: re.Match[str]) -> str:
             name, value = match.groups()
-            if name not in flags:
-                return match[0]
             if value == "False":
-                return f"--no-{flags[name][2:]}"
-            return flags[name] + " " * (value == "")
+                name = f"no_{name}"
+            return flags[name] + " " * (value == "") if name in flags else match[0]
 
-        ways = [
-            way for way in error.ways if all(match[1] in flags for match in SETTING.finditer(way))
-        ]
+        ways = [way for way in error.ways if {name for name, _ in SETTING.findall(way)} <= {*flags}]
         text = SETTING.sub(spelled, str(InputError(error.message, *ways)))
         name, _, rest = text.partition(" is ")
         return f"{flags[name]} is {rest}" if name in flags else text
@@ -145,9 +136,8 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
     def read(text: str) -> int:
         if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
             return int(text)
-        raise argparse.ArgumentTypeError(
-            f"{shorten(repr(text), 60)} is not a whole number from {least} to {most}"
-        )
+        problem = f"{shorten(repr(text), 60)} is not a whole number from {least} to {most}"
+        raise argparse.ArgumentTypeError(problem)
 
     return read
 
@@ -155,27 +145,21 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
 positive = whole(1)
 
 
-def read_bias(text: str) -> tuple[int, float]:
+def token_bias(text: str) -> tuple[int, float]:
     """Parses `ID:BIAS`, a token id and the number to add to its logit."""
     token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        problem = f"{shorten(repr(text), 60)} is not a token id and a number, as in 42:-1.5"
-        raise argparse.ArgumentTypeError(problem) from None
+    return int(token), float(bias)
 
 
 class GrammarFlag(argparse.Action):
     """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
 
-    def __call__(
-        self, _parser: object, namespace: argparse.Namespace, value: Any, _flag: object = None
-    ) -> None:
+    def __call__(self, _: object, args: argparse.Namespace, value: Any, *__: object) -> None:
         """Raises `InputError`."""
         kind = self.const
         if kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
             value = read_text(value, self.option_strings[0])
-        namespace.grammar = Grammar(kind, value or "")
+        args.grammar = Grammar(kind, value or "")
 
 
 def add_flags(flags: Flags, *names: str, title: str = "") -> None:
@@ -192,15 +176,14 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         if (names and field.name not in names) or field.name == "grammar":
             continue
         text = texts[field.name]
-        options: dict[str, Any] = {"default": field.default}
-        begins_with_a_name = text[1].isupper()
-        options["help"] = (text[0] if begins_with_a_name else text[0].lower()) + text[1:-1]
+        first = text[0] if text[1].isupper() else text[0].lower()
+        options: dict[str, Any] = {"default": field.default, "help": first + text[1:-1]}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif field.type == Sequence[str]:
             options |= {"action": "append", "default": []}
         elif field.type == Bias:
-            options |= {"action": "append", "default": [], "type": read_bias, "metavar": "ID:BIAS"}
+            options |= {"action": "append", "default": [], "type": token_bias, "metavar": "ID:BIAS"}
         elif field.type in (int, int | None):
             options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
         elif field.type in (float, float | None):
@@ -233,8 +216,8 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
 
 
 def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
-    """Adds the flags of sampling, grammar and speculation. Sampling flags that are not given are
-    None, so that the model's files decide."""
+    """Adds the flags of sampling, grammar and speculation. A sampling flag that is not given is
+    None, and the model's files decide."""
     title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
     add_flags(parser, *SAMPLING, "seed", title=title)
     title = "grammar of the whole output (needs minitri[grammar]); one of"
@@ -254,8 +237,8 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
 def taken(
     settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings from the flags named after their fields, and from `others`; the rest is as in
-    `base`, by default as in the class. Raises `InputError`."""
+    """Settings of a class from the flags named after its fields, and from `others`; the rest is as
+    in `base`, or else as in the class. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 
@@ -276,5 +259,5 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
-    """The speculation of the flags; it uses the clock if no seed is given. Raises `InputError`."""
+    """Speculation by the flags, with measured times if there is no seed. Raises `InputError`."""
     return taken(SpeculationConfig, args, timed=args.seed is None)

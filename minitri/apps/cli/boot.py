@@ -1,8 +1,9 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
 import argparse
+import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,44 +23,39 @@ if TYPE_CHECKING:
 
 
 def boot(args: argparse.Namespace) -> "Engine":
-    """Boots the engine of the flags. Raises `InputError`."""
+    """The engine of the flags. Raises `InputError`."""
     return load_weights(args, open_engine(args))
 
 
 def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
-    """Boots the engine of the flags; returns also the token ids of prompts, which are checked
-    before weights are read. Raises `InputError`."""
+    """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
     prompts = [encode(text, opened, args) for text in texts]
     return load_weights(args, opened), prompts
 
 
 def open_engine(args: argparse.Namespace) -> "OpenEngine":
-    """Opens the files of the models: tokenizer and config are read, and flags checked that have to
-    fit them, the weights not read yet. Raises `InputError`."""
+    """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
-    import_pytorch()  # only now, as it takes seconds
+    import_pytorch()  # takes seconds
     from minitri.loader import OpenEngine
     from minitri.text.rows import text_filters
 
     opened = OpenEngine(**model_of(args))
-    text_filters(sampling, [], opened.tokenizer, opened.config)
+    text_filters(sampling, [], opened.tokenizer, opened.config)  # checks words and grammar
     return opened
 
 
 def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
-    """Reads the weights of opened models, and what --load-kv and --kv-store name. Raises
-    `InputError`."""
+    """The engine of opened models, with what --load-kv and --kv-store name. Raises `InputError`."""
     if args.threads is not None:
         import torch
 
         torch.set_num_threads(args.threads)
     engine = opened.load()
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        raise InputError(
-            "--bitwise needs the compiled kernels (a CPU with a C++ compiler) and no --tree; leave "
-            "it out"
-        )
+        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
+        raise InputError(f"--bitwise needs {needs}; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (url := vars(args).get("kv_store")) is not None:
@@ -75,8 +71,8 @@ def sampling_of(
     *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, else as the model's files recommend, else `otherwise`; and the seed,
-    drawn if no flag gives it. Logs the model, the `work` and the sampling in a line."""
+    """Sampling settings by the flags, or else as the model's files recommend, or else `otherwise`;
+    and the seed, drawn if no flag gives it. Logs the model, the `work` and the sampling."""
     plain = SamplingParams()
     advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
     sampling = taken(SamplingParams, args, plain if args.temperature == 0 else advised)
@@ -91,29 +87,25 @@ def sampling_of(
 
 
 def check_save_kv(args: argparse.Namespace) -> None:
-    """Raises `InputError`, before minutes of work, if --save-kv names a file that cannot be
-    written."""
+    """Raises `InputError`, before minutes of work, if the --save-kv file cannot be written."""
     if args.save_kv is not None:
         path = Path(args.save_kv).absolute()
         if path.is_dir() or not os.access(path.parent, os.W_OK):
             raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
 
 
-def start_run(
+@contextlib.contextmanager
+def running(
     args: argparse.Namespace, engine: "Engine", requests: Sequence["Request"]
-) -> "Generation":
-    """Starts the run of the flags over requests."""
-    return engine.stream(
+) -> "Iterator[Generation]":
+    """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
+    with engine.stream(
         requests,
         batch_size=args.batch_size,
         generation=taken(GenerationConfig, args),
         speculation=speculation_of(args),
-    )
-
-
-def conclude(args: argparse.Namespace, engine: "Engine", run: "Generation") -> None:
-    """Closes a run, logs its statistics, and writes the KV cache that --save-kv asks for."""
-    run.close()
+    ) as run:
+        yield run
     log.info(outline(run))
     if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

@@ -1,8 +1,4 @@
-"""Documents to ask about: text in any encoding, PDF and HTML, as plain text.
-
-UTF-8 is tried first; a library finds other encodings. PDF and HTML need the packages of the extra
-`documents`.
-"""
+"""Documents to ask about: text in any encoding, PDF and HTML (an extra), as plain text."""
 
 import io
 import logging
@@ -16,17 +12,11 @@ from minitri.core.log import log
 
 def read_document(file: str, flag: str) -> str:
     """The text of the file that a flag names, or of standard input (`-`). Raises `InputError`."""
-
-    def read(content: bytes) -> str:
-        text, encoding = _text_of(content)
-        if not text.strip():
-            raise ValueError("it has no text")
-        if encoding:
-            log.info("%s: read as %s", shorten(file), encoding)
-        return text
-
     wanted = "text, or PDF or HTML with: pip install 'minitri[documents]'"
-    return read_file(file, flag, wanted, read)
+    text, encoding = read_file(file, flag, wanted, _text_of)
+    if encoding:
+        log.info("%s: read as %s", shorten(file), encoding)
+    return text
 
 
 def _text_of(content: bytes) -> tuple[str, str]:
@@ -35,24 +25,29 @@ def _text_of(content: bytes) -> tuple[str, str]:
         pypdf = import_module("pypdf")
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every small damage
         pages = pypdf.PdfReader(io.BytesIO(content)).pages
-        return "\n".join(page.extract_text() for page in pages), "PDF"
-    if re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
+        text = "\n".join(page.extract_text() for page in pages)
+        encoding = "PDF"
+    elif re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
         page = import_module("bs4").BeautifulSoup(content, "html.parser")
         for block in page(re.compile("^(p|div|li|tr|br|title|blockquote|pre|h[1-6])$")):
             block.insert_before("\n")  # before, too: many paragraphs are not closed
             block.insert_after("\n")
-        return re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip(), "HTML"
-    text = content.decode("utf-8-sig", errors="replace")
-    num_damaged = text.count("\ufffd")
-    encoding = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
-    if "\0" in text or num_damaged > len(text) // 1000:
-        guesses = import_module("charset_normalizer").from_bytes(content)
-        if not guesses:
-            raise ValueError("it is in no known encoding, or no text")
-        # The library prefers the Central European code page where both will do.
-        is_western = any("cp1252" in guess.could_be_from_charset for guess in guesses)
-        encoding = "cp1252" if is_western else guesses.best().encoding
-        text = content.decode(encoding)
-    if re.search("[\0-\x08\x0e-\x1a]", text):
-        raise ValueError("it has control characters, as no text has")
+        text = re.sub(r"\n\s*\n", "\n\n", page.get_text()).strip()
+        encoding = "HTML"
+    else:
+        text = content.decode("utf-8-sig", errors="replace")
+        num_damaged = text.count("\ufffd")
+        encoding = f"UTF-8 with {num_damaged} damaged characters" if num_damaged else ""
+        if "\0" in text or num_damaged > len(text) // 1000:
+            guesses = import_module("charset_normalizer").from_bytes(content)
+            if not guesses:
+                raise ValueError("it is in no known encoding, or no text")
+            # The library prefers the Central European code page where both will do.
+            is_western = any("cp1252" in guess.could_be_from_charset for guess in guesses)
+            encoding = "cp1252" if is_western else guesses.best().encoding
+            text = content.decode(encoding)
+        if re.search("[\0-\x08\x0e-\x1a]", text):
+            raise ValueError("it has control characters, as no text has")
+    if not text.strip():
+        raise ValueError("it has no text")
     return text, encoding

@@ -1,7 +1,5 @@
 """How a program starts and ends: with an exit code and at most one line on standard error.
 
-    main = program(build_parser, run_command)
-
 Imports next to nothing, so that Ctrl-C is answered with a line from the first milliseconds on.
 """
 
@@ -55,7 +53,7 @@ def program(
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
             try:
-                sys.exit(run_command(args) or 0)
+                sys.exit(run_command(args))
             except InputError as error:
                 raise InputError(parser.in_flags(error)) from None
 
@@ -65,7 +63,7 @@ def program(
 @contextlib.contextmanager
 def clean_exits() -> Iterator[None]:
     """Ends the process with a code and at most one line: for bad input, a missing package, Ctrl-C,
-    and what the system refuses, such as a write to a full disk. Anything else is a bug."""
+    and an error of the system, such as a full disk. Any other exception is a bug."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:  # a shell has closed it
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))  # noqa: PTH123, SIM115
@@ -91,24 +89,23 @@ def clean_exits() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def stop_at_once() -> Iterator[None]:
-    """Lets Ctrl-C end the process at once, with a line. For libraries that lose exceptions while
-    they are imported, or wait for their threads first."""
-
-    def stop(*_: object) -> None:
-        os.write(2, b"minitri: interrupted\n")
-        os._exit(130)
-
-    before = signal.signal(signal.SIGINT, stop)
+def on_ctrl_c(handler: "Callable[..., None]") -> Iterator[None]:
+    """Answers Ctrl-C by a function while the block runs."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
 
 
+def leave(*_: object) -> None:
+    """Ends the process at once, with a line, as the answer to Ctrl-C."""
+    os.write(2, b"minitri: interrupted\n")
+    os._exit(130)
+
+
 def _end(code: int, line: str = "") -> SystemExit:
-    """Prints why the program ends. Of several processes the first one to end prints, and decides
-    the exit code."""
+    """Prints why the program ends. The first of several processes prints, and decides the code."""
     is_first = True
     if (group := sys.modules.get("minitri.devices.parallel.group")) is not None:
         code, is_first = group.first_end(code)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from minitri import InputError
 from minitri.core.errors import explain, shorten
@@ -20,29 +20,27 @@ if TYPE_CHECKING:
     from minitri import Engine
     from minitri.loader import OpenEngine
 
-DEMO_PROMPT_TOKENS = 4000
-"""Length of the demo where no flag gives another: read in seconds on a laptop."""
-MAX_PROMPT_BYTES = 16 << 20
-"""Of a file: 4 million tokens of English. Bounds the memory for a file that has no end."""
+Text = TypeVar("Text")
+DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
+MAX_PROMPT_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
 
 
 def find_prompt(args: argparse.Namespace) -> tuple[str, str]:
-    """The prompt of the flags, or without one what is piped in, or at a terminal the demo; and a
+    """The prompt of the flags, or else what is piped in, or else, at a terminal, the demo; and a
     phrase that names the source. Raises `InputError`."""
-    if args.prompt is None and args.prompt_file is None:
-        if not args.demo and join().ask_first(is_piped):
-            args.prompt_file = "-"
-        elif args.demo or join().ask_first(sys.stdin.isatty):
-            args.max_prompt_tokens = args.max_prompt_tokens or DEMO_PROMPT_TOKENS
-        else:
-            raise InputError(
-                "there is no text: standard input is neither a pipe nor a terminal; give one in "
-                "quotes, a file with --prompt-file, or --demo"
-            )
+    if args.prompt is not None:
+        return read_prompt(None, args.prompt), ""
     file = args.prompt_file
+    if file is None and not args.demo:
+        if join().ask_first(is_piped):
+            file = "-"
+        elif not join().ask_first(sys.stdin.isatty):
+            problem = "there is no text: standard input is neither a pipe nor a terminal"
+            raise InputError(f"{problem}; give one in quotes, or --prompt-file FILE, or --demo")
+    if file is None:
+        args.max_prompt_tokens = args.max_prompt_tokens or DEMO_PROMPT_TOKENS
     source = {"-": "standard input", None: "--demo"}.get(file, file)
-    phrase = f" of {shorten(source)}" if args.prompt is None else ""
-    return read_prompt(file, args.prompt), phrase
+    return read_prompt(file), f" of {shorten(source)}"
 
 
 def is_piped() -> bool:
@@ -51,7 +49,7 @@ def is_piped() -> bool:
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """The text of a prompt, a UTF-8 file, standard input (`-`), or else the demo. Raises
+    """A prompt as it is, or the text of a file or of standard input (`-`), or the demo. Raises
     `InputError`."""
     if prompt is None:
         prompt = demo_text() if file is None else read_text(file, "--prompt-file")
@@ -61,8 +59,8 @@ def read_prompt(file: str | None, prompt: str | None = None) -> str:
 
 
 def read_text(file: str, flag: str) -> str:
-    """The UTF-8 text in the file that a flag names, or in standard input (`-`). Raises
-    `InputError`."""
+    """The UTF-8 text of the file that a flag names, or of standard input (`-`), without a NUL.
+    Raises `InputError`."""
 
     def decode(content: bytes) -> str:
         if b"\0" in content:
@@ -72,19 +70,17 @@ def read_text(file: str, flag: str) -> str:
     return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
 
 
-def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], str]) -> str:
-    """The text that `decode` makes of the file that a flag names, or of standard input (`-`).
-    Raises `InputError`, which says what is `wanted`."""
+def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Text]) -> Text:
+    """The content of the file that a flag names, or of standard input (`-`), after `decode`. Raises
+    `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
-        if Path(file).is_dir():
-            raise InputError(f"{name} is a folder; give {wanted}")
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
             content = stream.read(MAX_PROMPT_BYTES + 1) or b""  # None where nothing waits
         if len(content) > MAX_PROMPT_BYTES:
             raise ValueError(f"it has more than {MAX_PROMPT_BYTES >> 20} MB")
         if not content:
-            raise InputError(f"{name} is empty; give at least one character")
+            raise ValueError("it is empty")
         return decode(content)
 
 

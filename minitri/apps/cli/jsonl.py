@@ -5,16 +5,17 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 """
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
-from minitri.apps.cli.boot import boot, conclude, sampling_of, start_run
+from minitri.apps.cli.boot import boot, running, sampling_of
 from minitri.apps.cli.inputs import encode, read_text
 from minitri.apps.cli.report import answer
-from minitri.core.errors import explain, shorten
+from minitri.core.errors import shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
 from minitri.text.prompt_ids import as_seeds, next_seed
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from minitri import Engine
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
-"""The fields that a line may have."""
 
 
 class Line(NamedTuple):
@@ -31,7 +31,8 @@ class Line(NamedTuple):
 
     position: int  # among those lines, from 0; added to the seed
     number: int  # in the file, from 1
-    text: str
+    id: Any  # by default the number
+    fields: dict[str, Any]  # the others; empty if the line is no object of JSON
 
 
 def many(args: argparse.Namespace) -> int:
@@ -50,18 +51,23 @@ def many(args: argparse.Namespace) -> int:
 
 def read_lines(args: argparse.Namespace) -> list[Line]:
     """The lines of --prompts that are not empty. Raises `InputError`."""
-    numbered = enumerate(read_text(args.prompts, "--prompts").splitlines(), 1)
-    filled = (pair for pair in numbered if pair[1].strip())
-    return [Line(position, *pair) for position, pair in enumerate(filled)]
+    lines: list[Line] = []
+    for number, text in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
+        if text.strip():
+            fields = {}
+            with contextlib.suppress(TypeError, ValueError, RecursionError):
+                fields = {**json.loads(text)}
+            lines.append(Line(len(lines), number, fields.pop("id", number), fields))
+    return lines
 
 
 def check_wrong(args: argparse.Namespace, num_wrong: int, num_lines: int) -> None:
     """Raises `InputError` if lines were wrong, or there are none."""
     if num_wrong or not num_lines:
-        raise InputError(
-            f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong; "
-            "the answers with an error say which, and why"
+        problem = (
+            f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong"
         )
+        raise InputError(f"{problem}; the answers with an error say which, and why")
 
 
 def answers(
@@ -73,15 +79,13 @@ def answers(
     heads: list[dict[str, Any]] = []
     requests = []
     for line in lines:
-        head = {"id": line.number, "line": line.number}
+        head = {"id": line.id, "line": line.number}
         try:
-            with explain("it is no object of JSON", "write one"):
-                fields = {"seed": next_seed(seed, line.position), **json.loads(line.text)}
-            head["id"] = fields.pop("id", line.number)
+            fields = {"seed": next_seed(seed, line.position), **line.fields}
             check_names(fields, KNOWN)
             [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
-                raise InputError("there is no prompt; give a text")
+                raise InputError('there is no prompt; write JSON such as {"prompt": "Once"}')
             request = Request(text, row_seed, sampling, generation, **fields)
             request.prompt = encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)
@@ -89,8 +93,7 @@ def answers(
         except InputError as error:
             yield head | {"error": args.in_flags(error)}
     if requests:
-        run = start_run(args, engine, requests)
-        for end in (event for event in run if isinstance(event, End)):
-            cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
-            yield heads[end.row] | answer(run.rows[end.row]) | cached
-        conclude(args, engine, run)
+        with running(args, engine, requests) as run:
+            for end in (event for event in run if isinstance(event, End)):
+                cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
+                yield heads[end.row] | answer(run.rows[end.row]) | cached

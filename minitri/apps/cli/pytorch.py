@@ -5,15 +5,14 @@ import gc
 import os
 import warnings
 
-from minitri.apps.cli.exits import stop_at_once
+from minitri.apps.cli.exits import leave, on_ctrl_c
 
 
 def import_pytorch(*, huge_pages: bool = True) -> None:
     """Imports PyTorch and all that loads models, which takes seconds; a second call does nothing.
 
-    `huge_pages`: PyTorch's large tensors are in pages of 2 MB, so that Linux reads weights and KV
-    caches 5 % faster. Not for a server: of its many rows short texts would fill memory for long
-    ones. Variables of the environment that are set already win.
+    `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
+    short texts of a server take much memory. Variables of the environment that are set win.
     """
     from minitri.devices.cpu.build import has_kernels
 
@@ -25,7 +24,7 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:
-        with stop_at_once():
+        with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt
             import minitri.loader  # noqa: F401
     finally:
         gc.freeze()

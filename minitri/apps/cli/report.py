@@ -1,4 +1,4 @@
-"""The results of a run: a line and tables for people, objects of JSON for programs."""
+"""Results of a run: a line and tables for people, objects of JSON for programs."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ def where(model: "Llama") -> dict[str, str]:
 
 
 def outline(run: "Generation") -> str:
-    """The statistics of a run in a line for people."""
+    """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
@@ -36,8 +36,8 @@ def outline(run: "Generation") -> str:
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
-        origins = [row.stats.by_origin for row in run.rows]
-        num_guessed = sum(counts["draft"] + counts["retrieval"] for counts in origins)
+        counts = [row.stats.by_origin for row in run.rows]
+        num_guessed = sum(count["draft"] + count["retrieval"] for count in counts)
         line += f", {num_guessed / total:.0%} guessed"
     return line
 
@@ -54,8 +54,7 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def answer(row: "Row") -> dict[str, Any]:
-    """The text of a row as an object of JSON; with --logprobs also each token's log-probability,
-    and those of the likeliest."""
+    """The text of a row as an object of JSON, with the log-probabilities of --logprobs."""
     fields: dict[str, Any] = {
         "text": row.text,
         "token_ids": row.token_ids,

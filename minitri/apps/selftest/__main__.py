@@ -3,13 +3,12 @@
 Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
 token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. In the default
 mode, with independent random numbers, statistical tests of many short texts check that they follow
-the model's distribution (`distribution_test.py`); an alarm that rounding may cause is unclear.
+the model's distribution; an alarm that rounding may cause is unclear.
 
 Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
 """
 
 import argparse
-import dataclasses
 import json
 from collections import Counter
 from typing import Any
@@ -20,7 +19,6 @@ from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
 from minitri.apps.cli.report import as_table, where
-from minitri.core.fields import between
 from minitri.core.settings import METHODS
 
 VERDICTS = {
@@ -32,16 +30,6 @@ VERDICTS = {
 }
 """Verdicts, from best to worst, and the conclusion from the worst one."""
 COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least_p_value"
-
-
-@dataclasses.dataclass(frozen=True)
-class SelfTestFlags:
-    """Flags of `minitri selftest`."""
-
-    num_samples: int = between(2048, 0, 10**6)
-    """Tokens per method in the statistical test; 0 leaves it out."""
-    json: bool = False
-    """Print one JSON object instead of the table."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -56,7 +44,10 @@ def build_parser() -> arguments.OneLineParser:
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
-    arguments.add_fields(parser, SelfTestFlags)
+    text = "tokens per method in the statistical test; 0 leaves it out"
+    kind = arguments.whole(0, 10**6)
+    parser.add_argument("--num-samples", type=kind, metavar="N", default=2048, help=text)
+    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
     arguments.add_flags(parser, *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
@@ -84,11 +75,11 @@ def run_command(args: argparse.Namespace) -> int:
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
     setup = (engine, prompt, args, methods)
-    results = [*compare_texts(*setup), *compare_samples(*setup)]
-    counts = Counter(row["verdict"] for row in results)
+    rows = [*compare_texts(*setup), *compare_samples(*setup)]
+    counts = Counter(row["verdict"] for row in rows)
     report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
     report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}
-    print(json.dumps({**report, "comparisons": results}) if args.json else table(results))
+    print(json.dumps({**report, "comparisons": rows}) if args.json else table(rows))
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 

@@ -1,38 +1,53 @@
 """Comparisons of the self-test: one engine, one prompt, every speculative method.
 
-Rounding explains a difference between two texts if both tokens score within `bound` of the best
-one: twice the largest difference between logits of a single token and of a whole block, but at
-least the spacing of the dtype, divided by the temperature where tokens are sampled.
+Texts: rounding explains a difference if the scores of both tokens differ by at most `bound`: twice
+the largest difference between logits of a single token and of a whole block, but at least the
+spacing of the dtype, divided by the temperature where tokens are sampled.
+
+Samples: a plain pass of the model over a finished text gives the distribution p of each token.
+Scores of the emitted tokens are compared with their expected values under p (`martingale.py`):
+
+- `likelihood`: p itself; detects distributions that are too sharp or too flat.
+- `order`: middle of the token's interval in the CDF of p, by which tokens are sampled; detects
+  random numbers that are biased or used twice.
+- `drafter`: 1 where the drafter's distribution q is above p; detects traces of rejected guesses.
+
+Guessed and bonus tokens are added up apart, since a bug may push them in opposite directions. Which
+of both comes next is known before the token is sampled, so each sum is a martingale.
+
+Legend: N tokens, V vocab.
 """
 
 import argparse
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from minitri import Engine, GenerationConfig, SamplingParams
+from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
-from minitri.apps.selftest.distribution_test import (
-    FALSE_ALARM,
-    is_alarm,
-    last_logits,
-    run_test,
-    windows,
-)
-from minitri.core.decoding.noise import gumbel, noise_keys
+from minitri.apps.selftest.martingale import Martingale
+from minitri.core.caches.full import FullCache
+from minitri.core.decoding.noise import gumbel_scores, noise_keys
+from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.core.log import log
+from minitri.core.model.block import read_block
+from minitri.core.model.llama import Llama
+from minitri.core.prefill import prefill
 from minitri.core.stats import num_common
+from minitri.text.prompt_ids import next_seed
+from minitri.text.rows import text_filters
 
 Row = dict[str, Any]
 """Result of one comparison, by the columns of the report."""
-
-WINDOW = 64
-"""Prompt tokens of each text of the statistical test."""
-NEW_TOKENS = 64
-"""Sampled tokens of each text of the statistical test."""
+LENGTH = 64
+"""Tokens of the prompt, and of the output, of each text of the statistical test."""
+FALSE_ALARM = 1e-4
+"""Odds that a correct engine fails a self-test, all methods and scores together."""
+BATCH_SIZE = 32
 
 
 def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
@@ -47,51 +62,41 @@ def compare_texts(
     settings = arguments.speculation_of(args)
     generation = arguments.taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
+        fixed = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
         for method in ("autoregressive", *methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            end = engine.complete(
-                prompt,
-                temperature=temperature,
-                speculation=speculation,
-                generation=generation,
-                seed=args.seed,
-            )
-            tokens = list(end.token_ids)
-            if method == "autoregressive":
-                expected = tokens
-                continue
+            tokens = [*engine.complete(prompt, speculation=speculation, **fixed).token_ids]
+            expected = expected or tokens
             n = num_common(expected, tokens)
             row: Row = {"mode": mode, "method": method, "verdict": "equal"}
             row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
             if n < len(tokens):
                 engine.release()
-                sequence = prompt + tokens[:n]
-                widths = (1, min(speculation.max_block, len(sequence)))
-                one_V, block_V = (last_logits(engine.model, sequence, w)[-1] for w in widths)
-                scores_V = scores(one_V, temperature, args.seed, len(sequence))
-                gap = float(scores_V.max() - scores_V[[expected[n], tokens[n]]].min())
-                bound = rounding(one_V, block_V, engine.model.dtype) / (temperature or 1.0)
+                pair = [expected[n], tokens[n]]
+                how = (speculation.max_block, temperature, args.seed)
+                gap, bound = compare_scores(engine.model, prompt + tokens[:n], pair, *how)
                 is_tie = gap <= bound and not is_bitwise(engine, args)
                 row |= {"verdict": "tie" if is_tie else "BUG", "score_gap": gap, "bound": bound}
-            log.info("%s, %s: %s", mode, method, row["verdict"])
-            yield row
+            if method != "autoregressive":
+                log.info("%s, %s: %s", mode, method, row["verdict"])
+                yield row
 
 
-def rounding(one_V: Tensor, block_V: Tensor, dtype: torch.dtype) -> float:
-    """Bound on how far rounding moves two logits apart, from those of two kinds of passes."""
-    spacing = torch.finfo(dtype).eps * one_V.abs().max()
-    return 2 * float((one_V - block_V).abs().max().maximum(spacing))
-
-
-def scores(logits_V: Tensor, temperature: float, seed: int, position: int) -> Tensor:
-    """Scores whose argmax is the token at a position, in float64 and up to a constant: the logits,
-    or for T > 0 log-probabilities plus Gumbel noise."""
-    if not temperature:
-        return logits_V.double()
-    tokens = torch.arange(len(logits_V), device=logits_V.device)
-    key = noise_keys(seed, torch.tensor(position)).to(tokens.device)
-    return logits_V.double() / temperature + gumbel(key, tokens)
+def compare_scores(
+    model: Llama, text: list[int], pair: list[int], width: int, temperature: float, seed: int
+) -> tuple[float, float]:
+    """How far below the best token after a text two others score at most, and how far rounding may
+    bring them. Scores are logits, or for T > 0 log-probabilities plus Gumbel noise."""
+    one_1V, block_1V = (last_logits(model, text, n)[-1:] for n in (1, min(width, len(text))))
+    spacing = torch.finfo(model.dtype).eps * one_1V.abs().max()
+    bound = 2 * float((one_1V - block_1V).abs().max().maximum(spacing)) / (temperature or 1.0)
+    scores_1V = one_1V
+    if temperature:
+        keys_1 = noise_keys(seed, torch.tensor([len(text)])).to(one_1V.device)
+        probs_1V = probs_from_logits(one_1V, SamplingParams(temperature))
+        scores_1V = gumbel_scores(probs_1V, keys_1)
+    return float(scores_1V.max() - scores_1V[0, pair].min()), bound
 
 
 def compare_samples(
@@ -102,23 +107,81 @@ def compare_samples(
     settings = arguments.speculation_of(args)
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = settings.budget or 4 * settings.chunk_size
-    num_rows = -(-args.num_samples // NEW_TOKENS)
-    prompts = windows(prompt, num_rows, WINDOW)
-    if not prompts or not sampling.temperature:
-        return
+    prompts = windows(prompt, -(-args.num_samples // LENGTH), LENGTH)
     is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
-    alarm = "BUG" if is_exact else "unclear"
-    log.info("a false alarm in the samples has odds of 1 in %.0f", 1 / FALSE_ALARM)
-    for method in methods:
+    for method in methods if prompts and sampling.temperature else ():
         speculation = dataclasses.replace(settings, method=method, budget=budget)
-        p_values = run_test(
-            engine, prompts, sampling, speculation, num_new=NEW_TOKENS, seed=args.seed
-        )
-        yield {
-            "mode": "sampled",
-            "method": method,
-            "verdict": alarm if is_alarm(p_values, len(methods)) else "consistent",
-            "num_tokens": num_rows * NEW_TOKENS,
-            "least_p_value": min(p_values.values()),
-            "p_values": p_values,
-        }
+        p_values = run_test(engine, prompts, sampling, speculation, num_new=LENGTH, seed=args.seed)
+        verdict = "consistent"
+        if is_alarm(p_values, len(methods)):
+            verdict = "BUG" if is_exact else "unclear"
+        row: Row = {"mode": "sampled", "method": method, "verdict": verdict}
+        row |= {"num_tokens": len(prompts) * LENGTH, "least_p_value": min(p_values.values())}
+        yield row | {"p_values": p_values}
+
+
+def run_test(
+    engine: Engine,
+    prompts: list[list[int]],
+    sampling: SamplingParams,
+    speculation: SpeculationConfig,
+    *,
+    num_new: int,
+    seed: int,
+) -> dict[str, float]:
+    """Continues the prompts with independent random numbers; returns a p-value for every score."""
+    generation = GenerationConfig(num_new, ignore_eos=True)
+    requests = [
+        Request(prompt, next_seed(seed, number), sampling, generation)
+        for number, prompt in enumerate(prompts)
+    ]
+    run = engine.stream(requests, batch_size=BATCH_SIZE, speculation=speculation)
+    tests: defaultdict[str, Martingale] = defaultdict(Martingale)
+    draft = engine.models.draft
+    for prompt, end in zip(prompts, run.results(), strict=True):
+        new = [*end.token_ids]
+        p_NV = probs_of_text(engine, engine.model, prompt, new, sampling)
+        scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
+        if draft is not None and len(prompt) + len(new) <= draft.config.context_length:
+            q_NV = probs_of_text(engine, draft, prompt, new, sampling)
+            scores["drafter"] = (q_NV > p_NV).float()
+        tokens_N = torch.tensor(new, device=p_NV.device)
+        is_bonus_N = torch.tensor([token.origin == "bonus" for token in end.tokens]).to(p_NV.device)
+        for kind, rows_N in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
+            for name, scores_NV in scores.items():
+                test = tests[f"{name} of {kind} tokens"]
+                test.add_rows(tokens_N[rows_N], p_NV[rows_N], scores_NV[rows_N])
+    return {name: test.p_value for name, test in tests.items()}
+
+
+def probs_of_text(
+    engine: Engine, model: Llama, prompt: list[int], new: list[int], sampling: SamplingParams
+) -> Tensor:
+    """Distributions (N, V) of a model from which N new tokens after a prompt were sampled."""
+    V = engine.config.vocab_size
+    logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
+    filters = text_filters(sampling, prompt, engine.tokenizer, engine.config)
+    if filters is not None:
+        filters.apply(logits_NV, [new[:n] for n in range(len(new))])
+    return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
+
+
+@torch.inference_mode()
+def last_logits(model: Llama, tokens: list[int], num_tokens: int) -> Tensor:
+    """Logits (N, V) after each of the last `num_tokens` tokens of a text, read in one block."""
+    start = len(tokens) - num_tokens
+    cache = FullCache.allocate(model.config, 1, len(tokens), dtype=model.dtype, device=model.device)
+    for _ in prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
+        pass
+    return model.logits(read_block(model, [tokens[start:]], cache)[0])
+
+
+def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
+    """Whether the smallest p-value is below `FALSE_ALARM`, over all of `num_tests` such tests."""
+    return min(p_values.values()) * len(p_values) * num_tests < FALSE_ALARM
+
+
+def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
+    """Pieces of at most `length` tokens, spread over a text, as prompts."""
+    spare = max(len(tokens) - length, 0)
+    return [tokens[row * spare // num_rows :][:length] for row in range(num_rows)]

@@ -4,26 +4,20 @@ In addition to OpenAI's fields every answer has its `seed`; with `details` the c
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
 
-import itertools
 import json
 import secrets
 import time
 from collections.abc import Sequence
-from typing import Any
 
-from minitri import End, Engine, Event, Request, Token
+from minitri import End, Engine, Event, Idle, Token
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 from minitri.core.requests import PrefillProgress
-from minitri.core.stats import LogProbs
-from minitri.text.text_stream import IncrementalDecoder
 
-LEAST_LOGPROB = -9999.0
-"""OpenAI's number for a token that is practically impossible: JSON has no infinity."""
-ALIVE = b": still at work\n\n"
-"""Comment in a stream, so that no client or router takes it for dead."""
+LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
+ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead
 
 
 def to_json(content: Json) -> bytes:
@@ -36,9 +30,9 @@ def in_stream(content: Json) -> bytes:
     return b"data: %b\n\n" % to_json(content)
 
 
-def new_call_id() -> str:
-    """A random id for a tool call: nine hexadecimal digits, which all chat templates accept."""
-    return secrets.token_hex(5)[1:]
+def new_id(prefix: str) -> str:
+    """A random id with a prefix, as OpenAI's have one."""
+    return prefix + secrets.token_hex(12)
 
 
 class Writer:
@@ -46,16 +40,17 @@ class Writer:
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         asked = self._asked = call.asked
-        self._choices = [
-            Choice(index, request, call, engine) for index, request in enumerate(call.requests)
-        ]
+        self._choices = [Choice(index, call, engine) for index in range(len(call.requests))]
         self._ends: dict[int, End] = {}  # by the indices of their choices
-        kind = "text_completion"
-        if asked.is_chat:
-            kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        self.id = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-        self._head = {"id": self.id, "object": kind, "created": int(time.time()), "model": model}
-        self._head["seed"] = call.requests[0].seed
+        self.id = new_id(asked.id_prefix)
+        is_chunk = asked.stream and asked.object_type == "chat.completion"
+        self._head: Json = {
+            "id": self.id,
+            "object": asked.object_type + ".chunk" * is_chunk,
+            "created": int(time.time()),
+            "model": model,
+            "seed": call.requests[0].seed,
+        }
 
     def take(self, index: int, event: Event) -> bytes:
         """Part of the answer that an event of one text completes; empty if there is none yet."""
@@ -65,115 +60,84 @@ class Writer:
             self._ends[index] = event
         is_done = len(self._ends) == len(self._choices)
         if not asked.stream:
-            return to_json(self._whole()) if is_done else b""
+            if not is_done:
+                return b""
+            ends = sorted(self._ends.items())
+            choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
+            return to_json({**self._head, "choices": choices, "usage": self._usage()})
         match event:
-            case PrefillProgress(num_done=done, num_tokens=total, num_cached=cached):
+            case PrefillProgress(_, done, total, cached) if asked.details:
                 progress = {"processed": done, "total": total, "cache": cached}
-                return self._chunk([], prompt_progress=progress) if asked.details else ALIVE
+                return self._chunk(prompt_progress=progress)
+            case Idle() | PrefillProgress():
+                return ALIVE
             case Token(text=text) if text or asked.details or asked.num_logprobs is not None:
-                return self._chunk([choice.piece(text, [event])])
+                return self._chunk(choice.piece(text, [event]))
             case End():
-                last = self._chunk([choice.piece("", [], event)])
-                return last + self._tail() if is_done else last
+                last = self._chunk(choice.piece("", [], event))
+                if is_done and asked.stream_options.include_usage:
+                    last += self._chunk(usage=self._usage())
+                return last + b"data: [DONE]\n\n" * is_done
         return b""
 
     def fail(self, error: ApiError) -> bytes:
         """End of a stream that has begun and cannot go on."""
         return in_stream(error.content)
 
-    def _chunk(self, choices: list[Json], **others: Json) -> bytes:
+    def _chunk(self, *choices: Json, **others: Json) -> bytes:
         """Piece of a stream."""
         return in_stream({**self._head, "choices": choices, **others})
-
-    def _tail(self) -> bytes:
-        """The last events of a stream: token counts, if asked for, and [DONE]."""
-        has_usage = self._asked.stream_options.include_usage
-        usage = self._chunk([], usage=self._usage()) if has_usage else b""
-        return usage + b"data: [DONE]\n\n"
-
-    def _whole(self) -> Json:
-        """All of the answer."""
-        choices = []
-        for index, choice in enumerate(self._choices):
-            first = self._ends[index - index % self._asked.n]  # after the same prompt
-            choices.append(choice.whole(self._ends[index], first.prompt_scores))
-        return {**self._head, "choices": choices, "usage": self._usage()}
 
     def _usage(self) -> Json:
         """Counts of tokens. A prompt with several texts counts once; accepted predictions are the
         tokens that the target itself did not choose."""
-        rows = [self._ends[index].row_stats for index in range(len(self._choices))]
+        rows = [end.row_stats for _, end in sorted(self._ends.items())]
         first_rows = rows[:: self._asked.n]  # one for each prompt
         num_prompt = sum(row.num_prompt_tokens for row in first_rows)
         num_cached = sum(row.num_cached_tokens for row in first_rows)
         num_new = sum(row.num_generated_tokens for row in rows)
         guessed = sum(row.by_origin["draft"] + row.by_origin["retrieval"] for row in rows)
+        new = {"accepted_prediction_tokens": guessed, "reasoning_tokens": 0}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": num_cached},
-            "completion_tokens_details": {"accepted_prediction_tokens": guessed},
+            "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+            "completion_tokens_details": new,
         }
 
 
 class Choice:
     """One text of an answer."""
 
-    def __init__(self, index: int, request: Request, call: Call, engine: Engine) -> None:
+    def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
-        self._chat = call.chat
-        self._parser = call.chat.parser() if call.chat is not None else AnswerParser()
-        self._pieces: list[Piece] = []
+        self._is_chat = call.chat is not None
+        self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
         self._num_calls = 0
-        assert not isinstance(request.prompt, str)
-        self._prompt = request.prompt
         self._tokenizer = engine.tokenizer
-        is_ended = not request.generation.ignore_eos
-        self._end_tokens = engine.config.eos_token_ids if is_ended else ()
+        self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._num_characters = 0
         self._has_role = False  # the message so far
-
-    def whole(self, end: End, prompt_scores: Sequence[LogProbs]) -> Json:
-        """All of the text, after the prompt if that is wanted."""
-        text = end.text
-        tokens = end.tokens
-        if self._asked.has_echo:
-            text = self._tokenizer.decode(self._prompt) + text
-            decoder = IncrementalDecoder(self._tokenizer, [])
-            scores: list[Any] = [(None, ()), *prompt_scores]  # none of the first token
-            pairs = zip(self._prompt, scores, strict=False)
-            echo = [
-                Token(0, token, decoder.push(token), "prompt", *score) for token, score in pairs
-            ]
-            tokens = (*echo, *tokens)
-        return self.piece(text, tokens, end)
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """A text, or a part of it."""
         asked = self._asked
-        reason = end.finish_reason if end is not None else None
-        reason = "stop" if reason == "eos" else reason
         choice: Json = {"index": self._index, "logprobs": None}
         if asked.num_logprobs is not None and tokens:
             choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
-        if self._chat is None:
-            choice["text"] = text
+        if self._is_chat:
+            pieces = self.parser.push(text, is_last=end is not None)
+            choice["delta" if asked.stream else "message"] = self._message(pieces)
         else:
-            choice["delta" if asked.stream else "message"] = self._message(self.parse(text, end))
-            reason = "tool_calls" if reason == "stop" and self._num_calls else reason
+            choice["text"] = text
+        reason = end.finish_reason if end is not None else None
+        if reason in ("eos", "stop"):
+            reason = "tool_calls" if self._num_calls else "stop"
         return choice | {"finish_reason": reason}
-
-    def parse(self, text: str, end: End | None = None) -> list[Piece]:
-        """The pieces of a chat that a part of the text completes. At the end all are kept."""
-        pieces = self._parser.push(text, is_last=end is not None)
-        self._pieces += pieces
-        if end is not None and self._chat is not None:
-            self._chat.keep(self._pieces, end)
-        return pieces
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """Pieces as a part of a message; the first one has the role."""
@@ -181,47 +145,47 @@ class Choice:
         if not self._has_role:
             message["role"] = "assistant"
             self._has_role = True
-        calls: dict[int, Json] = {}
+        calls: list[Json] = []
         for kind, text in pieces:
             if kind == "call":
-                head = {"index": self._num_calls, "id": new_call_id(), "type": "function"}
-                calls[self._num_calls] = {**head, "function": {"name": text, "arguments": ""}}
+                head = {"index": self._num_calls, "id": new_id("call_"), "type": "function"}
+                calls.append({**head, "function": {"name": text, "arguments": ""}})
                 self._num_calls += 1
             elif kind == "arguments":
-                latest = self._num_calls - 1
-                rest = {"index": latest, "function": {"arguments": ""}}
-                calls.setdefault(latest, rest)["function"]["arguments"] += text
+                if not calls:  # more of a call in an earlier piece
+                    calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
+                calls[-1]["function"]["arguments"] += text
             else:
                 message[kind] = message.get(kind, "") + text
         if calls:
-            message["content"] = message["content"] or None
-            message["tool_calls"] = [*calls.values()]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         return message
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
-        tokens = [
-            token
-            for token in tokens
-            if token.origin == "prompt" or token.token_id not in self._end_tokens
+        entries = []
+        offsets = []
+        for token in tokens:
+            if token.token_id not in self._end_tokens:
+                top = [self._entry(*pair) for pair in token.top_logprobs]
+                entry = self._entry(token.token_id, token.logprob or 0.0)
+                entries.append(entry | {"top_logprobs": top})
+                offsets.append(self._num_characters)
+                self._num_characters += len(token.text)
+        if self._is_chat:
+            return {"content": entries}
+        tops = [
+            {top["token"]: top["logprob"] for top in entry["top_logprobs"]} or None
+            for entry in entries
         ]
-        entries = [self._entry(token.token_id, token.logprob) for token in tokens]
-        tops = [[self._entry(*pair) for pair in token.top_logprobs] for token in tokens]
-        pairs = zip(entries, tops, strict=True)
-        if self._asked.is_chat:
-            return {"content": [entry | {"top_logprobs": top} for entry, top in pairs]}
-        lengths = (len(token.text) for token in tokens)
-        *offsets, self._num_characters = itertools.accumulate(lengths, initial=self._num_characters)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [
-                {other["token"]: other["logprob"] for other in top} or None for top in tops
-            ],
+            "top_logprobs": tops,
             "text_offset": offsets,
         }
 
-    def _entry(self, token_id: int, logprob: float | None) -> Json:
+    def _entry(self, token_id: int, logprob: float) -> Json:
         """Token as text and, unless it is a part of a character, in UTF-8."""
         spelling = self._tokenizer.token(token_id) or ""
         text = self._tokenizer.decode([token_id])
@@ -229,5 +193,4 @@ class Choice:
         if is_part or not text or "▁" in spelling:
             text = spelling.replace("▁", " ")
         utf8 = None if is_part else list(text.encode())
-        shown = None if logprob is None else max(logprob, LEAST_LOGPROB)
-        return {"token": text, "logprob": shown, "bytes": utf8}
+        return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": utf8}

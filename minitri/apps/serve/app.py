@@ -25,37 +25,24 @@ from starlette.types import Message, Send
 
 from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
-from minitri.apps.serve.answers import ALIVE, Writer
+from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.completion import (
-    ChatBody,
-    DetokenizeBody,
-    Fields,
-    ForModel,
-    TextBody,
-    TokenizeBody,
-)
-from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
-from minitri.apps.serve.protocol import Call, Protocol
+from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.apps.serve.responses import ResponseWriter
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
-BODY_SECONDS = 30
-"""Time for a client to send its request."""
-WAITING_SECONDS = 15
-"""A stream that waits sends a sign of life at this interval: proxies end silent ones after 60."""
-TEXTS: dict[str, type[Fields]] = {
-    "/v1/completions": TextBody,
-    "/v1/chat/completions": ChatBody,
-    "/v1/responses": ResponseBody,
+BODY_SECONDS = 30  # in which a client has to send its request
+WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
+ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
+    "/v1/completions": (TextBody, Writer),
+    "/v1/chat/completions": (ChatBody, Writer),
+    "/v1/responses": (ResponseBody, ResponseWriter),
 }
-"""Endpoints that generate, with their bodies."""
-TOKENS: dict[str, type[ForModel]] = {"/tokenize": TokenizeBody, "/detokenize": DetokenizeBody}
-"""Endpoints of the tokenizer, with their bodies."""
 
 
 class Answer(StreamingResponse):
@@ -90,11 +77,9 @@ class Service:
 
     protocol: Protocol
     worker: Worker
-    max_open: int
-    """Most texts that run or wait."""
+    max_open: int  # texts that may run or wait
     access: Access = field(default_factory=Access)
-    clients: list[str] = field(default_factory=list)
-    """Client of each text that runs or waits."""
+    clients: list[str] = field(default_factory=list)  # of the texts that run or wait
 
     @property
     def num_open(self) -> int:
@@ -103,30 +88,26 @@ class Service:
     @property
     def app(self) -> Starlette:
         routes = [
-            *(Route(path, self.complete, methods=["POST"]) for path in TEXTS),
-            *(Route(path, self.convert, methods=["POST"]) for path in TOKENS),
+            *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/models", self.models),
             Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
             Route("/", self.page),
             Route("/docs", self.docs),
         ]
+        sites = self.access.allow_origin
+        cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
-        sites: dict[str, Any] = {"allow_origins": self.access.allow_origin, "allow_headers": "*"}
-        return Starlette(
-            routes=routes,
-            middleware=[Middleware(CORSMiddleware, allow_methods="*", **sites)],
-            exception_handlers=dict.fromkeys(handled, refuse),
-        )
+        handlers: Any = dict.fromkeys(handled, refuse)
+        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
-        """Texts are counted from before a prompt is tokenized to the end of the answer."""
+        """Answer to a body. Its texts count from before their prompt is tokenized."""
         client, body = await self._asked(request)
         salt = client if self.access.digests and not self.access.share_prefixes else ""
-        kind = TEXTS[request.url.path]
+        kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
             call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
-        make_writer = ResponseWriter if kind is ResponseBody else Writer
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
         media_type = "text/event-stream" if call.asked.stream else "application/json"
         return Answer(self._pieces(call, writer, client), media_type=media_type)
@@ -142,18 +123,13 @@ class Service:
             try:
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
-                    if isinstance(event, Idle):
-                        if call.asked.stream:
-                            has_begun = True
-                            yield ALIVE
-                        continue
-                    index = job.numbers.index(event.row)
+                    index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
                     if isinstance(event, End):  # a whole answer, which can take a second
                         piece = await asyncio.to_thread(writer.take, index, event)
                         outcome = event.finish_reason
                     else:
                         piece = writer.take(index, event)
-                    if piece or call.asked.stream:
+                    if piece:
                         has_begun = True
                         yield piece
             except Exception as error:
@@ -165,15 +141,6 @@ class Service:
             finally:
                 job.is_cancelled = True
                 log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
-
-    async def convert(self, request: Request) -> Response:
-        client, body = await self._asked(request)
-        kind = TOKENS[request.url.path]
-        with self._counted(client, 1):
-            asked = await asyncio.to_thread(self.protocol.parsed, body, kind)
-            is_text = isinstance(asked, TokenizeBody)
-            convert: Any = self.protocol.tokenize if is_text else self.protocol.detokenize
-            return JSONResponse(await asyncio.to_thread(convert, asked))
 
     async def _asked(self, request: Request) -> tuple[str, bytes]:
         """Client and body of a request. Raises `ApiError`."""
@@ -198,7 +165,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
-        """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
+        """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         if num > share:
@@ -244,8 +211,8 @@ class Service:
     async def docs(self, request: Request) -> Response:
         """The endpoints by their paths, with the JSON schemas of their bodies."""
         self.access.check_site(request.headers)
-        bodies = {**TEXTS, **TOKENS}
-        return JSONResponse({path: kind.model_json_schema() for path, kind in bodies.items()})
+        pairs = ENDPOINTS.items()
+        return JSONResponse({path: kind.model_json_schema() for path, (kind, _) in pairs})
 
 
 class Server(uvicorn.Server):

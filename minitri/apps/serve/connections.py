@@ -1,17 +1,13 @@
 """HTTP connections with time limits: one whose client makes no progress is closed."""
 
 import asyncio
-import functools
 import resource
-from contextlib import suppress
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-SECONDS = 30
-"""Time for the headers of the first request, and for a client to read what was sent."""
-SPARE_FILES = 128
-"""Open files that are not connections."""
+SECONDS = 30  # for the headers of the first request, and for a client to read what was sent
+SPARE_FILES = 128  # open files that are not connections
 
 
 class Connection(H11Protocol):
@@ -39,11 +35,7 @@ class Connection(H11Protocol):
         self._unread.cancel()
 
 
-@functools.cache
 def most_connections() -> int:
-    """Most open connections: the limit of open files, raised first, less `SPARE_FILES`."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS says that there is no limit, and has one
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        soft = hard
+    """Most open connections: the limit of open files, less `SPARE_FILES`."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(16, soft - SPARE_FILES)

@@ -3,16 +3,14 @@
 A stream sends it piece by piece, as numbered events.
 """
 
-import secrets
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minitri import End, Engine, Event, Token
-from minitri.apps.serve.answers import ALIVE, Choice, Writer, in_stream, new_call_id, to_json
+from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id, to_json
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.response_body import ResponseBody
-from minitri.apps.serve.bodies.strict_json import Json
-from minitri.apps.serve.chats.answer_parser import Piece
+from minitri.apps.serve.bodies.chat_body import Json
+from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 
 ITEMS: dict[str, tuple[str, str, Json]] = {
@@ -27,23 +25,14 @@ class ResponseWriter(Writer):
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         super().__init__(call, model, engine)
-        asked = call.asked
-        assert isinstance(asked, ResponseBody)
-        self.id = f"resp_{secrets.token_hex(12)}"
-        self._head |= {
-            "id": self.id,
-            "object": "response",
-            "created_at": self._head["created"],
-            "tools": asked.tools,
-            "tool_choice": asked.tool_choice,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-        }
+        echoed = {"tools", "tool_choice", "parallel_tool_calls"}
+        self._head |= {"created_at": self._head["created"], **call.asked.model_dump(include=echoed)}
         self._status = "in_progress"
         self._items: list[Json] = []
         self._number = 0  # of the next event
 
     def take(self, index: int, event: Event) -> bytes:
-        events = b"".join(self._events(self._choices[index], event))
+        events = b"".join(self._events(self._choices[index].parser, event))
         if self._asked.stream:
             return events or ALIVE
         return to_json(self._response()) if isinstance(event, End) else b""
@@ -53,39 +42,29 @@ class ResponseWriter(Writer):
         problem = {"code": "server_error", "message": str(error)}
         return self._event("failed", response=self._response() | {"error": problem})
 
-    def _events(self, choice: Choice, event: Event) -> Iterator[bytes]:
+    def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
         """Events of a stream that an event of the text brings about."""
         if not self._number:
             yield self._event("created", response=self._response())
             yield self._event("in_progress", response=self._response())
-        match event:
-            case Token(text=text):
-                yield from self._add(choice.parse(text))
-            case End(finish_reason=reason):
-                yield from self._add(choice.parse("", event))
-                self._ends[0] = event
-                self._status = "incomplete" if reason == "length" else "completed"
-                yield from self._close(self._status)
-                yield self._event(self._status, response=self._response())
+        if isinstance(event, Token):
+            yield from self._add(parser.push(event.text))
+        elif isinstance(event, End):
+            yield from self._add(parser.push("", is_last=True))
+            self._ends[0] = event
+            self._status = "incomplete" if event.finish_reason == "length" else "completed"
+            yield from self._close(self._status)
+            yield self._event(self._status, response=self._response())
 
     def _response(self) -> Json:
-        """All of the answer so far."""
-        usage = None
-        if self._ends:
-            counts = self._usage()
-            usage = {
-                "input_tokens": counts["prompt_tokens"],
-                "input_tokens_details": {
-                    **counts["prompt_tokens_details"],
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": counts["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": counts["total_tokens"],
-            }
+        """The response so far, in which counts of tokens have other names than in a chat."""
+        usage = {
+            name.replace("prompt", "input").replace("completion", "output"): count
+            for name, count in (self._usage() if self._ends else {}).items()
+        }
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         state = {"status": self._status, "error": None, "incomplete_details": cut}
-        return {**self._head, **state, "usage": usage, "output": self._items}
+        return {**self._head, **state, "usage": usage or None, "output": self._items}
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Next event of a stream."""
@@ -102,7 +81,7 @@ class ResponseWriter(Writer):
         """Events about pieces of the answer."""
         for piece, text in pieces:
             if piece == "call":
-                head = {"call_id": new_call_id(), "name": text, "arguments": ""}
+                head = {"call_id": new_id("call_"), "name": text, "arguments": ""}
                 yield from self._open("function_call", **head)
             elif piece == "arguments":
                 self._items[-1]["arguments"] += text
@@ -120,7 +99,7 @@ class ResponseWriter(Writer):
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         """Begins an item."""
         yield from self._close("completed")
-        item = {"id": f"{kind}_{secrets.token_hex(12)}", "type": kind, "status": "in_progress"}
+        item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress"}
         self._items.append(item | fields)
         yield self._item_event("output_item.added", item=self._items[-1])
 

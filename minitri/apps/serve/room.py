@@ -8,8 +8,7 @@ from minitri.core.offload.allocation import room_for
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
 
-SHARE = 0.6
-"""Default share of the memory that is free before weights are read."""
+SHARE = 0.6  # of the memory that is free before weights are read, by default
 
 
 def choose_rows(
@@ -19,7 +18,7 @@ def choose_rows(
     that they take with the weights. Raises `InputError` where `fewest` do not fit."""
     needs = demand_of(models, shape)
     on_device, on_host = room_for(models.target, needs)
-    loaded = {models.target, models.retrieval, models.draft} - {None}
+    loaded = {models.target, models.retrieval, models.draft}
     # Quantized weights are fewer bytes than `Demand` counts, and a copy of them is more.
     uncounted = sum(model.num_bytes for model in loaded if model) - needs.num_weight_bytes
     free = on_device + uncounted

@@ -1,7 +1,7 @@
 """The full cache: K and V of every token, keys rotated at their absolute positions.
 
-The first `lengths[b]` slots hold what a fresh prefill of the inputs would write, up to rounding.
-Legend: L layers, B batch, S slots, K KV heads, D head dim, T new tokens, P = 2 keys and values.
+The first `lengths[b]` slots of row b hold what a new prefill of its tokens would write, up to
+rounding. Legend: L layers, B batch, S slots, K KV heads, D head dim, T tokens, P = 2 (K and V).
 """
 
 from collections.abc import Iterator
@@ -42,10 +42,10 @@ class FullCache(Cache):
         return self.keys.shape[0]
 
     def layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Keys and values (K, S, D) of row b, layer by layer; valid until the next pair."""
+        """Yields keys and values (K, S, D) of row b by layer, each pair valid until the next."""
         yield from zip(self.keys[:, b], self.values[:, b], strict=True)
 
-    held_layers = layers  # of all slots of row b, whatever its length
+    held_layers = layers  # also of a row that has ended, whose length is 0
 
     def tokens(self, b: int, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values (L, K, T, D) of row b's tokens from `start` to `end`, on the device."""
@@ -57,32 +57,32 @@ class FullCache(Cache):
         return keys.index_select(2, places_T), values.index_select(2, places_T)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
-        """Writes K and V of the first T tokens of row b, which is empty; call `restore` then."""
+        """Writes one layer's K and V of the first T tokens of the empty row b, for `restore`."""
         for slots, new_KTD in ((self.keys, keys_KTD), (self.values, values_KTD)):
             slots[layer, b, :, : new_KTD.shape[1]] = new_KTD
 
     def restore(self, b: int, num_tokens: int) -> None:
-        """Makes the first `num_tokens` slots of row b, which was empty, its prefix."""
+        """Declares the first `num_tokens` slots of the empty row b valid: `write` filled them."""
         self.hold(b, num_tokens, num_tokens)
 
 
 @dataclass(frozen=True)
 class HeldRow:
-    """Tokens whose K and V are cached: of a text that has ended or not, or of a snapshot."""
+    """A row of a full cache that holds a text's K and V: ended, in progress, or a snapshot."""
 
-    full: FullCache
-    b: int
-    tokens: list[int]
-    owner: str | None = None  # who may share it; None: everybody
-    first_LPKTD: Tensor | tuple[()] = ()  # saved K and V, where slots may be overwritten
+    full: FullCache  # the cache that has the row
+    b: int  # the row in `full`
+    tokens: list[int]  # of the text
+    owner: str | None = None  # whose prompts may reuse the K and V; None: everybody's
+    first_LPKTD: Tensor | tuple[()] = ()  # copy of the first slots, if these may be overwritten
 
     def layers(self, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """As `FullCache.layers`, of the first T tokens; restores slots that were overwritten."""
+        """K and V (K, T, D) of the first T tokens, layer by layer; restores overwritten slots."""
         for layer, first_PKTD in enumerate(self.first_LPKTD):
             self.full.write(layer, self.b, *first_PKTD)
         for keys_KSD, values_KSD in self.full.held_layers(self.b):
             yield keys_KSD[:, :num_tokens], values_KSD[:, :num_tokens]
 
     def num_shared(self, tokens: list[int], owner: str) -> int:
-        """Tokens at the beginning of an owner's text that are cached here."""
+        """Number of first tokens that an owner's text shares; 0 if the owner may not reuse."""
         return num_common(self.tokens, tokens) if self.owner in (None, owner) else 0

@@ -10,8 +10,7 @@ whole of another one, which keeps the chunks with the largest key:
 
     engine.generate(prompt, speculation=minitri.SpeculationConfig(policy=Largest(), budget=64))
 
-It changes the speed, not the distribution of the text; its errors are `InputError`s.
-
+A policy changes the speed, not the distribution of the text; its errors become `InputError`s.
 Legend: L layers, T tokens, S slots, K KV heads, H query heads, D head dim, N chunks, M tokens of a
 chunk, R = H / K times tokens in the observation window.
 """
@@ -36,7 +35,7 @@ class Policy:
     wants_prompt: bool = False  # whether `observe` must see the queries of the whole prompt
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        """Importance (K, N) of chunks of a layer of row b to the latest queries, all rotated."""
+        """Scores (K, N) of row b's chunks of rotated keys in a layer, for its latest queries."""
         raise NotImplementedError
 
     def observe(self, full: FullCache, b: int, queries_LTHD: Tensor, end: int) -> None:
@@ -44,12 +43,12 @@ class Policy:
         `full.layers(b)` gives the row's keys and values (K, S, D), layer by layer."""
 
     def reset(self, b: int) -> None:
-        """Drops all state of row b: another text begins there."""
+        """Drops all state of row b, in which another text begins."""
 
 
 class ChunkRetrieval(Policy):
-    """Attention to the mean key of each chunk (TriForce, section 4.1). The chunk after one with
-    a high score gets one, too: the needle test lost a number that crossed a border."""
+    """The paper's policy: attention to the mean key of each chunk (TriForce, section 4.1). The
+    chunk after one of a high score gets a high score, too: a fact may cross their border."""
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:  # noqa: ARG002
         scores_KN = attention_received(q_KRD, chunks_KNMD.mean(2))
@@ -58,7 +57,7 @@ class ChunkRetrieval(Policy):
 
 
 class CheckedPolicy(Policy):
-    """Wraps a copy of a user's policy, whose errors end the run with an `InputError`."""
+    """A copy of a user's policy; errors of the policy end the run with an `InputError`."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)

@@ -1,15 +1,16 @@
 """The retrieval cache: the part of the target's KV cache that matters now (TriForce, section 4.1).
 
-Per layer and KV head it holds `budget` tokens of the full cache, chosen by a policy, and after them
+Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a policy, and then
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
-V of committed tokens overwrite the least important ones, so output can be of any length.
+V of committed tokens overwrite the least important slots, so output can be of any length.
 
-It is rebuilt when half of it has been overwritten, and after every `rebuild_stride` tokens. The
-queries are those of the latest tokens (an observation window, as in SnapKV) and of the last
-committed token, which the target's verification pass has just read: a rebuild needs no pass of its
-own. If the full cache is in host memory, `select` rebuilds layer by layer.
+A row is rebuilt when half of it is overwritten, and after every `rebuild_stride` tokens. Chunks
+are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the
+target's verification pass has just computed the last: a rebuild needs no pass of its own. If the
+full cache is in host memory, `select` rebuilds layer by layer.
 
-Legend: as in `policies.py`; B batch, C chunks that are kept, W observation window.
+Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, T tokens, N chunks, C
+chunks that are kept, M tokens of a chunk, W observation window, R = W H / K.
 """
 
 import math
@@ -27,15 +28,15 @@ from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
 @dataclass
 class RetrievedRow:
-    """State of one row of a `RetrievalCache`; all counts are tokens, of one slot each."""
+    """State of one row of a `RetrievalCache`; all counts are in tokens, one per slot."""
 
-    budget: int
+    budget: int  # slots for tokens of the full cache
     num_overwritten: int
-    """Slots overwritten since the last build, from the first one on, where at first the sinks are:
-    so it begins with their number. A build puts them last."""
-    num_committed: int = 0  # committed tokens of the text that this cache stands for
+    """Slots, from slot 0 on, that new tokens have overwritten since the last build. Before the
+    first build the sinks are in the first slots, and counted here so that they stay."""
+    num_committed: int = 0  # first tokens of the text that were copied, or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
-    is_planned: bool = False  # whether it is rebuilt in the latest pass of the target
+    is_planned: bool = False  # whether chunks were selected in the target's latest pass
 
 
 class RetrievalCache(Cache):
@@ -50,7 +51,7 @@ class RetrievalCache(Cache):
         num_heads: int,
         make_slots: MakeSlots | None = None,
     ) -> None:
-        """Empty; `commit` fills it."""
+        """Allocates an empty cache, which `commit` fills with tokens of `full`."""
         L, B, K, _, D = full.shape
         self._full = full
         is_default = speculation.policy == "retrieval"
@@ -63,7 +64,7 @@ class RetrievalCache(Cache):
         shape = (L, B, speculation.max_block, num_heads, D)
         self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         """Rotated queries of the latest block of the target, whose passes write them."""
-        # Of each row's observation window, (L, W, H, D); fewer at first.
+        # Queries of each row's latest W tokens, (L, W, H, D); fewer in a short text.
         self._queries = [*self.queries_LBTHD[:, :, :0].unbind(1)]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
@@ -81,13 +82,13 @@ class RetrievalCache(Cache):
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
-        """Adds queries of the last T tokens of row b, by which its full cache has grown."""
+        """Adds rotated queries of the T tokens by which row b of the full cache has grown."""
         W = self._settings.observation_window
         self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
-        """Selects, for the rows that are due, from a layer whose queries the pass has written."""
+        """In a pass of the target: rebuilds `layer` of the rows that are due, from its K and V."""
         for b, (row, end) in enumerate(zip(self.rows, self._full.lengths, strict=True)):
             if layer == 0:
                 row.is_planned = self._is_due(row, end)
@@ -96,19 +97,19 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Brings row b up to date with the full cache, by the queries of the T tokens that the
-        target has just read; returns whether the row was rebuilt."""
+        """Updates row b by the T tokens that the target has just read and kept, with their
+        rotated queries; returns whether the row was rebuilt."""
         row = self.rows[b]
         # Drops the guessed block: only slots of committed tokens stay valid.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
-        known = self._full.lengths[b] - queries_LTHD.shape[1]  # length before that pass
+        known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
             for layer, pair in enumerate(self._full.layers(b)):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
             M = self._settings.chunk_size
-            held = known // M * M  # what is left of the last chunk is copied below
+            held = known // M * M  # tokens after the last whole chunk are copied below
             self.rows[b] = RetrievedRow(row.budget, 0, num_committed=held, built_at=known)
             self.hold(b, row.budget, held)
         self._copy_committed(b)
@@ -116,7 +117,7 @@ class RetrievalCache(Cache):
         return row.is_planned
 
     def _is_due(self, row: RetrievedRow, num_tokens: int) -> bool:
-        """Whether a pass of the target after so many tokens should rebuild the row."""
+        """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
         return num_tokens > row.budget and (
             row.num_overwritten >= row.budget / 2
             or num_tokens - row.built_at >= self._settings.rebuild_stride
@@ -125,8 +126,8 @@ class RetrievalCache(Cache):
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor
     ) -> None:
-        """Fills the slots of a layer with the best chunks of the first `end` tokens, best last, for
-        the observed queries and `query_HD`; sinks and recent tokens are always kept."""
+        """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last,
+        for the observed queries and `query_HD`; sinks and recent tokens are always kept."""
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         N, C = end // M, self.rows[b].budget // M
@@ -146,7 +147,7 @@ class RetrievalCache(Cache):
             small[layer, b, :, : C * M] = slots_KSD[heads_K1, places_KT]
 
     def _copy_committed(self, b: int) -> None:
-        """Copies exact K and V of new tokens to free slots, then over the least important ones."""
+        """Copies row b's new exact K and V: to free slots, then over the least important ones."""
         row = self.rows[b]
         end = self._full.lengths[b]
         while (start := row.num_committed) < end:

@@ -20,7 +20,7 @@ class StreamingCache(Cache):
     """Sinks and recent tokens of B rows: raw keys, rotated keys and values."""
 
     def __init__(self, model: Llama, batch_size: int, speculation: SpeculationConfig) -> None:
-        """Raises `InputError` if the window is too large for the drafter."""
+        """Allocates an empty cache. Raises `InputError` if its window exceeds the drafter's."""
         config = model.config
         kept = speculation.num_sink_tokens + speculation.num_recent_tokens
         slots = kept + SLIDE + speculation.room
@@ -30,7 +30,7 @@ class StreamingCache(Cache):
                 f"needs {slots} (num_recent_tokens={speculation.num_recent_tokens} and room for "
                 "guesses); lower num_recent_tokens=, num_sink_tokens= or the gammas"
             )
-        slots += speculation.max_block  # that a captured pass may pad its block to
+        slots += speculation.max_block  # a captured pass pads its block up to this length
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         super().__init__(*plain_slots(shape, model.dtype, model.device))
         self.raw_keys = torch.empty(shape, dtype=model.dtype, device=model.device)
@@ -55,7 +55,7 @@ class StreamingCache(Cache):
         return part
 
     def slide(self) -> None:
-        """Keeps only sinks and recent tokens of rows without room for another block."""
+        """Slides the window: rows without room for another block keep sinks and recent tokens."""
         sinks = self.settings.num_sink_tokens
         kept = sinks + self.settings.num_recent_tokens
         room = self.settings.room + self.settings.max_block

@@ -1,1 +1,1 @@
-"""The algorithm: speculative decoding in a cascade of levels. It knows no device."""
+"""The algorithm: speculative decoding in a cascade of levels, independent of devices."""

@@ -29,21 +29,21 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` predicts a round; without `use_clock` no measured
-        time counts. The first of `plans` is used to time the target."""
+        """`prior_seconds(stage, num_guesses)` predicts a round; without `use_clock` measured times
+        do not count. With it the first of `plans` is used until the target has been timed."""
         self.plan = plans[0]
         self._plans = plans
         self.prior_seconds = prior_seconds
         self._use_clock = use_clock
         self._factors: dict[str, float] = {}  # measured / prior seconds, by stage
-        self._timed: set[tuple[str, int]] = set()
+        self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
         # Steps since a stage was used, minus those that its catch-up time is worth.
         self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
 
     def choose(self) -> StepPlan:
-        """The plan of the next step; with a clock the first plan until the target was timed."""
+        """Chooses the plan of the next step; with a clock the first until the target is timed."""
         if not self._use_clock or "target" in self._factors:
             speeds = {plan: self._optimistic_speed(plan) for plan in self._plans}
             best = max(speeds, key=speeds.__getitem__)
@@ -55,13 +55,13 @@ class Autotuner:
         return self.plan
 
     def note_catching_up(self, stage: str, seconds: float) -> None:
-        """Records the seconds that a stage took to prepare for a step."""
+        """Records the seconds in which a stage read what its cache lacked before a step."""
         if self._use_clock and stage in self._num_unused:
             num_steps = RARITY * seconds / self._cost("target", 0)
             self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
-        """Records the seconds of a round that verified `num_guesses`."""
+        """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
         # The first round of each length is ignored: it may have compiled or allocated something.
         if (stage, num_guesses) in self._timed and self._use_clock:
             measured = seconds / self._prior(stage, num_guesses)
@@ -71,12 +71,12 @@ class Autotuner:
         self._timed.add((stage, num_guesses))
 
     def note_acceptance(self, proposer: str, num_tested: int, num_accepted: int) -> None:
-        """Records a verdict about one row, by any level: their rates differ by less than 0.03."""
+        """Records a verdict on one row's guesses by stage `proposer`, whoever the verifier was."""
         tested, accepted = self._guesses[proposer]
         self._guesses[proposer] = (MEMORY * tested + num_tested, MEMORY * accepted + num_accepted)
 
     def tokens_per_second(self, plan: StepPlan) -> float:
-        """Predicted speed of a plan."""
+        """Predicted tokens per second of steps by a plan."""
         length = float(plan.gamma1)
         tree = num_nodes(plan.tree)
         num_guesses = tree or length
@@ -99,7 +99,7 @@ class Autotuner:
         return accepted / tested
 
     def _cost(self, stage: str, num_guesses: float) -> float:
-        """Seconds of a round; a stage without measurements has the factor of the target."""
+        """Predicted seconds of a stage's round; an untimed stage has the target's factor."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
         return self._factors.get(stage, default) * self._prior(stage, num_guesses)
 
@@ -112,5 +112,5 @@ def _proposers(plan: StepPlan) -> list[str]:
 
 
 def expected_tokens(rate: float, num_guesses: float) -> float:
-    """Tokens per round, with the verifier's own, if guesses are accepted independently."""
+    """Expected tokens per round, with the verifier's own, at this acceptance rate per guess."""
     return num_guesses + 1 if rate >= 1 else (1 - rate ** (num_guesses + 1)) / (1 - rate)

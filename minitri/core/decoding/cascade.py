@@ -54,7 +54,7 @@ class Cascade:
         retrieval: Level | None = None,
         drafter: Stage | None = None,
     ) -> None:
-        """`sequences` are extended in place; the autotuner of `meter` chooses the plans."""
+        """`sequences`, each row's tokens, grow in place; the tuner of `meter` chooses plans."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # rows that have started and not ended
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
@@ -63,7 +63,7 @@ class Cascade:
         self.stages = [stage for stage in (drafter, retrieval, target) if stage is not None]
 
     def of_rows(self, rows: slice) -> Self:
-        """A view of a slice of the rows, for one step; texts, stages and meter are shared."""
+        """A cascade over a slice of the rows, for one step; it shares texts, caches and meter."""
         part = copy.copy(self)
         part.sequences = self.sequences[rows]
         part.active = self.active[rows]
@@ -79,14 +79,14 @@ class Cascade:
         return self._target.verify(self.sequences, starting, nothing)
 
     def catch_up(self) -> None:
-        """Prepares the stages right after `start`, so that the time it takes counts as prefill."""
+        """Brings all caches up to date right after `start`, so that this time counts as prefill."""
         self._connect(self._meter.tuner.plan)
         self._meter.settle()
 
     def step(self) -> list[Emitted]:
         """Extends every active row by its accepted guesses and one token of the target."""
         plan = self._meter.tuner.choose()
-        with self._meter.commit():
+        with self._meter.updating_caches():
             self._connect(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
         emitted = self._target.round(self.sequences, self.active, guessing)
@@ -98,14 +98,14 @@ class Cascade:
         below: Stage | None = None
         gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
         for stage in self.stages:
-            if gamma := gammas[stage.stats.name]:  # 0: this plan does without the stage
+            if gamma := gammas[stage.stats.name]:  # 0: the plan does not use this stage
                 stage.gamma = gamma
                 stage.below = below
                 stage.prepare(self.sequences, self.active)
                 below = stage
 
     def retire(self, b: int) -> None:
-        """Ends row b and empties its caches, so that passes of other rows spend nothing on it."""
+        """Ends row b and empties its caches, so that passes over other rows spend no time on it."""
         self.active[b] = False
         self._meter.settle()
         for stage in self.stages:

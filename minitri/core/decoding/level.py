@@ -1,6 +1,5 @@
 """Stages of the cascade: a level verifies the stage below it, and proposes to the level above.
-
-Legend: B rows, N proposed tokens, V vocab.
+Legend: B rows, N tokens or places of a block, V vocab; p verifier's, q proposer's distribution.
 """
 
 import copy
@@ -22,54 +21,54 @@ from minitri.core.stats import LevelStats
 
 @dataclass(frozen=True)
 class Output:
-    """A model's next-token distributions, and the logits they are made of."""
+    """Result of a pass: a model's next-token distributions, and the logits they are made of."""
 
-    probs_BNV: Tensor
-    logits_BNV: Tensor
+    probs_BNV: Tensor  # after all filters
+    logits_BNV: Tensor  # of the model alone
     filtered_BNV: Tensor  # logits after penalties, bias and grammar
 
     def emitted(
         self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
     ) -> "Emitted":
-        """New tokens of row b, sampled from the distributions at these places of its block."""
+        """Tokens for row b that were sampled from the distributions at `places` of its block."""
         return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
 
 
 @dataclass(frozen=True, eq=False)
 class Emitted:
-    """The tokens that a round added to one row."""
+    """The tokens that one round of a level emits for one row."""
 
-    tokens: list[int]
-    origins: list[str]  # the stage that guessed it (draft, retrieval), or recovered or bonus
+    tokens: list[int]  # none if the row has failed
+    origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
     probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
-    logits_NV: Tensor
+    logits_NV: Tensor  # of the verifier, before all filters
     error: Exception | None = None  # why the row cannot go on; it has no tokens then
 
 
 class Stage:
-    """Anything that proposes tokens: a `Level`, or a drafter without a model."""
+    """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
     def __init__(self, stats: LevelStats, meter: Meter) -> None:
         self.stats = stats
         self.gamma = 1  # least number of tokens in a proposal, which the last round may exceed
-        self.below: Stage | None = None  # set before every step, like gamma: see `Cascade`
+        self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
         self._meter = meter
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Guesses the next tokens of the active rows; leaves `sequences` unchanged."""
+        """Guesses the next tokens of the active rows; `sequences` are unchanged afterwards."""
         raise NotImplementedError
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
-        """Computes what steps of these plans need, without effect, for CUDA graphs to capture."""
+        """Captures the CUDA graphs of functions of this stage that steps of these plans call."""
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before each step that uses the stage, when all of `sequences` is committed."""
+        """Called before each step that uses the stage; `sequences` have no guesses then."""
 
     def crop(self, lengths: list[int]) -> None:
-        """Drops all state of row b beyond its first `lengths[b]` tokens: they were rejected."""
+        """Drops state of each row b after its first `lengths[b]` tokens: the rest was rejected."""
 
     def reset(self, b: int) -> None:
-        """Drops all state of row b."""
+        """Drops all state of row b, whose text has ended."""
 
     def of_rows(self, rows: slice) -> Self:
         """A view of this stage on a slice of the rows, which shares their state."""
@@ -82,7 +81,7 @@ class Runner(Protocol):
     sampling: list[SamplingParams]
     text_filters: list[TextFilters | None]
 
-    # As in `Stage`.
+    # See the methods of `Stage`.
     def prepare(self, sequences: Rows, active: Active) -> None: ...
     def crop(self, lengths: list[int]) -> None: ...
     def reset(self, b: int) -> None: ...
@@ -96,11 +95,11 @@ class Runner(Protocol):
 
     def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
         """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
-        distributions (B, V) after it. The tokens may be on the device."""
+        the next distributions (B, V). `drafted` may be on the device."""
 
 
 class Level(Stage):
-    """One level of the cascade: verifies the stage below it, proposes to the one above, if any."""
+    """One level of the cascade: verifies the stage below, and proposes to the level above."""
 
     def __init__(
         self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
@@ -110,7 +109,7 @@ class Level(Stage):
         self.source = source
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
-        """Runs rounds until every active row has a block of at least `gamma` tokens."""
+        """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
         if self.below is None:
             return self._draft(sequences, active)
         blocks: Rows = [[] for _ in sequences]
@@ -118,18 +117,22 @@ class Level(Stage):
         origins: list[list[str]] = [[] for _ in sequences]
         failed = set[int]()
         unfinished = active
-        sequences = [[*sequence] for sequence in sequences]  # rounds append to them
-        while any(unfinished):
-            for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
-                if unfinished[b] and not row.tokens:
-                    failed.add(b)
-                blocks[b] += row.tokens
-                probs[b].append(row.probs_NV)
-                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
-            unfinished = [
-                on and len(block) < self.gamma and b not in failed
-                for b, (on, block) in enumerate(zip(active, blocks, strict=True))
-            ]
+        lengths = [len(sequence) for sequence in sequences]
+        try:  # without a copy of the sequences, which may be long
+            while any(unfinished):
+                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
+                    if unfinished[b] and not row.tokens:
+                        failed.add(b)
+                    blocks[b] += row.tokens
+                    probs[b].append(row.probs_NV)
+                    origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+                unfinished = [
+                    on and len(block) < self.gamma and b not in failed
+                    for b, (on, block) in enumerate(zip(active, blocks, strict=True))
+                ]
+        finally:  # rounds have appended their tokens
+            for sequence, length in zip(sequences, lengths, strict=True):
+                del sequence[length:]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
@@ -155,7 +158,7 @@ class Level(Stage):
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
-        """Lets the stage below guess for rows that are `guessing`, and verifies all active rows."""
+        """One round: the stage below guesses for `guessing` rows; verifies all `active` rows."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below is not None and any(guessing):
@@ -177,7 +180,7 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that a grammar forces next in each row, instead of guesses of the stage below."""
+        """Tokens that each row's grammar forces next, instead of guesses by the stage below."""
         assert self.below is not None
         rows = forced_of(self.runner.text_filters, sequences, guessing)
         return [row[: self.below.gamma] for row in rows]
@@ -198,15 +201,16 @@ class Level(Stage):
         return emitted
 
     def _append(self, sequences: Rows, emitted: list[Emitted]) -> None:
-        """Appends the outcome of a round; drops rejected guesses from all caches."""
+        """Appends emitted tokens to the sequences; drops rejected guesses from all caches."""
         lengths = list[int]()
         for sequence, new in zip(sequences, emitted, strict=True):
             sequence += new.tokens
-            lengths.append(len(sequence) - bool(new.tokens))  # the last was no input yet
+            lengths.append(len(sequence) - bool(new.tokens))  # the last token is not read yet
         self.crop(lengths)
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
-        if any(plan.method == self.stats.name for plan in plans):  # it guesses token by token
+        # Where the retrieval level is the lowest stage, it guesses token by token.
+        if any(plan.method == self.stats.name for plan in plans):
             B = len(self.runner.sampling)
             drafted = [torch.zeros(B, dtype=torch.int64)]
             self.runner.next_probs_after([[]] * B, drafted, [False] * B)

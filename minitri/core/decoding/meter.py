@@ -18,7 +18,7 @@ class Meter:
     def round(
         self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
     ) -> AbstractContextManager[None]:
-        """Times a round that verifies up to `num_guesses` per row, or samples `num_tokens`."""
+        """Times a round of `level`: it verifies `num_guesses` per row, or samples `num_tokens`."""
 
         def take(seconds: float) -> None:
             level.seconds += seconds
@@ -27,24 +27,24 @@ class Meter:
         return self._timed(take)
 
     def catching_up(self, level: LevelStats) -> AbstractContextManager[None]:
-        """Times how a stage prepares for a step."""
+        """Times how `level` reads what its cache lacks before a step, for the autotuner."""
         return self._timed(lambda seconds: self.tuner.note_catching_up(level.name, seconds))
 
-    def commit(self) -> AbstractContextManager[None]:
-        """Times updates of the small caches."""
+    def updating_caches(self) -> AbstractContextManager[None]:
+        """Times updates of the drafter's and the retrieval cache, as `Stats.commit_seconds`."""
         return self._timed(self.stats.note_commit)
 
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
-        """Reports how many of one row's guesses, made by the stage `proposer`, were accepted."""
+        """Reports that `level` accepted `num_accepted` of one row's guesses by stage `proposer`."""
         num_tested = level.record(num_draft, num_accepted)
         if proposer is not None:
             # A proposal without guesses counts as one rejected guess: nothing was gained.
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
     def settle(self) -> None:
-        """Waits until the device has finished all that is timed."""
+        """Waits until the device has finished all timed work."""
         self._clock.settle()
 
     @contextmanager

@@ -22,8 +22,8 @@ def gumbel_argmax(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """log p + g of all tokens, (..., V) float64; minus infinity where p is 0."""
-    if probs.is_cuda:  # the host would wait for the support
+    """log p + g with Gumbel noise g of all tokens, (..., V) float64; -inf where p is 0."""
+    if probs.is_cuda:  # where `nonzero` would make the host wait
         return dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
     scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
@@ -32,7 +32,7 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
 
 
 def dense_scores(probs: Tensor, keys: Tensor) -> Tensor:
-    """`gumbel_scores` for all tokens, without a host sync."""
+    """`gumbel_scores` by noise of the whole vocabulary, without a host sync."""
     numbers = torch.arange(probs.shape[-1], device=probs.device)
     return probs.double().log() + gumbel(keys.unsqueeze(-1), numbers)
 
@@ -48,7 +48,7 @@ def hashed_uniforms(keys: Tensor, numbers: Tensor) -> Tensor:
 
 
 def noise_keys(seed: int, positions: Tensor) -> Tensor:
-    """Noise keys of positions. A `hash(seed + position)` would share noise between rows."""
+    """Noise keys of a seed at positions; hash(seed + position) would share keys between seeds."""
     return splitmix(splitmix(torch.tensor(seed)) + positions)
 
 
@@ -61,5 +61,5 @@ def splitmix(states: Tensor) -> Tensor:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift; `>>` on int64 would copy the sign."""
+    """Logical right shift of int64, whose `>>` would copy the sign."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

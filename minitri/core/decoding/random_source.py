@@ -1,7 +1,8 @@
-"""Random sources: the random numbers of a cascade, each row's from its own seed.
+"""Random sources: the random numbers of a cascade, from one seed per row of the batch.
 
 No independent number is used twice: a test that shares its number with the guess it tests is
 biased. Coupled noise may be shared, because the emitted token is always the verifier's argmax.
+Legend: B rows, N guesses, V vocab.
 """
 
 import copy
@@ -28,12 +29,12 @@ from minitri.core.settings import SpeculationConfig
 
 
 class RandomSource:
-    """Samples tokens and verifies proposals with its own random numbers."""
+    """Base class of random sources: samples tokens and verifies proposals."""
 
     def __init__(self, rule: Rule) -> None:
         self._rule = rule
-        self.run: Run = run_now  # a run that captures graphs sets another function
-        self._by_row: dict[int, Any] = {}  # seeds, or their generators
+        self.run: Run = run_now  # `GraphPool.run` where CUDA graphs are captured
+        self._by_row: dict[int, Any] = {}  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
         """Starts another text with this seed in row b."""
@@ -51,26 +52,26 @@ class RandomSource:
         raise NotImplementedError
 
     def sample(self, probs_BV: Tensor, starts: list[int], active: Active) -> Tensor:
-        """One token (B,) per row, for position `starts[b]`; the host does not wait for it."""
+        """Samples one token (B,) per row, for position `starts[b]`, without a host sync."""
         numbers_B = self.numbers([0] * len(starts), starts, active).squeeze(1)
         return sample_by_number(probs_BV, numbers_B.to(probs_BV.device, non_blocking=True))
 
     def verify(
         self, proposal: Proposal, probs_BNV: Tensor, starts: list[int], active: Active
     ) -> Rows:
-        """Verifies a proposal with random numbers: the tokens of each active row, see `decide`."""
+        """Verifies a proposal by the distributions p: the tokens that each active row emits."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
         return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:
-    """One token (B,) per row, by uniform numbers (float64) or by keys of Gumbel noise (int64)."""
+    """Samples one token (B,) per row by uniform numbers (float64) or by noise keys (int64)."""
     choose = sample if numbers_B.is_floating_point() else gumbel_argmax
     return choose(probs_BV, numbers_B)
 
 
 class IndependentSource(RandomSource):
-    """Fresh uniform numbers for every decision, from one generator per row."""
+    """Random source with fresh uniform numbers for every decision, by one generator per row."""
 
     def __init__(self, kind: str = SpeculationConfig.verification) -> None:
         super().__init__(verify_block if kind == "block" else verify)
@@ -81,17 +82,17 @@ class IndependentSource(RandomSource):
     def numbers(self, counts: list[int], starts: list[int], active: Active) -> Tensor:  # noqa: ARG002
         uniforms_BN = torch.zeros(len(active), max(counts) + 1, dtype=torch.float64)
         for b, n in enumerate(counts):
-            if active[b]:  # the last one is for the token after the guesses
+            if active[b]:  # the last number is for the token after the guesses
                 uniforms_BN[b, [*range(n), -1]] = self.uniforms(b, n + 1)
         return uniforms_BN
 
     def uniforms(self, b: int, count: int) -> Tensor:
-        """The next float64 numbers in [0, 1) of row b."""
+        """The next `count` float64 numbers in [0, 1) of row b's generator."""
         return torch.rand(count, dtype=torch.float64, generator=self._by_row[b])
 
 
 class CoupledSource(RandomSource):
-    """Gumbel noise keyed by seed and position, shared by all levels."""
+    """Random source of Gumbel noise keyed by seed and position, the same for all levels."""
 
     def __init__(self) -> None:
         super().__init__(verify_coupled)
@@ -101,5 +102,5 @@ class CoupledSource(RandomSource):
         return torch.stack([self.keys(b, start + places_N) for b, start in enumerate(starts)])
 
     def keys(self, b: int, positions: Tensor) -> Tensor:
-        """Noise keys of positions of row b."""
+        """Noise keys, int64, of these positions in the text of row b."""
         return noise_keys(self._by_row.get(b, 0), positions)

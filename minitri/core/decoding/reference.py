@@ -24,9 +24,9 @@ def triforce(
     gamma2: int,
     uniform: Callable[[], float],
 ) -> list[int]:
-    """At least `num_tokens` tokens after the prompt, distributed as the target's own samples;
+    """Generates at least `num_tokens` tokens after the prompt, distributed as the target's samples;
     `uniform` draws independent numbers from [0, 1). Whether another round runs depends on the
-    number of guesses alone, and no emitted token is discarded: both keep the distribution exact."""
+    number of guesses alone, and no emitted token is discarded: so the distribution is exact."""
     text = [*prompt, sample_one(target(prompt), uniform())]
     while len(text) < len(prompt) + num_tokens:
         block = list[int]()
@@ -50,10 +50,8 @@ def verify_one(
     guesses: list[int], q: list[Probs], p: list[Probs], uniforms: list[float]
 ) -> list[int]:
     """The accepted guesses and one more token: recovered after a rejection, else the bonus token.
-
     Guess i was sampled from `q[i]`, and `p[i]` is the verifier's distribution there. One uniform
-    number is for each test, and one for the last token (Leviathan et al. 2023, algorithm 1).
-    """
+    number is for each test, and one for the last token (Leviathan et al. 2023, algorithm 1)."""
     for i, token in enumerate(guesses):
         if not uniforms[i] * q[i][token] < p[i][token]:
             residual = [max(p_x - q_x, 0.0) for p_x, q_x in zip(p[i], q[i], strict=True)]
@@ -62,6 +60,6 @@ def verify_one(
 
 
 def sample_one(probs: Probs, uniform: float) -> int:
-    """A token by inverse CDF; the probabilities need not sum to 1."""
+    """Samples a token by inverse CDF from a number in [0, 1); `probs` need not sum to 1."""
     cdf = list(accumulate(probs))
     return min(bisect_right(cdf, uniform * cdf[-1]), len(cdf) - 1)

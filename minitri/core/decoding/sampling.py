@@ -2,7 +2,7 @@
 
 Temperature, top-k, top-p and min-p act here alone, the same for every level of a cascade. Tokens of
 equal probability are kept or dropped together. Pure functions: all randomness is an argument.
-Legend: N rows, V vocab.
+Legend: B rows of the batch, N rows or places, V vocab, M likeliest tokens.
 """
 
 import math
@@ -27,8 +27,8 @@ def probs_from_logits(logits_NV: Tensor, params: SamplingParams) -> Tensor:
 
 
 def probs_by_tensor(logits_NV: Tensor, filters: SamplingParams, numbers_3: Tensor) -> Tensor:
-    """`probs_from_logits` for a captured pass: `filters` has their form, `numbers_3` on the device
-    their values (`SamplingParams.numbers`). No host sync."""
+    """Next-token distributions (N, V) in a captured CUDA graph: `filters` says which filters are
+    on, `numbers_3` (`SamplingParams.numbers`) has their values on the device. No host sync."""
     probs_NV = filtered_probs(logits_NV, filters, numbers_3, sort_all=True)
     return torch.where(numbers_3[0] == 0, greedy_probs(logits_NV), probs_NV)
 
@@ -59,10 +59,10 @@ def greedy_probs(logits_NV: Tensor) -> Tensor:
 def filtered_probs(
     logits_NV: Tensor, filters: SamplingParams, numbers: Iterable[float | Tensor], *, sort_all: bool
 ) -> Tensor:
-    """`probs_from_logits` for a temperature above 0; no host sync with `sort_all`."""
+    """Next-token distributions (N, V) for a temperature above 0; no host sync with `sort_all`."""
     top_k, has_top_p, has_min_p = filters.form
     temperature, top_p, log_min_p = numbers
-    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the best is 0
+    scores = (logits_NV - logits_NV.amax(-1, keepdim=True)) / temperature  # the highest is 0
     if 0 < top_k < scores.shape[-1]:
         cutoff_N1 = scores.topk(top_k).values[..., -1:]
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
@@ -106,7 +106,7 @@ def running_sums(numbers: Tensor) -> Tensor:
 
 
 def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
-    """Cumulative sums within parts of a row, plus those of the parts before."""
+    """Cumulative sums of each row, float64: within parts of a row, plus the parts before."""
     V = numbers.shape[-1]
     parts = F.pad(numbers, (0, -V % part)).unflatten(-1, (-1, part))
     sums = parts.cumsum(-1, dtype=torch.float64)
@@ -115,13 +115,13 @@ def sums_by_parts(numbers: Tensor, part: int = 128) -> Tensor:
 
 
 def pad_vocabulary(probs_BNV: Tensor, vocab_size: int) -> Tensor:
-    """Adds tokens that a drafter lacks, with probability 0."""
+    """Extends distributions to `vocab_size` tokens, as a drafter may lack some, with zeros."""
     missing = vocab_size - probs_BNV.shape[-1]
     return F.pad(probs_BNV, (0, missing)) if missing else probs_BNV
 
 
 def log_probs(logits_NV: Tensor, tokens: list[int], num_top: int) -> list[LogProbs]:
-    """Log-probabilities of N tokens and of the `num_top` likeliest at each place, unfiltered."""
+    """Unfiltered log-probabilities of N tokens, each with the `num_top` likeliest at its place."""
     scores_NV = logits_NV.log_softmax(-1)
     scores = scores_NV[range(len(tokens)), tokens].tolist()
     best_NM, ids_NM = scores_NV.topk(min(num_top, scores_NV.shape[1]))

@@ -1,10 +1,10 @@
 """Text filters: bias, penalties, forbidden tokens and a grammar, which depend on the text so far.
 
-They change the logits before `probs_from_logits` makes a distribution of them. So p at a position
-is a function of its history alone, the same at every level, and speculation stays exact.
+Text filters change the logits before `probs_from_logits` makes a distribution of them. So p at a
+position is a function of the history alone, the same at every level, and speculation stays exact.
 
-All levels of a row share one `TextFilters`, which has counted the committed tokens. The tokens
-after those are given as a *path* for each place of a block; in a tree, a node's ancestors.
+All levels of a row share one `TextFilters`, which has counted the committed tokens. Guesses after
+these are given as a *path* for each place of a block; in a tree, a node's ancestors.
 Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
 
@@ -21,20 +21,20 @@ from minitri.core.settings import SamplingParams
 
 
 class Matcher(Protocol):
-    """Masks of one row's grammar: which tokens may come next."""
+    """Interface of a row's grammar matcher, which says what tokens may come next."""
 
     @property
     def error(self) -> str:
-        """Why the matcher has given up, in one line."""
+        """Why the matcher has failed, in one line."""
 
     def extend(self, tokens: list[int]) -> None:
-        """Appends committed tokens."""
+        """Advances the matcher by committed tokens of the text."""
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Which tokens (V,) may not follow the committed ones and `path`; None: given up."""
+        """Boolean (V,): tokens that may not follow the committed text and `path`; None: failed."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens of the text that the grammar forces after `path`; none if it has a choice."""
+        """Tokens that the grammar forces after the committed text and `path`; none if several."""
 
 
 class TextFilters:
@@ -50,13 +50,13 @@ class TextFilters:
         bad_words: Sequence[Sequence[int]] = (),
         matcher: Matcher | None = None,
     ) -> None:
-        """`bad_words` must not come, and no `end_tokens` before `params.min_tokens` others."""
+        """Forbids `bad_words` (token ids), and `end_tokens` before `params.min_tokens` others."""
         self.text = [*prompt]  # the committed tokens
         self.matcher = matcher
         self._params = params
         self._first = len(prompt)
         self._end_tokens = [*end_tokens]
-        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # by the tokens before
+        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # last ids by first ones
         for word in bad_words:
             self._word_ends[tuple(word[:-1])].append(word[-1])
         self._sizes = sorted({len(before) for before in self._word_ends})
@@ -73,7 +73,7 @@ class TextFilters:
             self._in_prompt_V[self._place(token)] = 1
 
     def extend(self, sequence: list[int]) -> None:
-        """Commits the tokens by which `sequence` is longer than the text so far."""
+        """Counts the new tokens of a row's committed `sequence`, which begins with `self.text`."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():
@@ -82,7 +82,7 @@ class TextFilters:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
-        """Changes the logits after each path in place. A filter that would forbid all tokens is
+        """Changes in place the logits after each path. A filter that would forbid all tokens is
         skipped: so the grammar, which comes first, wins over bad words and `min_tokens`."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
@@ -170,9 +170,9 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and place of its block, the tokens between the committed text and that place.
-    Place n follows the first n guesses of a row's block, or in a tree those at the places
-    `above[n]`."""
+    """Paths for text filters: for each row and place of its block, the tokens that are between the
+    committed text and that place: the first n guesses of the block for place n of a chain, or in a
+    tree the guesses at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()
@@ -185,7 +185,7 @@ def paths_of(
 
 
 def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Tokens that each active row's grammar forces next; they are guesses, as other cuts may do."""
+    """Tokens that each active row's grammar forces; only guesses, as others may spell the same."""
     paths = paths_of(filters, sequences, active, [[]] * len(sequences))
     matchers = [row.matcher if row is not None else None for row in filters]
     pairs = zip(matchers, paths, strict=True)

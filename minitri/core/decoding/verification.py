@@ -5,10 +5,8 @@ accepts or replaces them such that every emitted token follows the verifier's di
 exactly: `verify` tests token by token, `verify_block`, the default, all tokens of a row together,
 and `verify_coupled` compares them with the verifier's own tokens under common random numbers.
 
-Rules are pure functions of tensors, random numbers included; the verdict is the only thing in a
-round that the host waits for.
-
-Legend: B rows, N proposed tokens, V vocab.
+Rules are pure functions of tensors, random numbers included; in a round the host waits only for
+the verdict. Legend: B rows, N proposed tokens, V vocab.
 """
 
 import functools
@@ -25,7 +23,7 @@ from minitri.core.decoding.noise import gumbel_argmax
 from minitri.core.decoding.sampling import sample
 
 Rows = list[list[int]]  # tokens on the host, one list for each row of the batch
-Active = list[bool]  # which rows take part
+Active = list[bool]  # for each row of the batch whether it takes part
 
 
 @dataclass(frozen=True)
@@ -42,7 +40,7 @@ class Proposal:
 
     @classmethod
     def of(cls, tokens: Rows, probs_BNV: Tensor, origins: list[list[str]], **fields: Any) -> Self:
-        """A proposal of tokens that the host knows; `fields` are its other ones."""
+        """A proposal of tokens given as lists on the host; `fields` are other fields of it."""
         counts = [len(row) for row in tokens]
         padded = [row + [0] * (max(counts) - len(row)) for row in tokens]
         tokens_BN = torch.tensor(padded, dtype=torch.int64)
@@ -51,7 +49,7 @@ class Proposal:
 
     @classmethod
     def nothing(cls, batch_size: int) -> Self:
-        """The empty proposal, which a level without a stage below verifies."""
+        """An empty proposal: a level that verifies it samples one token of each row."""
         return cls.of([[]] * batch_size, torch.empty(batch_size, 0, 0), [[]] * batch_size)
 
     def with_forced(self, forced: Rows, origin: str) -> Self:
@@ -71,63 +69,65 @@ class Proposal:
 
     @functools.cached_property
     def tokens(self) -> Rows:
-        """The tokens on the host, which waits for them."""
+        """The guesses of each row as lists; the host waits for the device."""
         return [row[:n] for row, n in zip(self.tokens_BN.tolist(), self.counts, strict=True)]
 
     def depth(self, b: int) -> int:
-        """The largest number of guesses of row b that can be accepted."""
+        """The largest number of row b's guesses that can be accepted; in a tree, its depth."""
         return self.counts[b]
 
 
 class Guesses(NamedTuple):
-    """A proposal on the device; rows are padded after their first n tokens."""
+    """The tensors of a proposal; each row is padded after its first `counts_B[b]` tokens."""
 
     tokens_BN: Tensor
-    q_BNV: Tensor
-    counts_B: Tensor
+    q_BNV: Tensor  # distributions that the guesses were sampled from
+    counts_B: Tensor  # number of guesses of each row
 
     @property
     def are_real_BN(self) -> Tensor:
-        """Which places are not padding."""
+        """Boolean (B, N): which places hold a guess, and not padding."""
         places_N = torch.arange(self.tokens_BN.shape[1], device=self.counts_B.device)
         return places_N < self.counts_B.unsqueeze(1)
 
     def are_finite_B(self, p_BNV: Tensor) -> Tensor:
-        """Whether p and q are finite wherever a row has guesses, and p after them."""
+        """Boolean (B,): whether p and q are finite at all guesses of a row, and p after them."""
         are_real_BN = self.are_real_BN
         q_are_finite_BN = self.q_BNV.sum(2).isfinite() | ~are_real_BN
         p_are_finite_BN = p_BNV.sum(2).isfinite() | ~F.pad(are_real_BN, (1, 0), value=True)
         return p_are_finite_BN.all(1) & q_are_finite_BN.all(1)
 
     def token_probs_BN(self, probs_BNV: Tensor) -> Tensor:
-        """The probability of each guess at its place."""
+        """The probability of each guess (B, N) in the distributions `probs_BNV`."""
         tokens_BN1 = self.tokens_BN.unsqueeze(2)
         return probs_BNV[:, : tokens_BN1.shape[1]].gather(2, tokens_BN1).squeeze(2)
 
     def num_passed_B(self, passes_BN: Tensor) -> Tensor:
-        """Guesses of each row before the first that fails its test."""
+        """Number of guesses of each row before the first that fails its test in `passes_BN`."""
         return (passes_BN & self.are_real_BN).cumprod(1).sum(1)
 
 
 class Verdict(NamedTuple):
     """The decision about the guesses of each row, on the device."""
 
-    num_accepted_B: Tensor
+    num_accepted_B: Tensor  # accepted guesses of each row
     next_B: Tensor  # the token after the accepted guesses: recovered, or bonus if all were accepted
     finite_B: Tensor  # whether all p and q that count are finite
     tokens_BN: Tensor  # the guesses
 
     def to_host(self) -> Rows:
-        """Accepted guesses and next token of each row, or none if not finite; in one copy."""
+        """Accepted guesses and next token of each row, no token if p or q is not finite."""
+        # One copy from the device, for which the host waits.
         packed_B3 = torch.stack((self.num_accepted_B, self.next_B, self.finite_B), 1)
         rows = torch.cat((packed_B3, self.tokens_BN), 1).tolist()
         return [[*tokens[:n], last] if finite else [] for n, last, finite, *tokens in rows]
 
 
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
-"""Verifies guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers, without a host sync."""
+"""A verification rule: judges guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1)
+without a host sync."""
 Run = Callable[[Rule, Tensor, Tensor, Guesses], Verdict]
-"""Calls a rule with inputs of which only p is on the device: `run_now` or `GraphPool.run`."""
+"""Applies a rule to p on the device and other inputs on the host: `run_now` or `GraphPool.run`."""
 
 
 def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> Verdict:
@@ -141,7 +141,7 @@ def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> 
 def decide(
     rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
 ) -> Rows:
-    """The tokens that each row emits: accepted guesses and one more, or none if not finite."""
+    """Verifies a proposal by a rule: each row's accepted guesses and one token, none if failed."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
     V = p_BNV.shape[2]
@@ -156,13 +156,11 @@ def decide(
 
 
 def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
-    """Tests guesses one by one (Leviathan et al. 2023, algorithm 1).
-
+    """Token verification: tests guesses one by one (Leviathan et al. 2023, algorithm 1).
     x_i is accepted while u_i q_i(x_i) < p_i(x_i). The recovered token of the first rejection comes
     from norm(max(p_i - q_i, 0)), or from p_i if that vanishes in floating point; the bonus token,
-    if all n are accepted, from p_{n+1}.
-    `uniforms_BN` are independent numbers in [0, 1): one per test, and the last for that token.
-    """
+    if all n guesses are accepted, from p_{n+1}. `uniforms_BN` are independent numbers in [0, 1):
+    u_i for test i, and the last for the recovered or bonus token."""
     p_BN = guesses.token_probs_BN(p_BNV)
     q_BN = guesses.token_probs_BN(guesses.q_BNV)
     num_accepted_B = guesses.num_passed_B(uniforms_BN[:, :-1] * q_BN < p_BN)
@@ -171,13 +169,10 @@ def verify(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
 
 def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdict:
     """Block verification: tests a row's guesses jointly; on average accepts no fewer than `verify`.
-
-    Block verification (Sun et al. 2024, arXiv 2403.10444, algorithm 2) accepts x_1 .. x_i for the
-    largest i with u_i < h_i. They are kept with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i),
-    1), whatever follows. With S_i the mass of max(w_i p_{i+1} - q_{i+1}, 0), from which the
-    recovered token comes, h_i = S_i / (S_i + 1 - w_i); h_n = w_n. So the next token follows
-    p_{i+1}.
-    """
+    Algorithm 2 of Sun et al. 2024 (arXiv 2403.10444) accepts x_1 .. x_i for the largest i with
+    u_i < h_i. So x_1 .. x_i are kept with probability w_i = min(w_{i-1} p_i(x_i) / q_i(x_i), 1),
+    whatever follows. The recovered token comes from max(w_i p_{i+1} - q_{i+1}, 0); with S_i its
+    mass, h_i = S_i / (S_i + 1 - w_i), and h_n = w_n. So the next token follows p_{i+1}."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
     if not N:
@@ -198,10 +193,8 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
 
 
 def verify_coupled(p_BNV: Tensor, keys_BN: Tensor, guesses: Guesses) -> Verdict:
-    """Verification under common Gumbel noise g: emits argmax(log p_i + g_i) at every position.
-
-    A guess is accepted iff it is that very token.
-    `keys_BN` name the Gumbel noise g of the positions."""
+    """Coupled verification, by common Gumbel noise: emits argmax(log p_i + g_i) at every position.
+    A guess is accepted iff it is that token. `keys_BN` determine the noise g of the positions."""
     choices_BN = gumbel_argmax(p_BNV, keys_BN)
     num_accepted_B = guesses.num_passed_B(choices_BN[:, :-1] == guesses.tokens_BN)
     next_B = choices_BN.gather(1, num_accepted_B.unsqueeze(1)).squeeze(1)
@@ -215,7 +208,7 @@ def _sample_next(
     num_accepted_B: Tensor,
     scale_B1: Tensor | float = 1.0,
 ) -> Verdict:
-    """Samples the recovered token from max(scale p - q, 0), or the bonus token from p."""
+    """Samples the token after accepted guesses: recovered (max(scale p - q, 0)), or bonus (p)."""
     rows = torch.arange(len(p_BNV), device=p_BNV.device)
     residual_BV = p_BV = p_BNV[rows, num_accepted_B]
     if last := guesses.tokens_BN.shape[1]:

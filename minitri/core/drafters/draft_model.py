@@ -1,4 +1,6 @@
-"""The draft model: guesses chains with a streaming cache, a whole round at once where it can."""
+"""The draft model: guesses chains with a streaming cache, a whole round in one call if possible.
+Legend: B rows, N guesses of a round, T tokens of a block, V vocab.
+"""
 
 from collections.abc import Callable, Iterable
 
@@ -19,7 +21,7 @@ class DraftRunner(ModelRunner):
     cache: StreamingCache
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Slides the windows; reads rows afresh that lack more than a block, as after a prompt."""
+        """Before a step: slides the windows; rereads rows that lack more than a block of tokens."""
         super().prepare(sequences, active)
         max_block = self.cache.settings.max_block
         for b, sequence in enumerate(sequences):
@@ -28,14 +30,14 @@ class DraftRunner(ModelRunner):
         self.cache.slide()
 
     def guess(self, sequences: Rows, active: Active, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """N tokens of each row, and the distributions (B, N, V) that they were sampled from."""
+        """Drafts N tokens (B, N) of each row, by distributions (B, N, V), which it also returns."""
         fresh = self.unread(sequences, active)
         N = numbers_BN.shape[1]
         if self.graphs is not None:
-            size = self.cache.settings.max_block  # always, so that graphs are few
+            size = self.cache.settings.max_block  # one size, so that graphs are few
             packed_4BT = pack_block(self.model, fresh, self.cache, size)
             output = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
-            tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # is overwritten
+            tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
         else:
             guess = self.model.execution.round
             assert guess is not None
@@ -46,7 +48,7 @@ class DraftRunner(ModelRunner):
         return tokens_BN, probs_BNV
 
     def _read_window(self, b: int, tokens: list[int]) -> None:
-        """Fills row b with the sinks and the latest of these tokens, whatever was in it."""
+        """Refills row b of the cache with the first (sinks) and the latest of these tokens."""
         settings = self.cache.settings
         sinks = settings.num_sink_tokens
         window = tokens[:sinks] + tokens[sinks:][-settings.num_recent_tokens :]
@@ -56,7 +58,7 @@ class DraftRunner(ModelRunner):
 
 
 class CapturedDraft(Level):
-    """A draft model as the lowest level, which guesses a whole round in one graph or call."""
+    """A draft model as the lowest level, which guesses a whole round in one CUDA graph or call."""
 
     runner: DraftRunner
 
@@ -82,7 +84,7 @@ LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """A level that guesses chains, by whole rounds if it can. Raises `InputError` for trees."""
+    """Class of a level that guesses chains, a round per call if it can. Trees: `InputError`."""
     if speculation.tree:
         raise InputError(
             f"tree is {speculation.tree!r} but these models have no levels for trees; give "

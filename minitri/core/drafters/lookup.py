@@ -1,7 +1,7 @@
 """The lookup drafter, without a model: guesses what followed the last tokens earlier in the text.
 
 The longest match wins. Its length, and how many earlier guesses of the row were accepted, decide
-the number of guesses. The distribution of a guess is one-hot.
+the number of guesses. The distribution of a guess is one-hot. Legend: B rows, N guesses, V vocab.
 """
 
 import copy
@@ -18,24 +18,24 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05
-"""A token is guessed only if it is accepted with a larger probability, see tools/RESULTS.md."""
-LONGEST = 64  # tokens of a match; bounds the cost in a text that is one long loop
-MOST_PLACES = 1000  # the latest, which a lookup compares; a frequent pair costs 0.1 ms at most
+"""A guess is made only with a larger chance to be accepted than this, see tools/RESULTS.md."""
+LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
+MOST_PLACES = 1000  # latest places of a pair that a lookup compares, in 0.1 ms at most
 
 
 class GrowingText:
-    """The committed tokens of one row, an index of their pairs, and the fate of its guesses."""
+    """The committed tokens of one row, an index of their pairs, and counts of accepted guesses."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self._places = defaultdict[tuple[int, ...], list[int]](list)  # where each pair ends
-        self._guess: list[int] = []  # after the last committed token
-        self._size = 0  # bit length of the length of the match that gave this guess
-        self._tested = Counter[int]()  # guesses, by such a size
+        self._places = defaultdict[tuple[int, ...], list[int]](list)  # ends of each pair
+        self._guess: list[int] = []  # latest guesses right after the committed tokens
+        self._size = 0  # bit length of the length of the match that gave these guesses
+        self._tested = Counter[int]()  # tested guesses, by `_size`
         self._accepted = Counter[int]()
 
     def extend(self, tokens: list[int]) -> None:
-        """Appends committed tokens, by which the last guess is checked."""
+        """Appends committed tokens, and counts how many of the latest guesses they confirm."""
         num_accepted = num_common(tokens, self._guess)
         self._tested[self._size] += min(num_accepted + 1, len(tokens), len(self._guess))
         self._accepted[self._size] += num_accepted
@@ -46,7 +46,7 @@ class GrowingText:
             self._places[tuple(self.tokens[place - 1 : place + 1])].append(place)
 
     def propose(self, sequence: list[int], gamma: int) -> list[int]:
-        """Up to `gamma` guesses after the committed tokens and the guesses in flight."""
+        """Up to `gamma` guesses after `sequence`: committed tokens, and unverified guesses."""
         length, guess = self.lookup(sequence, gamma)
         size = length.bit_length()
         if guess:
@@ -67,7 +67,7 @@ class GrowingText:
         latest = sequence[: -LONGEST - 1 : -1]
         reach = len(latest)
         places = self._places.get(tuple(sequence[-2:]), [])
-        skipped = places[-1:] == [len(tokens) - 1]  # nothing follows
+        skipped = places[-1:] == [len(tokens) - 1]  # no token follows the latest place
         for place in islice(reversed(places), skipped, skipped + MOST_PLACES):
             if best == reach or best > place:  # a match at a place has at most place + 1 tokens
                 break
@@ -82,7 +82,7 @@ class GrowingText:
 
 
 class LookupDrafter(Stage):
-    """The lookup drafter for B rows."""
+    """Stage of the cascade that guesses by lookup in the text, for B rows."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class LookupDrafter(Stage):
         self._rows = [GrowingText() for _ in range(batch_size)]
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Indexes the tokens that were committed since the last use."""
+        """Before a step: indexes the tokens that were committed since the last use."""
         for row, sequence, on in zip(self._rows, sequences, active, strict=True):
             if on:
                 row.extend(sequence[len(row.tokens) :])

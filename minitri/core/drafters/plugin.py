@@ -4,7 +4,7 @@
         def guess(self, tokens, row):
             return tokens[-2] if len(tokens) > 1 else None
 
-It cannot change a text. If it fails, the run ends with an `InputError`.
+A drafter cannot change a text. If it fails, an `InputError` ends the run. Legend: B rows, V vocab.
 """
 
 import copy
@@ -23,7 +23,7 @@ from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import explain
 from minitri.core.stats import LevelStats
 
-TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, as from bfloat16
+TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, due to bfloat16
 
 
 class Drafter(Protocol):
@@ -36,7 +36,7 @@ class Drafter(Protocol):
 
 
 class PluggedDrafter(Stage):
-    """A `Drafter` for B rows: samples guesses from its distributions after each row's filters."""
+    """Stage of the cascade that asks a user's `Drafter`, and samples under each row's filters."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class PluggedDrafter(Stage):
         self._source = source
         self._target = target
         self._no_guess_V = torch.zeros(vocab_size, device=device)
-        self._first = 0  # row of the batch
+        self._first = 0  # row of the batch that is row 0 here
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         probs = list[Tensor]()
@@ -81,7 +81,7 @@ class PluggedDrafter(Stage):
         return Proposal.of(guesses, torch.stack(probs, 1), origins)
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
-        """The drafter's log-probabilities (V,), None for no guess. Raises `InputError`."""
+        """The user's guess after `tokens`, as log-probabilities (V,); None: no guess."""
         name = type(self._drafter).__name__
         with explain(f"the drafter {name} gave no valid guess", "correct it"):
             answer = self._drafter.guess(tokens, self._first + b)

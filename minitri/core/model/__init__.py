@@ -1,1 +1,1 @@
-"""The network, and the interface of its KV cache."""
+"""The Llama network: layers, attention, rotary embedding, and its interface to KV caches."""

@@ -4,7 +4,6 @@ A forward pass has T new tokens per row, whose keys and values are in the cache 
 the row's prefix: prefill, decoding, verification and trees are one call with different T and rules.
 The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key of the
 block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
-
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
 
@@ -16,10 +15,9 @@ from torch import Tensor
 
 
 class Attend(Protocol):
-    """Softmax attention of a block, (B, T, H, D), in the dtype of the queries; 1 / sqrt(D) scale.
-
-    The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the block; later
-    ones, even NaN, change nothing. `lengths_B`: the prefix lengths on the device, if T is small."""
+    """Interface of attention: softmax with scale 1 / sqrt(D), (B, T, H, D) in the queries' dtype.
+    The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the block; other
+    slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, if T is small."""
 
     def __call__(
         self,
@@ -62,13 +60,13 @@ def row_by_row(
     lengths: list[int],
     rule_TT: Tensor | None,
 ) -> Tensor:
-    """Attention of rows with different prefix lengths, one call per row."""
+    """Attention of rows with different prefix lengths, by one call of `attend` per row."""
     rows = zip(q_BTHD.split(1), keys_BKSD.split(1), values_BKSD.split(1), lengths, strict=True)
     return torch.cat([attend(q, k, v, [length], rule_TT) for q, k, v, length in rows])
 
 
 def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
-    """Which tokens of a block see which, boolean (T, T): `rule_TT`, or causal if that is None."""
+    """Boolean (T, T): which token of a block sees which; causal if `rule_TT` is None."""
     if rule_TT is not None:
         return rule_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()

@@ -1,5 +1,4 @@
 """From token lists to the block of a forward pass: tokens, positions and cache slots.
-
 Legend: B rows, T tokens of a block, L layers, H query heads, D head dim, E hidden size.
 """
 
@@ -19,19 +18,19 @@ def read_block(
     *,
     is_prompt: bool = False,
 ) -> Tensor:
-    """`Llama.forward` of one block per row after the cached tokens, padded to the longest."""
+    """Final hidden states (B, T, E) of one token list per row, read after the cached tokens."""
     block = make_block(model, blocks, cache)
     return model.forward(block, cache, None, queries_LBTHD, is_prompt=is_prompt)
 
 
 def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
-    """The padded blocks after the cached tokens, sent to the device in one transfer."""
+    """The block of one token list per row, padded, sent to the device in one transfer."""
     packed_4BT = pack_block(model, blocks, cache, max(map(len, blocks)))
     return unpack_block(packed_4BT.to(model.device, non_blocking=True))
 
 
 def unpack_block(packed_4BT: Tensor) -> Block:
-    """The block that `pack_block` packed, which is on the model's device now."""
+    """The `Block` of a tensor that `pack_block` made, which is now on the model's device."""
     tokens_BT, positions_BT, slots_BT, _ = packed_4BT
     on_device = reads_slots(packed_4BT.device, packed_4BT.shape[2])
     return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
@@ -40,8 +39,9 @@ def unpack_block(packed_4BT: Tensor) -> Block:
 def pack_block(
     model: Llama, blocks: list[list[int]], cache: Cache, size: int, depths_T: Tensor | None = None
 ) -> Tensor:
-    """Tokens, positions, slots, and places from each row's last token on, (4, B, T), on the host.
-    Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
+    """Packs a token list per row into one tensor (4, B, T) on the host, for one transfer: token
+    ids, positions, cache slots, and the places from each row's last token on, where outputs are
+    read. Token i has position `depths_T[i]` after the cached ones; by default i, as in a chain."""
     tokens_BT = torch.tensor([row + [0] * (size - len(row)) for row in blocks])
     # A drafter may lack the last tokens of the target's vocabulary, and guesses worse after them.
     tokens_BT.clamp_(max=model.config.vocab_size - 1)

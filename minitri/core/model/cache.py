@@ -1,9 +1,8 @@
 """KV caches: slots for K and V, and how many of them are valid per row.
 
 A cache holds K and V of the tokens that were *inputs* of the model. In a forward pass each layer
-writes those of its block right after every row's prefix, and attends to both. Only `advance`,
-`crop`, `hold` and `reset` change lengths; slots past them are undefined.
-
+writes K and V of a block right after every row's prefix, and attends to both. Only `advance`,
+`crop`, `hold` and `reset` change lengths; slots after a row's length are undefined.
 Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
@@ -42,9 +41,9 @@ def plain_slots(
 class BlockKV(NamedTuple):
     """K and V of a block in one layer."""
 
-    raw_keys_BTKD: Tensor
+    raw_keys_BTKD: Tensor  # before the rotary embedding
     keys_BTKD: Tensor  # rotated to positions from the cache's `next_positions` on
-    values_BTKD: Tensor
+    values_BTKD: Tensor  # V of the block
     slots_BT: Tensor | None = None  # on the device; None: they follow `Cache.lengths`
 
 
@@ -81,7 +80,7 @@ class Cache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(L, B, K, S, D) of keys and of values."""
+        """The shape (L, B, K, S, D) of the keys, and of the values."""
         return self.keys.shape
 
     @property
@@ -97,15 +96,15 @@ class Cache:
         return self.keys.nbytes + self.values.nbytes
 
     def update(self, layer: int, block: BlockKV) -> tuple[Tensor, Tensor]:
-        """Writes the block after every row's prefix; returns K and V (B, K, S, D) to attend to."""
+        """Writes a layer's block after each row's prefix; returns all K and V (B, K, S, D)."""
         return write_block(self.keys[layer], self.values[layer], block, self.lengths)
 
     def advance(self, counts: list[int]) -> None:
-        """Keeps the first `counts[b]` tokens of the last block in row b."""
+        """Adds the first `counts[b]` tokens of the block just read to the prefix of row b."""
         self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
 
     def crop(self, num_tokens: list[int]) -> None:
-        """Keeps at most the first `num_tokens[b]` tokens that row b has read."""
+        """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
         rows = zip(self._filled, num_tokens, strict=True)
         self._set_lengths([min(row.num_slots, new - row.num_left_out) for row, new in rows])
 
@@ -113,7 +112,7 @@ class Cache:
         self.hold(b, 0, 0)
 
     def of_rows(self, rows: slice) -> Self:
-        """A view of a slice of the rows, which shares slots and lengths."""
+        """A cache of a slice of the rows, which shares slots and lengths with this one."""
         part = copy.copy(self)
         part.keys = self.keys[:, rows]
         part.values = self.values[:, rows]
@@ -124,12 +123,12 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves the block's tokens at these places, in rising order, right after its first."""
+        """Moves the tokens at the rising places `path` of row b's block right after its first."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
-        """Declares row b's first slots valid, which stand for `num_tokens` of its text."""
+        """Declares row b's first `num_slots` valid, for the first `num_tokens` of its text."""
         self._filled[b].num_left_out = num_tokens - num_slots
         self._set_lengths([num_slots if b == row else n for row, n in enumerate(self.lengths)])
 
@@ -141,7 +140,7 @@ class Cache:
 
 
 def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:
-    """`Cache.keep_path` for keys or values of a block that begins at slot `start`."""
+    """Moves keys or values at places `path` of a block at slot `start` right after its first."""
     places = torch.tensor(path).to(slots_LBKSD.device) + start
     row_LKSD = slots_LBKSD[:, b]
     row_LKSD[:, :, start + 1 : start + 1 + len(path)] = row_LKSD[:, :, places]

@@ -1,4 +1,4 @@
-"""The properties of a loaded model that a run depends on: ranks, kernels, exactness."""
+"""Execution: how a loaded model is computed, set by `minitri/devices`; the core reads it."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,21 +16,21 @@ Answer = TypeVar("Answer")
 Round = Callable[
     ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
 ]
-"""One round of a draft model: from its cache, a block and the settings of each row, uniform numbers
-(B, N) and V, N guesses (B, N) and their distributions (B, N, V). It advances no cache."""
+"""One round of a draft model in one call: takes its cache, each row's new tokens, uniform numbers
+(B, N), sampling settings and V; returns N guesses (B, N) and their distributions (B, N, V)."""
 
-# Allocates keys and values of a shape (..., S, D).
+# A function that allocates empty keys and values of shape (..., S, D).
 MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
 
 
 class Ranks:
-    """The processes that compute a model together; this class is a single process."""
+    """The processes that compute one model together; this base class stands for one alone."""
 
     rank = 0
     count = 1
 
     def sum(self, x: "Tensor") -> "Tensor":
-        """The sum of all ranks' tensors, in place of x."""
+        """Replaces x by the sum of all ranks' tensors, and returns it."""
         return x
 
     def ask_first(self, ask: Callable[[], Answer]) -> Answer:
@@ -38,20 +38,20 @@ class Ranks:
         return ask()
 
     def least(self, value: float) -> float:
-        """The smallest of all ranks' values."""
+        """The smallest of the values that all ranks give."""
         return value
 
     def check_same(self, what: str, value: object) -> None:
-        """Raises `InputError` on all ranks if a value is not the same everywhere."""
+        """Raises `InputError` on all ranks if they give different values of `what`."""
 
 
 @dataclass(frozen=True)
 class Execution:
-    """How a model is computed; decided when it is loaded."""
+    """How a model is computed; `minitri/devices` sets it when the model is loaded."""
 
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
-    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # around every step
-    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # around a prompt's chunks
+    decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # `Stack` enters in steps
+    reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
     round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`

@@ -1,4 +1,4 @@
-"""Linear layers and LM heads in their plain form."""
+"""Linear layers and LM heads in plain PyTorch, which `minitri/devices` may replace."""
 
 import math
 from typing import Self
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """y = x W^T + b with W of shape (out_features, in_features)."""
+    """Linear layer y = x W^T + b with W of shape (out_features, in_features)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class TiedHead(Linear):
 class TrimmedHead(nn.Module):
     """An LM head over part of the vocabulary; all other tokens have logit -inf, so q = 0."""
 
-    token_ids: Tensor  # of each row of `linear`
+    token_ids: Tensor  # token id of each output of `linear`
 
     def __init__(
         self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype

@@ -1,9 +1,9 @@
 """The Llama network in PyTorch; its cache and its attention function are passed in.
 
-It knows neither which kind of cache it writes to nor how attention is computed. Parameter names are
-those of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.
-
-Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim.
+The network knows neither which kind of cache it writes to nor how attention is computed. Parameters
+have the names of Hugging Face checkpoints, except that q, k, v and gate, up are one matmul each.
+Legend: L layers, B batch, T new tokens, E hidden size, K KV heads, H query heads, D head dim, S
+slots of a cache, V vocab, N guesses.
 """
 
 import functools
@@ -29,17 +29,17 @@ EMBEDDING_SAMPLE = 64  # embeddings by which a drafter without a table recognise
 class Block:
     """The input of a forward pass: new tokens of every row, (B, T) int64 on the device."""
 
-    tokens_BT: Tensor
+    tokens_BT: Tensor  # token ids
     positions_BT: Tensor  # in the text, for the rotary embedding
-    slots_BT: Tensor | None = None  # of the cache; None: those after its lengths, on the host
+    slots_BT: Tensor | None = None  # of the cache; None: `Cache.lengths` says where they begin
 
     @functools.cached_property
     def lengths_B(self) -> Tensor | None:
-        """The cached lengths, on the device; None without `slots_BT`."""
+        """Each row's cached length (B,) on the device, its first slot; None without `slots_BT`."""
         return None if self.slots_BT is None else self.slots_BT[:, 0].contiguous()
 
     def with_guesses(self, places_BN: Tensor, tokens_BN: Tensor) -> Self:
-        """A copy with these tokens at these places; places past its end are ignored."""
+        """A copy with `tokens_BN` at the places `places_BN`; places past the end are ignored."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
         return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
@@ -48,7 +48,7 @@ class Block:
 class Llama(nn.Module):
     """A Llama, or a related model that differs in `ModelConfig` alone; weights are not set."""
 
-    embedding_sample: Tensor  # of the target, in a drafter without its own
+    embedding_sample: Tensor  # some of the target's embeddings, in a drafter without a table
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Llama(nn.Module):
         return F.embedding(tokens, self.embed_tokens)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """LM head: (..., E) to (..., V), float32."""
+        """Logits by the LM head, float32: hidden states (..., E) to (..., V)."""
         return self.lm_head(hidden).float()
 
 
@@ -132,12 +132,12 @@ class Pass:
     """The arguments that all layers of one forward pass share."""
 
     block: Block
-    rotary: Rotary
-    cache: Cache
+    rotary: Rotary  # cosines and sines of the block's positions
+    cache: Cache  # in which each layer writes and reads K and V
     attend: Attend
-    rule_TT: Tensor | None
-    queries_LBTHD: Tensor | None
-    is_prompt: bool = False
+    rule_TT: Tensor | None  # which token sees which, see `attention.py`
+    queries_LBTHD: Tensor | None  # to be filled with rotated queries
+    is_prompt: bool = False  # compute a short block like a long one
 
 
 class Layers(nn.ModuleList):

@@ -19,7 +19,7 @@ class Rotary:
     """Cosines and signed sines of one block of positions, each (B, T, 1, D) float32."""
 
     cos: Tensor
-    signed_sin: Tensor
+    signed_sin: Tensor  # negative in the first half of D
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         """Rotates every head; same shape and dtype as the input. Dimension i pairs with i + D/2, so
@@ -66,7 +66,7 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
 
 
 def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
-    """The kept share of each frequency (D/2,): 0 for long waves, 1 for short ones."""
+    """llama3: share (D/2,) of each frequency without interpolation: 0 for long waves, else 1."""
     assert config.original_context is not None
     turns = config.original_context * plain / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
@@ -74,7 +74,7 @@ def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
-    """The kept share of each frequency (D/2,): 1, then a linear ramp, then 0."""
+    """YaRN: share (D/2,) of each frequency without interpolation: 1, a linear ramp, then 0."""
     assert config.original_context is not None
 
     def dimension_turning(times: float) -> float:

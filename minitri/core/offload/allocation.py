@@ -20,7 +20,7 @@ from minitri.core.shape import MemoryShape
 
 
 def free_host_bytes() -> float:
-    """Available host memory of the system or container, with page cache; or $MINITRI_HOST_GIB."""
+    """Bytes of host memory that are free for us, page cache included; or $MINITRI_HOST_GIB."""
     if wanted := os.environ.get("MINITRI_HOST_GIB"):
         with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
             return GIB * float(wanted)
@@ -37,12 +37,12 @@ def free_host_bytes() -> float:
 
 
 def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
-    """Bytes that each rank can use on its device, weights included, and in host memory."""
+    """Bytes that each rank can use on its device, with its weights, and in host memory."""
     ranks = target.execution.ranks
     on_host = ranks.least(free_host_bytes()) / ranks.count
     on_device = on_host
     if target.device.type == "cuda":
-        # What the allocator keeps then is in small blocks, which hold no large tensor.
+        # Memory that the allocator still keeps is in small blocks, of no use to large tensors.
         torch.cuda.empty_cache()
         on_device = ranks.least(float(torch.cuda.mem_get_info(target.device)[0]))
     return on_device + needs.num_weight_bytes, on_host

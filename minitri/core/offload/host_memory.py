@@ -1,4 +1,4 @@
-"""Page-locked host memory for K and V: locking 60 GiB takes tens of seconds, so it is reused."""
+"""Page-locked host memory for K and V, which is reused: to lock 60 GiB takes tens of seconds."""
 
 import contextlib
 import math
@@ -24,7 +24,7 @@ class HostMemory:
         return sum(block.nbytes for block in self._free)
 
     def lend(self, borrower: object, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised memory, given back when the borrower is freed; the kept block if it can."""
+        """Lends uninitialised memory until `borrower` is freed: the kept block if large enough."""
         num_bytes = math.prod(shape) * dtype.itemsize
         if self.num_free_bytes < num_bytes:
             self._free.clear()
@@ -37,17 +37,17 @@ class HostMemory:
         self._free[:] = [block]
 
     def clear(self) -> None:
-        """Frees the block that is kept."""
+        """Frees the kept block, if any."""
         self._free.clear()
 
 
-@torch.inference_mode(False)  # it may outlive the run that asks for it
+@torch.inference_mode(False)  # the memory may outlive the run that asks for it
 def host_memory(num_bytes: int, device: torch.device) -> Tensor:
     """Uninitialised bytes; for a GPU page-locked, so that copies run next to the computation."""
     if device.type != "cuda":
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # the fewer, the sooner locked
+    for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # few huge pages are locked faster
         with contextlib.suppress(OSError):
             pages.madvise(advice)
     block = torch.frombuffer(pages, dtype=torch.uint8)
@@ -65,6 +65,6 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def unregister(address: int, device: torch.device) -> None:
-    """Unlocks host memory that is about to be freed, when all copies have ended."""
+    """Unlocks host memory that is about to be freed, after all its copies have ended."""
     torch.cuda.synchronize(device)
     torch.cuda.cudart().cudaHostUnregister(address)

@@ -1,8 +1,8 @@
 """Layer-major prefill, for a full cache in host memory: each layer reads all chunks of a prompt.
 
 Chunk by chunk, every layer would fetch K and V of all earlier chunks, 3.8 TB for 122,880 tokens of
-a 7B model. Here each layer's K and V are copied once, to the host; hidden states of the prompt stay
-on the device. Until the last layer is done the row counts as empty, and no other pass may run.
+a 7B model. Layer by layer K and V are copied once, to the host, and hidden states of all chunks
+stay on the device. Until the last layer is done the row counts as empty; no other pass may run.
 Legend: L layers, B batch (1), T tokens of a chunk, H query heads, D head dim, E hidden size.
 """
 
@@ -18,11 +18,11 @@ from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
 def layer_by_layer(
     model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
 ) -> Iterator[None]:
-    """Computes a chunk of a prompt, one layer for each item that is taken."""
+    """Generator that computes one chunk of a prompt, one layer whenever it is advanced."""
     block = make_block(model, [tokens], cache)
     x_BTE = model.embed(block.tokens_BT)
     for number, layer in enumerate(model.layers):
-        rotary = model.rope.at(block.positions_BT)  # made afresh, as all chunks wait at once
+        rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
         shared = Pass(block, rotary, cache, model.attend, None, queries_LBTHD)
         x_BTE = layer.forward(x_BTE, number, shared)
         yield
@@ -37,7 +37,7 @@ def read_by_layers(
     watch: Callable[[Tensor], None] | None,
     max_queries: int,
 ) -> Iterator[int]:
-    """`prefill` for a cache in host memory; yields after the work of each chunk."""
+    """Layer-major `prefill` into a cache in host memory; yields how many tokens count as read."""
     L = model.config.num_layers
     end = len(prompt) - 1
     starts = range(full.lengths[b], end, chunk)
@@ -56,7 +56,7 @@ def read_by_layers(
         next(chunks[done % len(chunks)])
         if done % L == L - 1 and done // L < len(chunks) - 1:
             yield starts[done // L + 1]
-    full.hold(b, end, end)  # fetches nothing: a pass or another prompt follows
+    full.hold(b, end, end)  # not `advance`, which fetches layers for a pass: a prompt may follow
     if watch is not None:
         for queries_LBTHD in queries:
             watch(queries_LBTHD[:, 0])

@@ -7,8 +7,7 @@ and V are copied to the host meanwhile, and stay on the device until the next pa
 
 All copies run on one stream, each after the work that was queued before it. The computation waits
 until a buffer is `ready`: its layer has arrived, and so have earlier copies to the host.
-
-Legend: P = 2 keys and values, L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
+Legend: P = 2 (K and V), L layers, B batch, S slots, K KV heads, D head dim, T new tokens.
 """
 
 import functools
@@ -28,12 +27,12 @@ from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
 
 
 class StagingBuffer:
-    """K and V of one layer on the device."""
+    """Device buffer for K and V of one layer at a time, of the layers in host memory."""
 
     def __init__(self, kv_BSPKD: Tensor, stream: CopyStream) -> None:
         self.kv_BSPKD = kv_BSPKD
-        self.layer = -1  # none yet
-        self.num_held = [0] * len(kv_BSPKD)  # tokens of each row
+        self.layer = -1  # index of the layer in the buffer; -1: none yet
+        self.num_held = [0] * len(kv_BSPKD)  # tokens of each row in the buffer
         self.ready = stream.event()
         stream.share(kv_BSPKD)
 
@@ -64,11 +63,11 @@ class OffloadedFullCache(FullCache):
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)
-        self.latest_starts = [S] * B  # first token of each row there; S: it is not up to date
+        self.latest_starts = [S] * B  # first token of each row in `latest_LBTPKD`; S: none
         self._subscriber: weakref.ref[RetrievalCache] | None = None
 
     def subscribe(self, cache: RetrievalCache | None) -> None:
-        """Lets a retrieval cache, or none, select from every layer that is on the device."""
+        """Makes passes call `cache.select` on every layer while it is on the device; None: not."""
         # A cycle of strong references would keep both after the run.
         self._subscriber = None if cache is None else weakref.ref(cache)
 
@@ -93,7 +92,7 @@ class OffloadedFullCache(FullCache):
     def update_hosted(
         self, buffer: StagingBuffer, block: BlockKV, starts: dict[int, int]
     ) -> tuple[Tensor, Tensor]:
-        """Writes new K and V into a layer's buffer on the device; queues copies to the host."""
+        """Writes a block's K and V into `buffer` from `starts[b]` on; queues copies to the host."""
         T = block.keys_BTKD.shape[1]
         buffer.ready.wait()
         kv_BSPKD = buffer.kv_BSPKD[min(starts) : max(starts) + 1]
@@ -111,14 +110,14 @@ class OffloadedFullCache(FullCache):
         return keys_BKSD, values_BKSD
 
     def _prefetch(self, layer: int) -> StagingBuffer:
-        """Queues copies of a hosted layer and the next one; returns the buffer of the first."""
+        """Queues copies of a layer in host memory and the next one; returns the layer's buffer."""
         buffer = self.fetch(layer, self._by_row())
         if layer + 1 < self.shape[0]:
             self.fetch(layer + 1, self._by_row())
         return buffer
 
     def fetch(self, layer: int, ends: dict[int, int]) -> StagingBuffer:
-        """Queues copies of the tokens before `ends`, by row, that the layer's buffer lacks."""
+        """Queues copies of each row b's tokens before `ends[b]` to the layer's buffer."""
         hosted = layer - self.on_chip
         buffer = self.buffers[hosted % len(self.buffers)]
         if buffer.layer != layer:
@@ -194,8 +193,8 @@ class OffloadedFullCache(FullCache):
 
 
 class HostedRow(FullCache):
-    """One row of an offloaded cache up to some length, for layer-major prefill: a layer may read
-    block after block, whose K and V stay in its buffer, before the next layer does."""
+    """One row of an offloaded cache up to a length, for layer-major prefill: a layer reads block
+    after block, whose K and V stay in the layer's buffer, before the next layer begins."""
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])

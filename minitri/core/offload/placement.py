@@ -23,19 +23,19 @@ class Demand:
     """Bytes that a run needs on each of its GPUs."""
 
     config: ModelConfig  # of the model, or of each GPU's share of it
-    draft: ModelConfig | None
+    draft: ModelConfig | None  # of the draft model, if there is one
     shape: MemoryShape
-    itemsize: int = 2
-    copy_bits: int = 0  # per weight of a copy that proposes with the retrieval cache, if any
+    itemsize: int = 2  # bytes of a number, in weights and in KV caches
+    copy_bits: int = 0  # bits per weight of the copy that guesses with the retrieval cache, if any
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the longest prompt, or reserve, of a row."""
+        """Most tokens of a row without its output: of the longest prompt, or the reserve."""
         return max(self.shape.reserved_lengths)
 
     @property
     def kv_slot(self) -> int:
-        """Bytes of a token of every row in one layer of the full cache."""
+        """Bytes of one slot, in all rows together, of one layer of the full cache."""
         config = self.config
         return self.shape.num_rows * 2 * config.num_kv_heads * config.head_dim * self.itemsize
 
@@ -54,13 +54,13 @@ class Demand:
         return self.parts(0)["weights"] + self.parts(0)["weights that only propose"]
 
     def parts(self, on_chip: int) -> dict[str, int]:
-        """Bytes on the device by their use."""
+        """Bytes on the device by their use, with the KV cache of `on_chip` layers there."""
         config = self.config
         hosted = config.num_layers - on_chip
         proposing = copy_bytes(config, self.copy_bits)
         if self.drafter is not None:
             proposing += num_weights(self.drafter) * self.itemsize
-        # Layer-major prefill keeps those of the whole prompt.
+        # Layer-major prefill keeps the hidden states of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
         return {
             "weights": num_weights(config) * self.itemsize,
@@ -74,7 +74,7 @@ class Demand:
         }
 
     def _small_caches(self) -> int:
-        """Bytes of the retrieval cache, its queries, and the draft model's window."""
+        """Bytes of the retrieval cache, its queries, and the draft model's streaming cache."""
         config = self.config
         speculation = self.shape.speculation
         num_bytes = 0
@@ -92,7 +92,7 @@ class Demand:
         return num_bytes
 
     def _activations(self) -> int:
-        """Estimated bytes of activations."""
+        """Estimated bytes of the activations of the largest pass."""
         config = self.config
         num_tokens = self.shape.num_rows * self.shape.speculation.max_block
         heads = config.num_heads + 2 * config.num_kv_heads
@@ -102,15 +102,15 @@ class Demand:
         return num_read * row * self.itemsize + sampling
 
     def on_device(self, on_chip: int) -> int:
-        """Bytes on the device if `on_chip` layers keep their KV there."""
+        """Bytes on the device in all, with the KV cache of `on_chip` layers there."""
         return sum(self.parts(on_chip).values())
 
     def on_host(self, on_chip: int) -> int:
-        """Bytes of page-locked host memory."""
+        """Bytes of page-locked host memory, for the KV cache of all but `on_chip` layers."""
         return (self.config.num_layers - on_chip) * self.kv_layer
 
     def fits(self, device_bytes: float, host_bytes: float, on_chip: int) -> bool:
-        """Whether there is room with KV of `on_chip` layers on the device."""
+        """Whether the run fits into these bytes with the KV cache of `on_chip` layers on device."""
         is_possible = on_chip <= self.config.num_layers and self.on_host(on_chip) <= host_bytes
         return is_possible and self.on_device(on_chip) <= device_bytes
 
@@ -121,7 +121,7 @@ class Demand:
 
 
 def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
-    """Numbers of layers with KV on the device that the settings allow, the best first."""
+    """Allowed numbers of layers with their KV cache on the device, by the settings, best first."""
     if not generation.offload:
         return [num_layers]
     return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
@@ -130,7 +130,7 @@ def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
 def choose_on_chip(
     needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
 ) -> int:
-    """The most layers whose KV fits next to all else on the device. Raises `InputError` if none."""
+    """Largest number of layers whose KV cache fits on the device. Raises `InputError` if none."""
     L = needs.config.num_layers
     choices = placements(generation, L)
     room = device_bytes if generation.offload else device_bytes + RESERVE

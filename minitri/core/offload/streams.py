@@ -17,13 +17,13 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Work queued inside runs on the copy stream, after all work queued before."""
+        """Context in which work is queued on the copy stream, after all work queued before."""
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
     def event(self) -> torch.cuda.Event:
-        """An event to `record` on one stream and `wait` for on another."""
+        """A new CUDA event to `record` on one stream and `wait` for on another."""
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:
@@ -35,7 +35,7 @@ class CopyStream:
 
 
 class CudaClock(Clock):
-    """Times the device's work by events, read after every verdict, for which the host waits."""
+    """A clock of a GPU's work by CUDA events, which `settle` reads when the host waits anyway."""
 
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
@@ -56,7 +56,7 @@ class CudaClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    """The clock of a device."""
+    """A clock of the device's work: by CUDA events, or of the host."""
     return CudaClock() if device.type == "cuda" else Clock()
 
 

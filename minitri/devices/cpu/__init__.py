@@ -1,1 +1,1 @@
-"""What a CPU adds: attention kernels and packed weights."""
+"""CPU: compiled kernels for attention, linear layers and sampling, and packed weights."""

@@ -1,8 +1,8 @@
 """Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
 
-Each class has the name, and its fields the names and the order, of a struct in the C++ files, whose
-comments give shapes. Fields that are left out are 0 or null. Callers keep the tensors: a struct has
-their addresses only.
+A class and its fields have the names and the order of a struct in the C++ files, where comments
+give shapes. Fields that are not set are 0 or null. A struct has only the addresses of tensors, so
+its caller must keep them alive.
 """
 
 import ctypes
@@ -17,15 +17,15 @@ DOUBLE = ctypes.c_double
 
 
 def fields(kind: type, names: str) -> Sequence[tuple[str, Any]]:
-    """Fields of one type, by their names."""
+    """Entries of `_fields_`: fields of one type, with these names."""
     return [(name, kind) for name in names.split()]
 
 
 class Struct(ctypes.Structure):
-    """Base of all argument structs; a tensor stands for its address."""
+    """Base class of all argument structs; a field set to a tensor gets the tensor's address."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Sets a field. Raises `AttributeError` if there is none of this name."""
+        """Sets a field. Raises `AttributeError` if no field has this name."""
         getattr(self, name)
         super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
@@ -33,7 +33,7 @@ class Struct(ctypes.Structure):
 
 
 class AttentionArguments(Struct):
-    """Attention of a block over a prefix and itself."""
+    """Arguments of the C++ kernel for attention of a block to a cached prefix and itself."""
 
     _fields_ = [
         *fields(POINTER, "q keys values out lengths rule"),
@@ -43,7 +43,7 @@ class AttentionArguments(Struct):
 
 
 class LinearArguments(Struct):
-    """A linear layer over a few rows."""
+    """Arguments of the C++ kernel for a linear layer over a few rows."""
 
     _fields_ = [
         *fields(POINTER, "x norm weights bias residual out"),
@@ -53,7 +53,7 @@ class LinearArguments(Struct):
 
 
 class ProductArguments(Struct):
-    """A linear layer over many rows."""
+    """Arguments of the C++ kernel for a linear layer over many rows."""
 
     _fields_ = [*fields(POINTER, "x weights bias out"), *fields(INTEGER, "R E N num_threads")]
 
@@ -65,19 +65,19 @@ class DequantizeArguments(Struct):
 
 
 class RotateArguments(Struct):
-    """RoPE of the first heads of each token."""
+    """Arguments of the C++ kernel for RoPE of the first heads of each token."""
 
     _fields_ = [*fields(POINTER, "x cos sin out"), *fields(INTEGER, "R total H D")]
 
 
 class NormArguments(Struct):
-    """RMSNorm."""
+    """Arguments of the C++ kernel for RMSNorm."""
 
     _fields_ = [*fields(POINTER, "x weight out"), *fields(INTEGER, "R E"), ("eps", DOUBLE)]
 
 
 class FilterArguments(Struct):
-    """Temperature, top-k, top-p and min-p."""
+    """Arguments of the C++ kernel for temperature, top-k, top-p and min-p."""
 
     _fields_ = [
         *fields(POINTER, "logits probs"),
@@ -87,13 +87,13 @@ class FilterArguments(Struct):
 
 
 class Matrix(Struct):
-    """Weights and bias of a linear layer."""
+    """Addresses of a linear layer's weights and bias, for the C++ kernels."""
 
     _fields_ = [*fields(POINTER, "weights bias"), *fields(INTEGER, "N E form")]
 
 
 class LayerWeights(Struct):
-    """Weights of a transformer block."""
+    """Addresses of a transformer block's weights, for the C++ kernels."""
 
     _fields_ = [
         *fields(POINTER, "input_norm post_norm q_norm k_norm"),
@@ -103,7 +103,7 @@ class LayerWeights(Struct):
 
 
 class PassArguments(Struct):
-    """All layers of a model over a short block."""
+    """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = [
         *fields(POINTER, "layers x cos sin keys values raw_keys queries lengths rule"),
@@ -115,7 +115,7 @@ class PassArguments(Struct):
 
 
 class RoundArguments(Struct):
-    """A round of a draft model: a pass over a block, then N guesses."""
+    """Arguments of the C++ kernel for a draft model's round: a pass over a block, and N guesses."""
 
     _fields_ = [
         ("first", PassArguments),
@@ -129,7 +129,7 @@ class RoundArguments(Struct):
 
 
 def check_sizes(library: ctypes.CDLL) -> None:
-    """Raises `OSError` if a library has structs of other sizes."""
+    """Raises `OSError` if a struct has another size in the compiled library than here."""
     library.minitri_sizeof.restype = INTEGER
     for struct in Struct.__subclasses__():
         if library.minitri_sizeof(struct.__name__.encode()) != ctypes.sizeof(struct):

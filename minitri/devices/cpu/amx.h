@@ -4,8 +4,7 @@
 // pairs. A tile register is 16 rows of 64 bytes: 16 x 16 float32 sums (registers 0 to 3, for up to
 // four panels of N), 16 rows x 16 pairs of K (register 4), or 16 pairs of K x 16 columns (5).
 // Layout of columns: a panel of PANEL = 16 pairs is a row of register 5, the next step is `step`
-// further. A row's bits do not depend on the others. A process has to ask the kernel for these
-// registers.
+// further. A row's bits do not depend on other rows. A process has to ask Linux for the registers.
 
 #pragma once
 
@@ -18,7 +17,7 @@
 
 namespace {
 
-// Where there is no matrix unit: ROWS is 0, and nothing is called.
+// Stand-in where there is no matrix unit: ROWS is 0, and no function is called.
 template <class Op> struct MatrixUnit {
     static constexpr int ROWS = 0;
     static void use(int) {}
@@ -48,8 +47,8 @@ template <> struct MatrixUnit<Pairs> {
         _tile_loadconfig(&form);
     }
 
-    // As the function `multiply` of gemm.h, for the M of `use`. Prefetches what is `ahead` of 16
-    // rows, unless that is 0.
+    // As the function `multiply` of gemm.h, for the M of `use`. Prefetches rows that are `ahead`
+    // units further, unless that is 0.
     static void multiply(const uint32_t* rows, int64_t row_stride, Columns<Pairs> columns,
                          int num_columns, int steps, float* sums, bool from_zero, int64_t ahead) {
         int v = 0;
@@ -96,7 +95,7 @@ template <> struct MatrixUnit<Pairs> {
 };
 #endif
 
-// M contiguous rows, by the matrix unit if there is one.
+// Multiplies M contiguous rows with packed columns, by the matrix unit if there is one.
 template <class Op, class Number>
 void multiply_packed(int M, const typename Op::Unit* rows, int steps, Columns<Op, Number> columns,
                      int num_columns, float* sums, bool from_zero) {

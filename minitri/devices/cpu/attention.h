@@ -1,4 +1,4 @@
-// Attention of a block over a prefix and itself.
+// Attention of a block to a cached prefix and itself.
 
 #pragma once
 
@@ -14,16 +14,16 @@ namespace {
 
 constexpr int PIECE = 512;                // slots of a task, for short blocks: a multiple of BLOCK
 constexpr int TILE = 192;                 // rows of a task
-constexpr int MOST_ROWS = 16;             // that are multiplied together
-constexpr int MOST_IN_PLACE = 12;         // rows; for more, K and V are widened once, in a copy
+constexpr int MOST_ROWS = 16;             // rows that are multiplied together
+constexpr int MOST_IN_PLACE = 12;         // rows; with more, K and V are widened once, in a copy
 constexpr int MAX_WIDTH = 1024;           // largest head dim
-constexpr int64_t MOST_FLOATS = 1 << 20;  // of parts, unless threads would wait
+constexpr int64_t MOST_FLOATS = 1 << 20;  // floats of all parts, unless threads would wait
 constexpr float MINUS_INFINITY = -std::numeric_limits<float>::infinity();
 
 struct AttentionArguments {
     const void *q, *keys, *values;
     void* out;               // (B, T, H, D)
-    const int64_t* lengths;  // prefix per sequence
+    const int64_t* lengths;  // (B): prefixes
     const uint8_t* rule;     // (T, T), or null: causal
     int64_t B, T, H, K, D;
     int64_t q_batch, q_token, q_head;  // strides, in numbers
@@ -214,7 +214,7 @@ void attend_block(const Work<Op>& w, int64_t s, Columns<Op, Number> keys,
         score_block(w, r, M, s, keys, scores);
         softmax_block(w, r, M, scores, weights);
         weigh_block(w, r, M, weights, values);
-        keys.next = values.next = nullptr;  // is fetched once
+        keys.next = values.next = nullptr;  // the next block is fetched once
     }
 }
 
@@ -233,7 +233,7 @@ void attend(const AttentionArguments& a, const Task& task, const Plan& plan, con
     const bool is_in_place =
         a.is_tiled && (std::is_same<Column, Unit>::value || task.R <= MOST_IN_PLACE);
     if (MatrixUnit<Op>::ROWS) MatrixUnit<Op>::use(rows_together<Op>(task.R));
-    if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // what pads a head
+    if (width > D) std::memset(block_keys, 0, 2 * block_units * sizeof(Unit));  // pads heads
     std::fill(part.sums, part.sums + task.R * width, 0.0f);
     std::fill(part.largest, part.largest + task.R, MINUS_INFINITY);
     std::fill(part.totals, part.totals + task.R * LANES, 0.0f);
@@ -296,7 +296,7 @@ template <class Op> void attention(const AttentionArguments& a, bool is_short) {
     const Plan plan = plan_tasks(a, is_short);
     const int64_t P = plan.num_pieces;
     float* parts = part_memory.get(P > 1 ? plan.groups_at_once * P * plan.part_floats : 0);
-    std::vector<std::atomic<int>> num_done(plan.num_groups);  // of 0
+    std::vector<std::atomic<int>> num_done(plan.num_groups);  // pieces of each group; 0 at first
     for (int64_t start = 0; start < plan.num_groups; start += plan.groups_at_once) {
         const int64_t num_tasks = std::min(plan.groups_at_once, plan.num_groups - start) * P;
         const int64_t num_numbers = a.B * a.K * plan.longest * a.D * a.T;
@@ -305,7 +305,7 @@ template <class Op> void attention(const AttentionArguments& a, bool is_short) {
             const Task task = task_of(a, plan, start + i / P, i % P);
             float* memory = P > 1 ? parts + i * plan.part_floats : own_memory.get(plan.part_floats);
             attend<Op>(a, task, plan, Part(memory, plan.tile_rows, plan.width));
-            // The last to finish merges.
+            // The task that finishes a group as the last one merges its pieces.
             if (num_done[task.group].fetch_add(1, std::memory_order_acq_rel) + 1 < P) return;
             merge<typename Op::Stored>(a, task, plan, memory - task.piece * plan.part_floats);
         });

@@ -5,8 +5,7 @@
 // contiguous in N. Keys as columns, N = BLOCK slots and K = D, are transposed by pairs of numbers;
 // values as columns, N = D and K = BLOCK, are interleaved: a pair holds the same number of two
 // neighbouring slots. Where K is odd the last pair has a zero. Quantized weights become pairs by
-// lookup tables of bfloat16.
-// Elsewhere bfloat16 is widened to float32.
+// lookup tables of bfloat16. Processors without such an instruction widen bfloat16 to float32.
 
 #pragma once
 
@@ -34,7 +33,7 @@ template <int BITS> struct Numbers {
     }();
 };
 
-// A lane holds two neighbours, whose products are added by one instruction.
+// The operand: a lane holds two neighbours in K, whose products are added by one instruction.
 struct Pairs {
     using Stored = BFloat16;
     using Unit = uint32_t;
@@ -115,7 +114,7 @@ struct Pairs {
     }
 };
 
-// Transposes 16 x 16 numbers of 32 bits.
+// Transposes 16 x 16 numbers of 32 bits, in place.
 inline void transpose_16(__m512i r[16]) {
     __m512i t[16];
     for (int i = 0; i < 16; i += 2) {

@@ -1,7 +1,7 @@
 """Builds the CPU kernels: compiles a C++ file for this processor when it is first needed.
 
-A library's name has a digest of the sources, flags, $CXX and instructions of the processor, so that
-one of another machine or version is not used. A built library needs no compiler.
+The name of a library has a digest of the sources, flags, $CXX and instructions of the processor, so
+that no library of another machine or version is used. A built library needs no compiler.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
-"""Prefixes of its lines that identify a kind of processor."""
+"""Prefixes of the lines of /proc/cpuinfo that identify a kind of processor."""
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Loads the library of a C++ file, built if need be. Raises `OSError`."""
+    """Loads the library of a C++ file, and builds it first if necessary. Raises `OSError`."""
     with suppress(OSError, InputError):
         return ctypes.CDLL(str(built_library(source)))
     compiler = _compiler()
@@ -47,7 +47,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def has_kernels() -> bool:
-    """Whether the kernels are built, or can be."""
+    """Whether the CPU kernels are built, or a compiler could build them."""
     with suppress(OSError, InputError):
         return built_library(SOURCE).exists() or bool(_compiler())
     return False
@@ -65,7 +65,7 @@ def built_library(source: Path) -> Path:
 
 
 def identity(source: Path = SOURCE) -> str:
-    """Digest of sources, flags and processor, which decide last bits. Raises as `built_library`."""
+    """Digest of sources, flags and processor, which decide last bits. Raises `InputError`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
     depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
     return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
@@ -81,7 +81,7 @@ def architecture() -> str:
 
 
 def _instructions() -> list[str]:
-    """Kind and instructions of this processor, from Linux or else the compiler's macros."""
+    """Kind and instructions of this processor, from /proc/cpuinfo, or by the compiler's macros."""
     with suppress(OSError):
         lines = {*CPUINFO.read_text("utf-8", "replace").splitlines()}
         if any(line.startswith(("flags", "Features")) for line in lines):

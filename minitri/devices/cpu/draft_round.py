@@ -22,10 +22,10 @@ from minitri.devices.cpu.quantized import Form
 
 
 class DraftRound:
-    """Guesses rounds of a draft model on compiled kernels, see `model.execution.Round`."""
+    """A draft model on compiled kernels that guesses whole rounds: see `model.execution.Round`."""
 
     def __init__(self, model: Llama, lender: Llama) -> None:
-        """`lender` is the model whose embedding table is used, in the same dtype."""
+        """`model` uses the embedding table of `lender`, in the same dtype, or its own."""
         head = model.lm_head
         ids = head.token_ids if isinstance(head, TrimmedHead) else None
         head = head.linear if isinstance(head, TrimmedHead) else head
@@ -58,7 +58,7 @@ class DraftRound:
         sampling: Sequence[SamplingParams],
         vocab_size: int,
     ) -> tuple[Tensor, Tensor]:
-        """See `model.execution.Round`."""
+        """One round: N guesses (B, N) and distributions (B, N, V), see `model.execution.Round`."""
         B, N = uniforms_BN.shape
         T = max(map(len, blocks))
         S = cache.capacity

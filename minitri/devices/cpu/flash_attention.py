@@ -1,7 +1,7 @@
 """Attention on a CPU by PyTorch's flash kernel, where there are no compiled kernels.
 
-Prefix and block are attended to apart and merged by log-sum-exp; the query heads of a KV head and
-the tokens are rows of one matrix, so that K and V of the prefix are read once.
+Attention to the prefix and to the block is computed apart and merged by log-sum-exp. The query
+heads of a KV head and the tokens are rows of one matrix: K and V of the prefix are read once.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, R = G T.
 """

@@ -15,7 +15,7 @@
 
 namespace {
 
-constexpr int L2 = 2;  // locality of a prefetch: few reads to the first cache can be in flight
+constexpr int L2 = 2;  // prefetch to the second cache: few reads to the first can be in flight
 
 // Packed columns (steps, num_columns). If there is a `next` block of columns, as stored, the
 // product prefetches it.
@@ -71,7 +71,7 @@ template <int MOST, class Work> inline void with_constant(int M, Work&& work) {
 // Vectors of a tile, 4 or 2: sums of M rows take at most three quarters of the registers.
 constexpr int tile_vectors(int M) { return 4 * M <= REGISTERS * 3 / 4 ? 4 : 2; }
 
-// All columns, tile by tile.
+// sums (M, num_columns) += rows (M, steps) x columns, tile by tile.
 template <class Op, int M, class Number>
 void multiply_rows(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
                    int num_columns, int steps, float* sums, bool from_zero) {

@@ -3,7 +3,8 @@
 A short pass is one call for all layers. A block of a prompt, or of more than LONGEST_BLOCK tokens,
 goes through the plain layers with compiled attention and RoPE. Weights may have 4 to 8 bits.
 
-Legend: L layers, B batch, T tokens, S slots, E hidden size, H query heads, K KV heads, D head dim.
+Legend: L layers, B batch, T tokens, S slots, E inputs, N outputs, R rows, X bytes of a packed row,
+H query heads, K KV heads, D head dim.
 """
 
 import ctypes
@@ -37,7 +38,7 @@ Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # a file's matrices, by nam
 
 
 class KernelLinear(Linear):
-    """Linear layer y = x W^T + b of long blocks; in a short pass a kernel reads W and b."""
+    """Linear layer y = x W^T + b; its `forward` is for long blocks, short passes read W and b."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class KernelLinear(Linear):
         packed_NX: Tensor | None = None,
         form: Form = Form.PLAIN,
     ) -> None:
-        """Shares the bias of another layer and its weights, unless `packed_NX` replaces them."""
+        """Takes over bias and weights of `like`; `packed_NX`, if given, replaces the weights."""
         own = like.weight if packed_NX is None else nn.Parameter(packed_NX, requires_grad=False)
         super().__init__(own, like.bias)
         self.in_features = like.in_features
@@ -62,7 +63,7 @@ class KernelLinear(Linear):
         return product_RN.view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
-        """W (out_features, in_features), or some rows of it; plain weights keep their own dtype."""
+        """W (out_features, in_features), dequantized to `dtype`, or its rows `rows_R` alone."""
         if self.form == Form.PLAIN:
             return self.weight if rows_R is None else self.weight[rows_R]
         matrix = (self.weight, self.in_features, self.form, dtype)
@@ -71,14 +72,14 @@ class KernelLinear(Linear):
 
 
 class KernelParts(nn.ModuleDict):
-    """A fused projection whose parts have weights in different forms."""
+    """A fused projection, such as q, k, v, whose parts have weights in different forms."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([part(x) for part in self.values()], -1)
 
 
 class KernelHead(KernelLinear):
-    """LM head, computed by a kernel for short blocks."""
+    """LM head that a compiled kernel computes for short blocks."""
 
     is_wide = True  # logits are float32
 
@@ -104,7 +105,7 @@ class KernelPartialHead(KernelHead):
 
 @dataclass(frozen=True)
 class KernelRotary(Rotary):
-    """RoPE of a block's queries and keys by a kernel."""
+    """Rotary embedding of a block's queries and keys by a compiled kernel."""
 
     kernels: Kernels
 
@@ -113,10 +114,10 @@ class KernelRotary(Rotary):
 
 
 class KernelLayers(Layers):
-    """All transformer blocks in one call, which also writes and reads the cache."""
+    """All transformer blocks by one call of a kernel, which also writes and reads the cache."""
 
     def __init__(self, plain: Layers, kernels: Kernels) -> None:
-        """Shares the modules of `plain`, whose linear layers are `KernelLinear` already."""
+        """Takes over the modules of `plain`, whose linear layers are `KernelLinear` already."""
         super().__init__(plain)
         self.kernels = kernels
 
@@ -148,7 +149,7 @@ class KernelLayers(Layers):
         return x_BTE
 
     def arguments(self, x_BTE: Tensor, cache: Cache, lengths_B: Tensor) -> PassArguments:
-        """The arguments of a pass that replaces the block x by its result."""
+        """The arguments of a pass that overwrites the hidden states `x_BTE` with its result."""
         B, T, E = x_BTE.shape
         L, _, K, S, D = cache.keys.shape
         if max(cache.lengths) + T > S:
@@ -179,7 +180,7 @@ class KernelLayers(Layers):
 
     @cached_property
     def _weights(self) -> ctypes.Array[LayerWeights]:
-        """Addresses of the weights of all layers, which do not move."""
+        """Addresses of the weights of all layers, kept, as weights do not move in memory."""
         return (LayerWeights * len(self))(*map(weights_of, self))
 
 
@@ -234,7 +235,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
 
 
 def split_projections(model: Llama, stored: Stored, kernels: Kernels) -> None:
-    """Splits qkv projections into q, k and v, empty, where a file has them in different forms."""
+    """Splits qkv projections into empty q, k and v where a file stores these in different forms."""
     for path, attention in [*model.named_modules()]:
         if not isinstance(attention, Attention):
             continue
@@ -255,8 +256,8 @@ def split_projections(model: Llama, stored: Stored, kernels: Kernels) -> None:
 
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> list[str]:
     """Replaces linear layers by empty quantized ones where a file has their weights quantized;
-    returns the names of the tensors to load so. They fill `places`, views of weights; several fill
-    a fused projection, which needs one form."""
+    returns the names of these tensors. `places` has the views of weights that tensors fill; the
+    tensors of a fused projection must have one form."""
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
     num_kept = 0
@@ -281,12 +282,12 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
 def quantized_copy(model: Llama) -> Llama:
     """A copy of a model on the CPU kernels with 4-bit linear layers, for guessing only.
 
-    The LM head has 8 bits: with 4, SmolLM2's copy agrees with it on 79 % of the tokens, not 99.
+    The LM head has 8 bits: with 4, SmolLM2 and its copy agree on 79 % of the tokens, not on 99 %.
     """
 
     def quantized(layer: KernelLinear) -> KernelLinear:
         form = Form.Q8 if isinstance(layer, KernelHead) else Form.Q4
-        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # gates and ups
+        is_whole = form == Form.Q8 or layer.out_features % (2 * PANEL) == 0  # of gates, ups
         if not is_whole or layer.in_features % GROUP or layer.form.bits <= max(form.bits, 6):
             return layer
         packed_NX = quantize(layer.plain_weight(torch.float32), form.bits)

@@ -62,10 +62,10 @@ template <class T> void rotate(const RotateArguments& a) {
     }
 }
 
-// A linear layer.
+// Weights (N, E) and bias (N) of a linear layer.
 struct Matrix {
     const void *weights, *bias;
-    int64_t N, E, form;  // as in `linear_of`
+    int64_t N, E, form;  // see `linear_of`
 };
 
 struct LayerWeights {
@@ -86,10 +86,10 @@ struct PassArguments {
     const uint8_t* rule;     // (T, T), or null: causal
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled;                                             // as for attention
+    int64_t is_tiled;                                             // see `AttentionArguments`
     int64_t num_threads;
     double eps;
-    double* seconds;  // of linear layers and of attention, added up; or null
+    double* seconds;  // (2): added up for linear layers and for attention; or null
 };
 
 // Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.

@@ -1,9 +1,9 @@
 """Compiled CPU kernels as functions on tensors.
 
 All kernels of a pass are row-invariant: a row's bits depend neither on other rows nor on threads.
-Steps and chunks of prompts wait for each other: PyTorch's number of threads is the process's.
+Decoding and reading of prompts wait for each other, as both set PyTorch's number of threads.
 
-Legend: B batch, T tokens, S slots, K KV heads, D head dim, R rows, E inputs, N outputs, V vocab.
+Legend: B rows, T tokens, S slots, K/H heads, D dim, R rows, E inputs, N outputs, V vocab, X bytes.
 """
 
 import contextlib
@@ -33,30 +33,30 @@ BLOCK = 64  # slots whose scores are computed at once; a cache in tiles has a mu
 
 
 class Kernels:
-    """The functions of a shared library."""
+    """The compiled CPU kernels: functions of a shared library, called with tensors."""
 
     def __init__(self, library: ctypes.CDLL, num_threads: int) -> None:
         abi.check_sizes(library)
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
-        self.instructions = library.minitri_instructions().decode()  # the set that is used
+        self.instructions = library.minitri_instructions().decode()  # name of the instruction set
         has_pairs = self.instructions.startswith("AVX-512 BF16")
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
-        """Numbers that a lane multiplies at once, by dtype; see `tiled_slots`."""
+        """By dtype how many numbers a vector lane multiplies at once; see `tiled_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
     def _begin_in_child(self) -> None:
-        """Resets what a fork breaks: threads are gone, and a held lock stays held."""
+        """Called in a forked child: resets threads, and a lock that nobody there may release."""
         self.num_threads = 1
         self._one_at_a_time = threading.RLock()
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
     def decoding(self) -> Iterator[None]:
-        """One thread for PyTorch: more gain nothing on few rows, and compete with the kernels'."""
+        """Context for steps: PyTorch uses one thread, as more would compete with the kernels."""
         with self._one_at_a_time:
             torch.set_num_threads(1)
             try:
@@ -82,7 +82,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention, see `Attend`; row-invariant among short blocks and among all others."""
+        """Attention as `Attend` says; row-invariant among short blocks, and among long ones."""
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
         keys, values = map(memory_of, (keys_BKSD, values_BKSD))
@@ -112,12 +112,12 @@ class Kernels:
     ) -> tuple[Slots, Slots]:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
-        if self.pairs[dtype] and D % COLUMNS == S % PANEL == 0:  # they fill whole tiles
+        if self.pairs[dtype] and D % COLUMNS == S % PANEL == 0:  # slots fill whole tiles
             return tiled_slots(shape, dtype, self.pairs[dtype])
         return plain_slots(shape, dtype, device)
 
     def can_read(self, slots: Sequence[Slots]) -> bool:
-        """Whether K and V have one layout, and tiles fit the dtype."""
+        """Whether kernels can read these K and V: of one layout, in tiles that fit their dtype."""
         tiles = [part for part in slots if isinstance(part, Tiles)]
         has_layout = (tile.pair == self.pairs[tile.dtype] for tile in tiles)
         is_whole = all(tile.shape[-2] % BLOCK == 0 for tile in tiles)
@@ -133,8 +133,8 @@ class Kernels:
         bias: Tensor | None = None,
         is_wide: bool = False,
     ) -> Tensor:
-        """x W^T + bias, (..., N), in the dtype of x, or in float32 if `is_wide`. `weight` is
-        (N, E) in the dtype of x, or quantized as in `quantized.py`, with padded rows."""
+        """Linear layer of few rows: x W^T + bias, (..., N), in the dtype of x, or float32 if
+        `is_wide`. `weight` is (N, E) in x's dtype, or quantized as in `quantized.py`."""
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)
@@ -153,7 +153,7 @@ class Kernels:
         return out
 
     def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """x W^T + bias, (R, N), of many rows, each summed over E in order, in float32."""
+        """Linear layer of many rows: x W^T + bias, (R, N), summed over E in order, in float32."""
         x_RE = x_RE.contiguous()
         R, E = x_RE.shape
         N = len(weight_NE)
@@ -172,7 +172,7 @@ class Kernels:
     def dequantize(
         self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None
     ) -> Tensor:
-        """The matrix, (N, E), or some rows of it, computed in float32."""
+        """Dequantizes a matrix to (N, E), or its rows `rows_R` alone, computed in float32."""
         N = len(packed_NX)
         require(
             (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, *packed_shape(N, E, form)),
@@ -204,7 +204,7 @@ class Kernels:
         return out_BTHD
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
-        """`probs_from_logits` of float32 logits, but for the last bits."""
+        """Distributions as by `probs_from_logits`, up to last bits, of float32 logits (N, V)."""
         require(logits_NV.dtype == torch.float32, logits_NV.dim() == 2, tensors=(logits_NV,))
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
@@ -216,7 +216,7 @@ class Kernels:
         return probs_NV
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, *options: int) -> None:
-        """Runs a kernel. Raises `MemoryError` or `RuntimeError` where it has no result."""
+        """Runs the kernel of this name. Raises `MemoryError` or `RuntimeError` if it fails."""
         function = getattr(self.library, f"minitri_{kernel}")
         code = function(DTYPES[dtype], *options, ctypes.byref(arguments))
         if code == 1:
@@ -226,7 +226,7 @@ class Kernels:
 
 
 class KernelNorm(RMSNorm):
-    """RMSNorm before an LM head, by a kernel."""
+    """RMSNorm before an LM head, by a compiled kernel."""
 
     def __init__(self, like: RMSNorm, kernels: Kernels) -> None:
         super().__init__(like.normalized_shape, like.eps)
@@ -245,7 +245,7 @@ class KernelNorm(RMSNorm):
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
-    """Raises `ValueError` unless all facts hold: a kernel would read or write out of bounds."""
+    """Raises `ValueError` unless all `facts` hold, without which kernels leave their bounds."""
     given = [tensor for tensor in tensors if tensor is not None]
     if not all(facts) or not all(tensor.is_cpu for tensor in given):
         seen = "; ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}" for x in given)
@@ -253,7 +253,7 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
 
 
 def memory_of(slots: Slots) -> Tensor:
-    """The tensor that holds K or V."""
+    """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
     if isinstance(slots, Tiles):
         return slots.units
     assert isinstance(slots, Tensor)
@@ -261,14 +261,14 @@ def memory_of(slots: Slots) -> Tensor:
 
 
 def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:
-    """Sets temperature, top-k, top-p and min-p."""
+    """Sets temperature, top-k, top-p and min-p in the arguments of the filter kernel."""
     arguments.temperature, arguments.top_p, arguments.log_min_p = params.numbers
     arguments.top_k = params.top_k
 
 
 def load_kernels() -> Kernels | None:
-    """The kernels, built for this machine if need be, with PyTorch's current number of threads;
-    None if MINITRI_KERNELS=off, or, after a warning, if that fails. Raises `InputError`."""
+    """The compiled kernels, built if necessary, with PyTorch's current number of threads; None if
+    MINITRI_KERNELS=off, or, after a warning, if the build fails. Raises `InputError`."""
     with LOADING:
         return _load_once()
 

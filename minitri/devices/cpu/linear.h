@@ -9,7 +9,7 @@
 
 namespace {
 
-// Weights (N, E) are plain numbers, or as `quantized.h` says.
+// A linear layer of a few rows; weights (N, E) are plain numbers, or as `quantized.h` says.
 struct LinearArguments {
     const void* x;     // (R, E)
     const void* norm;  // (E): x passes through an RMSNorm first; or null
@@ -26,7 +26,7 @@ struct LinearArguments {
 };
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread delays the others little
-constexpr int64_t PREFETCH = 8192;       // bytes
+constexpr int64_t PREFETCH = 8192;       // bytes that weights are fetched ahead
 
 // Rows of x as units, padded with zeros to a multiple of 64 numbers.
 template <class Unit> struct Rows {
@@ -40,7 +40,7 @@ template <class Unit> struct Rows {
     _Pragma("GCC unroll 8") for (int m = 0; m < M; ++m) \
         _Pragma("GCC unroll 8") for (int o = 0; o < N; ++o)
 
-// Plain weights.
+// Weights that are plain numbers of the operand's type.
 template <class Op> struct Plain {
     using Operand = Op;
     static constexpr bool HAS_OFFSETS = false, IS_PLAIN = true;

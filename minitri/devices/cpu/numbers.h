@@ -66,14 +66,14 @@ inline Vec load(const Float16* p) {
     return (Vec)((Bits)scaled | infinite | ((half & 0x8000) << 16));
 }
 
-// The first n numbers, and zeros where n is less than LANES.
+// Loads the first n numbers at p, at most LANES, and zeros after them.
 template <class T> inline Vec some(const T* p, int64_t n) {
     if (n >= LANES) return load(p);
     T padded[LANES] = {};
     std::copy(p, p + n, padded);
     return load(padded);
 }
-// LANES bytes as integers, signed or unsigned; in two steps, which compilers vectorize.
+// Loads LANES bytes as integers, signed or unsigned; in two steps, which compilers vectorize.
 template <class Byte> inline Ints load_bytes(const uint8_t* p) {
 #ifdef HAS_AVX2
     const __m128i bytes = _mm_loadl_epi64((const __m128i*)p);
@@ -185,6 +185,6 @@ constexpr float LOG2_E = 1.44269504f;
 
 constexpr int BLOCK = 64;  // slots whose scores are computed at once
 constexpr int PANEL = 16;  // columns that are stored together, see `tiles.py`
-constexpr int GROUP = 32;  // quantized weights that share an offset and, but for 6 bits, a scale
+constexpr int GROUP = 32;  // quantized weights that share an offset and, except in 6 bits, a scale
 
 }  // namespace

@@ -11,7 +11,7 @@ from minitri.devices.replace import Factories
 
 
 class PackedLinear(Linear):
-    """Linear layer with W in oneDNN's layout, from which it cannot be read back."""
+    """Linear layer with W in oneDNN's layout, which cannot be converted back."""
 
     def __init__(self, plain: Linear) -> None:
         packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
@@ -34,7 +34,7 @@ class PackedTiedHead(TiedHead):
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of PyTorch on this CPU has the packed kernel for the dtype."""
+    """Whether PyTorch has oneDNN's kernel for packed weights of this dtype on this device."""
     kernels = torch.ops.mkldnn
     if device.type != "cpu" or not hasattr(kernels, "_reorder_linear_weight"):
         return False
@@ -46,7 +46,7 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replaces every plain linear layer of a model; at most one of them is in memory twice."""
+    """Packs every plain linear layer of a model, one by one, so that few weights exist twice."""
     packed: Factories = {Linear: PackedLinear, TiedHead: PackedTiedHead}
     for name, layer in list(model.named_modules()):
         if pack := packed.get(type(layer)):

@@ -1,4 +1,4 @@
-// Linear layers of many rows, as prompts have them: bound by arithmetic, not by memory.
+// Linear layers of many rows, as of prompts: bound by arithmetic, not by memory.
 
 #pragma once
 
@@ -14,11 +14,11 @@ struct ProductArguments {
     int64_t num_threads;
 };
 
-constexpr int64_t PRODUCT_ROWS = 512;        // of a task, which transposes weights once
-constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // widened at a time
-constexpr int64_t PRODUCT_STEPS = 384;       // whose columns fit a cache
+constexpr int64_t PRODUCT_ROWS = 512;        // rows of a task, which transposes weights once
+constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // rows that are widened at a time
+constexpr int64_t PRODUCT_STEPS = 384;       // inputs whose columns fit a cache
 
-// Every number of the result is one sum over all of E, in order, whatever rows there are.
+// Linear layer of R rows. Each number of the result is one sum over E, in order, whatever R is.
 template <class T> void product(const ProductArguments& a) {
     if (a.R > MOST_PRODUCT_ROWS) {
         ProductArguments some = a;

@@ -1,4 +1,4 @@
-"""Matrix products of many rows, as prompts have them, by PyTorch or by a kernel.
+"""Matrix products of many rows, as of prompts, by PyTorch or by a compiled kernel.
 
 Legend: R rows, E in_features, N out_features.
 """
@@ -22,14 +22,14 @@ from minitri.devices.cpu.build import SOURCE, built_library
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.packed import can_pack
 
-TILE = 256  # rows of a matrix product where their number decides the last bits
-FASTER = 1.25  # speed of the kernel, in that of PyTorch, from which on it is used
+TILE = 256  # rows of each product where the number of rows would change last bits
+FASTER = 1.25  # the kernel is used if it is this many times as fast as PyTorch
 
 
 def multiply_rows(
     kernels: Kernels, rows_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None
 ) -> Tensor:
-    """x W^T + b, (R, N), row-invariant: the bits of a row depend on nothing but itself."""
+    """Linear layer x W^T + b, (R, N), row-invariant: a row's bits do not depend on other rows."""
     if is_kernel_faster(kernels, weight_NE.dtype):
         return kernels.product(rows_RE, weight_NE, bias_N)
     R = len(rows_RE)
@@ -46,9 +46,9 @@ def multiply_rows(
 
 @cache
 def is_kernel_faster(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether `Kernels.product` is faster than PyTorch on this machine. It is measured once and
-    stored in a file next to the compiled kernels, so that bits depend neither on the day nor on the
-    process. No where nothing can be stored; yes for a dtype that oneDNN does not multiply here."""
+    """Whether `Kernels.product` is faster than PyTorch on this machine: measured once and stored in
+    a file next to the compiled kernels, so that all processes compute the same bits. False if no
+    file can be stored, True for a dtype that oneDNN does not multiply on this CPU."""
     if dtype != torch.float32 and not can_pack(dtype, torch.device("cpu")):
         return True
     name = f"{str(dtype).removeprefix('torch.')}-{torch.__version__}-{kernels.num_threads}"
@@ -70,7 +70,7 @@ def publish(place: Path, text: str) -> None:
 
 
 def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
-    """Whether the kernel is `FASTER` times as fast as PyTorch."""
+    """Measures whether the kernel's product is `FASTER` times as fast as PyTorch's."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, 576, generator=seeded, dtype=dtype) for n in (TILE, 3 * TILE))
     with kernels.reading():
@@ -79,15 +79,15 @@ def _measure(kernels: Kernels, dtype: torch.dtype) -> bool:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Median seconds of 7 runs, after one to warm up."""
+    """Median seconds of 7 runs of `work`, after one to warm up."""
     return median(timeit.repeat(work, number=1, repeat=8)[1:])
 
 
 @lru_cache
 def product_tile(dtype: torch.dtype, N: int, E: int, num_threads: int) -> int | None:  # noqa: ARG001 (a key)
     """Rows to multiply with a (N, E) matrix at a time, for products to be row-invariant; None: any
-    number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may add up few rows in another
-    order than many; then K and V would depend on how a prompt was cut. This is measured."""
+    number above LONGEST_BLOCK. With AMX, and in float32, oneDNN may sum few rows in another order
+    than many; then K and V would depend on the chunks of a prompt. So the order is tested here."""
     seeded = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(n, E, generator=seeded, dtype=dtype) for n in (4 * TILE, N))
     many = F.linear(x, weight)

@@ -24,16 +24,16 @@ template <class Work> inline void by_bits(int form, Work&& work) {
 
 // Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows are stored
 // together, so that the lanes of a vector are rows. A panel has these parts, each by groups:
-//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: those of even inputs
-//   in
-//           the low halves of words, from the lowest bits on, those of odd inputs in the high ones.
-//           Or 8 words, in this order, with q of 8 bits, which are signed.
+//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: even inputs in the
+//           low halves of words, from the lowest bits on, odd inputs in the high halves. Or 8
+//           words, in this order, with q of 8 bits, which are signed.
 //   high    1 or 2 words, in this order, with the other bits of q of 5 or 6. Of 6 bits 32 is
-//   subtracted. scales  float16; and then offsets, if q has 4 or 5 bits
-// or, if it is nested, as GGUF's K-quants are, in place of these scales:
-//   units   of scales, a float16 for 8 groups; and of offsets, but for q of 6 bits
-//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, one for 16 inputs
-//   each offsets in units, bytes, but for q of 6 bits
+//           subtracted.
+//   scales  float16; and then offsets, if q has 4 or 5 bits
+// or, in a nested form, as of GGUF's K-quants, in place of these scales:
+//   units   float16 for 8 groups: of scales, and of offsets, except for q of 6 bits
+//   scales  in units, bytes: one for a group; or for q of 6 bits two, signed, for 16 inputs each;
+//           then offsets in units, bytes, except for q of 6 bits
 template <int BITS> struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
     static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4,

@@ -19,15 +19,15 @@ NUMBERS_AT_ONCE = 1 << 19  # weights that are quantized or dequantized at a time
 
 
 class Form(IntEnum):
-    """Formats of weights, by their numbers in C++. Scales and offsets are float16; in GGUF's
-    K-quants they are small integers in units, which are float16 for 256 weights each."""
+    """Formats of weights, with their numbers in C++. Scales and offsets are float16; in GGUF's
+    K-quants small integers, multiples of a float16 unit that 256 weights share."""
 
     Q4, Q5, Q8, PLAIN = 4, 5, 8, 16
     Q4_K, Q5_K, Q6_K = 36, 37, 38
 
     @property
     def bits(self) -> int:
-        """Bits of a q, or of a plain weight."""
+        """Bits of one quantized number q, or of a plain weight."""
         return self % 32
 
     @property
@@ -36,7 +36,7 @@ class Form(IntEnum):
 
 
 def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
-    """Shape (N, X) of a quantized matrix."""
+    """Shape (N, X) of a quantized matrix of `num_rows` rows, which are padded to whole panels."""
     G = in_features // GROUP
     form = Form(form)
     num_halves = -(-G // 8) if form.is_nested else G
@@ -45,19 +45,19 @@ def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
 
 
 def rows_at_once(num_columns: int) -> int:
-    """Rows of a quantized matrix to read or write at a time: whole panels."""
+    """Number of rows of a quantized matrix to convert at a time: whole panels, in a CPU cache."""
     return max(1, NUMBERS_AT_ONCE // (PANEL * num_columns)) * PANEL
 
 
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
-    """Quantizes a matrix to 4 bits, from least to largest of a group, or to 8, symmetric."""
+    """Quantizes a matrix to 4 bits, from least to largest of each group, or to 8, symmetric."""
     parts = weight_NE.split(rows_at_once(weight_NE.shape[1]))
     return torch.cat([_quantize_rows(rows, bits) for rows in parts])
 
 
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
     groups_NGQ = weight_NE.to(torch.float32, copy=True).unflatten(1, (-1, GROUP))
-    least = groups_NGQ.amin(2, keepdim=True)  # together they take four times as long
+    least = groups_NGQ.amin(2, keepdim=True)  # `aminmax` would take four times as long
     most = groups_NGQ.amax(2, keepdim=True)
     if bits == 4:
         limits = (0, 15)
@@ -72,8 +72,8 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
 
 
 def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
-    """Packs q (uint8; for 8 bits the bytes of int8) and the factors of each row: scales and offsets
-    (float16 or float32), or their units and then bytes that count these."""
+    """Packs quantized numbers q (uint8; for 8 bits the bytes of int8) and the `factors` of groups:
+    scales and offsets (floats), or for K-quants units and then their integer multiples."""
     low = 8 if form.bits == 8 else 4
     parts = [_words(quants_NGQ & (1 << low) - 1, low)]
     if form.bits > low:
@@ -86,7 +86,7 @@ def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
 
 
 def _words(bits_NGQ: Tensor, num_bits: int) -> Tensor:
-    """Words (N, W) of a part of the bits of each q: pairs, one in each half, lowest bits first."""
+    """Packs `num_bits` bits of each q into words (N, W): pairs of q, lowest bits first."""
     pairs = bits_NGQ.contiguous().flatten(1).view(torch.int16).int()
     words = pairs & 0xFF | (pairs & 0xFF00) << 8
     while num_bits < 16:  # the second word of two goes above the bits of the first

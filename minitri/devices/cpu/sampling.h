@@ -26,7 +26,7 @@ struct Mass {
     int64_t count = 0;
 };
 
-// Sum and count of the numbers that are at least `least`; n is a multiple of LANES.
+// Sum and count of those of n numbers that are at least `least`; n is a multiple of LANES.
 inline Mass mass_from(const float* x, int64_t n, float least) {
     Doubles sums{};
     Ints counts{};
@@ -46,8 +46,8 @@ inline Mass mass_from(const float* x, int64_t n, float least) {
     return mass;
 }
 
-// The smallest of the largest numbers that together are enough, of n numbers from 0 to 1. Numbers
-// far below it are not sorted.
+// Takes the largest of n numbers from 0 to 1 until these are enough, and returns the last of them.
+// Numbers far below the result are not sorted.
 template <class Enough> float cutoff(const float* x, int64_t n, Enough&& is_enough) {
     constexpr float SMALLEST = 0x1p-126f;
     static thread_local std::vector<float> some;
@@ -76,14 +76,14 @@ template <class Enough> float cutoff(const float* x, int64_t n, Enough&& is_enou
     return least;
 }
 
-// One-hot of the likeliest token, the first of equal ones.
+// Replaces n logits by the one-hot distribution of the highest, `top`, the first of equal ones.
 inline void keep_first_highest(float* x, int64_t n, float top) {
     float* first = std::find(x, x + n, top);
     std::fill(x, x + n, 0.0f);
     *first = 1.0f;
 }
 
-// Temperature, then top-k, top-p and min-p, each applied to what the one before keeps.
+// Replaces n logits by probabilities: temperature, then top-k, top-p, min-p, each of what is kept.
 inline void keep_by_filters(const FilterArguments& a, float* x, int64_t n, float top) {
     const float temperature = float(a.temperature);
     for (int64_t i = 0; i < n; i += LANES)  // the best is 1

@@ -32,9 +32,9 @@ class Pool {
         return *pool;
     }
 
-    // `num_numbers`: how many are read in all. For few, the caller alone is faster than waking.
+    // `num_numbers` are read in all tasks: for few, the caller alone is faster than waking threads.
     // Threads stay: `num_threads` is the same for all calls of a process.
-    // Calls of several threads follow each other. Throws what a task has thrown, once all are over.
+    // Calls of several threads follow each other. Throws a task's exception after all have ended.
     void run(int64_t n, int64_t num_numbers, int64_t num_threads,
              const std::function<void(int64_t)>& task) {
         if (num_threads <= 1 || n == 1 || num_numbers < WORTH_WAKING) {

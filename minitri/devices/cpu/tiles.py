@@ -1,6 +1,6 @@
 """Slots of a KV cache in tiles: the layout in which compiled CPU kernels multiply them.
 
-Neighbours in memory are slots, not the numbers of one slot, so that kernels transpose nothing.
+Numbers of neighbouring slots are neighbours in memory, so that kernels need not transpose.
 `Tiles` is indexed like a tensor (..., S, D), except in its last axis; reading slots copies.
 
 Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
@@ -14,25 +14,25 @@ from torch import Tensor
 from minitri.core.model.cache import Slots
 
 PANEL = 16  # slots of a tile of keys
-COLUMNS = 32  # a head dim must be a multiple of it
+COLUMNS = 32  # a head dim in tiles must be a multiple of this
 
 
 class Tiles(Slots):
-    """Keys or values (..., S, D) in tiles."""
+    """Keys or values (..., S, D) of a KV cache, stored in tiles."""
 
     def __init__(self, units: Tensor, dtype: torch.dtype) -> None:
-        """Units (..., N, U, P), whose last two axes are contiguous, of numbers of a dtype."""
+        """`units` (..., N, U, P), contiguous in the last two axes, have numbers of `dtype`."""
         self.units = units
         self.dtype = dtype
 
     @property
     def pair(self) -> int:
-        """Numbers of a unit of keys, which a lane multiplies at once."""
+        """How many numbers of keys a unit has, which a vector lane multiplies at once."""
         return self.units.itemsize // self.dtype.itemsize
 
     @property
     def shape(self) -> torch.Size:
-        """(..., S, D)."""
+        """The shape (..., S, D) of the keys or values."""
         *rows, N, U, P = self.units.shape
         return torch.Size([*rows, N * P, U * self.pair])
 
@@ -45,7 +45,7 @@ class Tiles(Slots):
         return self.units.nbytes
 
     def stride(self) -> tuple[int, ...]:
-        """Strides of the axes of `shape`, in numbers; a tile has whole slots."""
+        """Strides of the axes of `shape`, in numbers, as if the slots of a tile were plain."""
         *rows, _, _, _ = self.units.stride()
         return (*(it * self.pair for it in rows), self.shape[-1], 1)
 
@@ -53,7 +53,7 @@ class Tiles(Slots):
         return len(self.units)
 
     def __getitem__(self, index: Any) -> Any:
-        """A view of rows, if the index has no slots; else a copy of slots, as a tensor."""
+        """A view in tiles, if the index ends before the slots; else a copy of slots as tensor."""
         rows, slots = self._split(index)
         if slots is None:
             return Tiles(self.units[rows], self.dtype)
@@ -77,7 +77,7 @@ class Tiles(Slots):
         units_NPU[..., slots_T // P, slots_T % P, :] = new_TD.view(self.units.dtype)
 
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
-        """An index of the axes before slots, and of slots; None for all slots."""
+        """Splits an index into that of the axes before slots, and that of slots; None: all."""
         index = index if isinstance(index, tuple) else (index,)
         num_axes = len(self.shape)
         if (hole := next((i for i, it in enumerate(index) if it is Ellipsis), None)) is not None:

@@ -27,7 +27,7 @@ template <int FIRST, int... I> inline Vec zip(Vec a, Vec b, std::integer_sequenc
 #endif
 }
 
-// Transposes LANES x LANES numbers: halves are interleaved, log2(LANES) times.
+// Transposes LANES x LANES numbers in place: interleaves halves, log2(LANES) times.
 inline void transpose_square(Vec r[LANES]) {
     constexpr std::make_integer_sequence<int, LANES> all{};
     for (int size = 1; size < LANES; size *= 2) {
@@ -40,7 +40,7 @@ inline void transpose_square(Vec r[LANES]) {
     }
 }
 
-// Numbers are widened to float32, one per lane and step.
+// The operand of number type T: numbers are widened to float32, one per lane and step.
 template <class T> struct Widened {
     using Stored = T;
     using Unit = float;
@@ -49,8 +49,7 @@ template <class T> struct Widened {
     template <class Number> static Vec multiply(Vec sum, const Unit* rows, const Number* columns) {
         return sum + *rows * load(columns);
     }
-    // Keys (n, D) as columns (D, BLOCK): lanes are slots. Slots after the n-th are zeros, never
-    // read.
+    // Keys (n, D) as columns (D, BLOCK): lanes are slots; zeros after the n-th, which is the last.
     static void transpose(const T* rows, int64_t stride, int n, int D, Unit* to) {
         for (int s = 0; s < BLOCK; s += LANES) {
             for (int d = 0; d < D; d += LANES) {

@@ -1,1 +1,1 @@
-"""What a GPU adds: attention kernels, captured graphs, KV cache in host memory."""
+"""GPU: attention backends, fused modules, and copies of weights in few bits."""

@@ -3,7 +3,7 @@
 A backend reads row lengths on the device, so that a CUDA graph can capture it: `triton`, our own
 kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-attn package, which
 takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
-work. Longer blocks, which only a prefill has, go to `attend_fused` by their lengths on the host.
+work. Longer blocks, which only a prefill has, go to `attend_fused` with row lengths on the host.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -25,9 +25,10 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.kernels import problem_with
 
 Backend = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor | None], Tensor]
-"""Attention (B, T, H, D) of a short block: q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT."""
+"""Attention (B, T, H, D) of a short block, from q_BTHD, keys_BKSD, values_BKSD, lengths_B and a
+rule_TT: see `model/attention.py`."""
 
-# Largest errors of outputs around 1 that rounding explains.
+# By dtype the largest errors of outputs around 1 that rounding explains.
 TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.003, torch.float32: 1e-4}
 
 
@@ -38,11 +39,11 @@ def attend_masked(
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """The `math` backend: all slots, masked, in float32 or better."""
+    """The `math` backend: attention to all slots with a mask, in float32 or better."""
     T, _, D = q_BTHD.shape[1:]
     K, S = keys_BKSD.shape[1:3]
     exact = torch.promote_types(q_BTHD.dtype, torch.float32)
-    # Slot s is in the block if 0 <= s - length < T. After it may be anything, even NaN.
+    # Slot s is in the block if 0 <= s - length < T. Later slots may have any number, even NaN.
     offsets_BS = torch.arange(S, device=q_BTHD.device) - lengths_B.unsqueeze(1)
     is_after_BS = offsets_BS >= T
     rule_TBS = block_rule(T, rule_TT, q_BTHD.device)[:, offsets_BS.clamp(0, T - 1)]
@@ -82,7 +83,7 @@ def attend_fused(
     rule_TT: Tensor | None = None,
     lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
 ) -> Tensor:
-    """PyTorch's fused attention, one kernel over prefix and block, by lengths on the host."""
+    """PyTorch's fused attention of long blocks: one kernel over prefix and block."""
     assert rule_TT is None
     if min(prefix_lengths) < max(prefix_lengths):
         return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
@@ -93,7 +94,7 @@ def attend_fused(
     end = prefix_lengths[0] + T
     k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
     if q_BTHD.dtype == torch.float32:
-        # Its only fused kernel knows no groups; plain formulas would hold all scores.
+        # The only fused kernel for float32 knows no groups of heads; K and V are repeated.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
     attend = F.scaled_dot_product_attention
     mask = causal_lower_right(T, end) if T > 1 else None
@@ -124,7 +125,7 @@ class GpuAttention:
 
 
 def make_backend(name: str) -> Backend:
-    """A backend by its name. Raises whatever importing it does."""
+    """The backend of this name. Raises the errors of an import that fails."""
     if name == "math":
         return attend_masked
     from minitri.devices.gpu.kernels.flash_decoding import attend_short_block
@@ -139,7 +140,8 @@ def make_backend(name: str) -> Backend:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, config: ModelConfig, *, wanted: str = "auto"
 ) -> GpuAttention:
-    """The `wanted` backend; auto is `triton` or, after a warning, `math`. Raises `InputError`."""
+    """Attention by the `wanted` backend; auto: `triton`, or `math` with a warning. Raises
+    `InputError` if the wanted backend fails."""
     name = "triton" if wanted == "auto" else wanted
     problem = problem_with(lambda: check_backend(make_backend(name), device, dtype, config))
     if not problem:

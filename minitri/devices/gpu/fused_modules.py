@@ -4,7 +4,7 @@ Launches cost a microsecond or two each. `torch.compile` makes one kernel each o
 addition with the norm after it, of RoPE, and of SiLU with its product. Shapes are dynamic, but for
 sizes of 1: a few kernels serve all blocks and models.
 
-Legend: B batch, T tokens, E hidden size, X heads, D head dim.
+Legend: B batch, T tokens, E hidden size, H or X heads, D head dim.
 """
 
 import os
@@ -26,13 +26,13 @@ from minitri.devices.replace import replace_modules
 
 
 def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns x + change, and its RMSNorm."""
+    """Returns the sum x + change, and the RMSNorm of the sum."""
     total = x + change
     return total, F.rms_norm(total, weight_E.shape, weight_E, eps)
 
 
 def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """RoPE."""
+    """Rotary embedding of all heads, a function for `compiled`."""
     return Rotary(cos, signed_sin).rotate(x_BTXD)
 
 
@@ -43,14 +43,14 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class FusedRotary(Rotary):
-    """RoPE by one compiled kernel."""
+    """Rotary embedding by one compiled kernel."""
 
     def rotate(self, x_BTHD: Tensor) -> Tensor:
         return compiled(rotate)(x_BTHD, self.cos, self.signed_sin)
 
 
 class FusedLayers(Layers):
-    """All transformer blocks; each adds the MLP output of the one before in its first kernel."""
+    """All transformer blocks; a block's first kernel adds the MLP output of the block before."""
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
         shared = replace(shared, rotary=FusedRotary(shared.rotary.cos, shared.rotary.signed_sin))
@@ -69,7 +69,7 @@ class FusedLayers(Layers):
 
 
 def fuse_if_possible(model: Llama) -> Llama:
-    """A model on compiled kernels on a GPU where they work, else the model itself."""
+    """A copy of the model with compiled kernels, on a GPU where they work; else the model."""
     if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
         return model
     if problem := problem_with(lambda: check_kernels(model)):

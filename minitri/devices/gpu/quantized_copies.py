@@ -1,9 +1,9 @@
-"""Copies of a model in 4 or 8 bits, which propose with the retrieval cache on a GPU.
+"""Copies of a model in 4 or 8 bits, which guess with the retrieval cache on a GPU.
 
-Groups of `GROUP` weights of a row share a scale in float32; the last one may be filled up.
-Embedding table and norms are the model's, the LM head has 8 bits.
+Groups of `GROUP` weights of a row share a scale in float32; the last group of a row may be padded.
+Embedding table and norms are those of the model, the LM head has 8 bits.
 
-Legend: N out_features, E in_features, G groups of a row, X bytes of a row.
+Legend: N out_features, E in_features, G groups of a row, Q weights of a group, X bytes of a row.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ from minitri.core.roofline import GROUP
 from minitri.devices.gpu.kernels import problem_with
 from minitri.devices.replace import copy_with
 
-TOLERANCE = 0.02  # error of a kernel, as a share of the largest result, that bfloat16 explains
+TOLERANCE = 0.02  # allowed error of the kernel, as a share of the largest result, in bfloat16
 Multiply = Callable[[Tensor, Tensor, Tensor], Tensor]  # x W^T, from x and `quantize(W)`
 
 
 class QuantizedLinear(Linear):
-    """y = x W^T + b with W in 4 or 8 bits."""
+    """Linear layer y = x W^T + b with W in 4 or 8 bits."""
 
     def __init__(self, plain: Linear, bits: int, multiply: Multiply) -> None:
         parts = [quantize(rows_NE, bits) for rows_NE in plain.weight.split(4096)]
@@ -40,9 +40,9 @@ class QuantizedLinear(Linear):
 
 
 def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and the scale of each group, (G, N), which
-    keeps its number of largest magnitude. With 4 bits a byte has two weights, each plus 8: one of
-    the group's first half in the low nibble, one of the second half in the high nibble."""
+    """Quantizes a matrix to 4 or 8 bits: (N, X) int8, and a scale per group, (G, N), by which the
+    group's number of largest magnitude is exact. With 4 bits a byte has two weights, each plus 8:
+    one of the group's first half in the low nibble, one of the second half in the high nibble."""
     limit = 1 << bits - 1
     wide_NE = F.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
     groups_NGQ = wide_NE.unflatten(1, (-1, GROUP))
@@ -57,7 +57,7 @@ def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """The matrix (N, E), E padded to whole groups, in float32."""
+    """Dequantizes a matrix of `quantize` to (N, E), E padded to whole groups, in float32."""
     bytes_NGX = weight_NX.unflatten(1, (len(scales_GN), -1))
     if bytes_NGX.shape[2] < GROUP:
         bytes_NGX = torch.cat((bytes_NGX & 15, bytes_NGX >> 4 & 15), 2) - 8
@@ -65,13 +65,13 @@ def dequantize(weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 
 def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """The plain formula: the oracle of the kernel."""
+    """Product x W^T by the plain formula, the oracle of the Triton kernel."""
     weight_NE = dequantize(weight_NX, scales_GN)[:, : x.shape[-1]]
     return (x.float() @ weight_NE.T).to(x.dtype)
 
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
-    """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if it fails."""
+    """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
     multiply = multiply_math
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if model.device.type == "cuda":
@@ -83,12 +83,12 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
         is_head = layer.weight is model.lm_head.weight
         return QuantizedLinear(layer, 8 if is_head else bits, multiply)
 
-    with explain(wanted, "leave it out"):  # no room
+    with explain(wanted, "leave it out"):  # raised where memory is short
         return copy_with(model, {Linear: quantized, TiedHead: quantized})
 
 
 def check_kernel(model: Llama, bits: int) -> None:
-    """Raises an error if the kernel differs from the plain formula, in 8 bits, too."""
+    """Raises an error if the Triton kernel differs from the plain formula in 8 or `bits` bits."""
     from minitri.devices.gpu.kernels.weights import multiply
 
     x = torch.randn(35, 640, generator=torch.Generator().manual_seed(0))

@@ -1,7 +1,7 @@
 """The group of ranks: processes that run one model together, a device each, started by torchrun.
 
-All draw the same random numbers and read the same gathered logits, so they take the same decisions;
-rank 0 sends what only one can know, such as a prompt. Tensors on CUDA go through NCCL.
+All ranks draw the same random numbers and read the same gathered logits, so they decide alike; rank
+0 sends facts that only one can know, such as a prompt. Tensors on CUDA go through NCCL.
 """
 
 import atexit
@@ -20,8 +20,8 @@ from torch.distributed.rendezvous import rendezvous
 from minitri.core.errors import InputError, explain
 from minitri.core.model.execution import Answer, Ranks
 
-TIMEOUT = timedelta(minutes=30)  # in a collective: rank 0 may be fetching
-JOIN_TIMEOUT = timedelta(minutes=2)  # for ranks to start
+TIMEOUT = timedelta(minutes=30)  # of a collective: rank 0 may be fetching weights
+JOIN_TIMEOUT = timedelta(minutes=2)  # for all ranks to start
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 
@@ -29,7 +29,7 @@ class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
-        self.store = store  # of keys and values, which torchrun keeps for its ranks
+        self.store = store  # key-value store that rank 0 keeps for all ranks
         self.rank = rank
         self.count = count
 
@@ -38,13 +38,13 @@ class RankGroup(Ranks):
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """Concatenates (..., V) of all ranks: (..., ranks x V)."""
+        """Concatenates tensors (..., V) of all ranks to (..., ranks x V)."""
         parts = x.new_empty(self.count, *x.shape)
         self._call(dist.all_gather, [*parts.unbind()], x.contiguous())
         return parts.movedim(0, -2).flatten(-2)
 
     def ask_first(self, ask: Callable[[], Answer]) -> Answer:
-        sent: list[Any] = [None, None]  # what it returns, what it raises
+        sent: list[Any] = [None, None]  # result and exception of `ask`
         try:
             if self.rank == 0:
                 sent[0] = ask()
@@ -81,7 +81,7 @@ def join_group() -> RankGroup:
 
 
 def leave() -> None:
-    """Ends the group, after all CUDA graphs: NCCL would wait for those with its collectives."""
+    """Ends the group of ranks, after all CUDA graphs, for which NCCL would wait."""
     for thing in gc.get_objects():
         if type(thing) is torch.cuda.CUDAGraph:
             thing.reset()
@@ -89,7 +89,7 @@ def leave() -> None:
 
 
 def first_end(code: int) -> tuple[int, bool]:
-    """The exit code of the rank that ends first, and whether it is this one, which says why."""
+    """The exit code of the rank that ended first, and whether that is this rank, which says why."""
     rank = os.environ.get("RANK", "0")
     if not dist.is_initialized():
         return code, rank == "0" or not rank.isdecimal()

@@ -1,8 +1,8 @@
 """Tensor parallelism: a Llama split by heads, MLP and vocabulary (Megatron-LM, arXiv 1909.08053).
 
-Outputs of attention and MLP, and embeddings, are summed over the ranks; logits are gathered. A
-rank's `config` is that of its share, except for the vocabulary. Chunks are selected per KV head, so
-caches send nothing.
+Outputs of attention and MLP, and embeddings, are summed over the ranks; logits are gathered. The
+`config` on a rank is that of its share, except for the vocabulary. Retrieved chunks are selected
+per KV head, so caches send nothing.
 
 Legend: E hidden size, R rows of the vocabulary on a rank, V vocab.
 """
@@ -19,7 +19,7 @@ from minitri.core.model.llama import Llama
 from minitri.devices.parallel.group import RankGroup
 
 COLUMNS = ("o_proj", "down_proj")  # matrices that are split by columns; others by rows
-TABLES = ("embed_tokens", "lm_head")  # those whose number of rows may not divide evenly
+TABLES = ("embed_tokens", "lm_head")  # matrices whose rows may not divide evenly
 
 
 class SplitLlama(Llama):
@@ -28,7 +28,8 @@ class SplitLlama(Llama):
     ranks: RankGroup
 
     def __init__(self, config: ModelConfig, *, ranks: RankGroup, **options: Any) -> None:
-        """A share of this model; `options` as for `Llama`. Raises `InputError` if it has none."""
+        """Makes this rank's share, with empty weights; `options` as for `Llama`. Raises
+        `InputError` if the model cannot be split."""
         share = config.share(ranks.count)
         super().__init__(share, **options)
         self.ranks = ranks
@@ -37,7 +38,7 @@ class SplitLlama(Llama):
         self.config = dataclasses.replace(share, vocab_size=config.vocab_size)
 
     def add_up(self) -> None:
-        """Makes linear layers over a share of their inputs sum their outputs over the ranks."""
+        """Replaces linear layers over a share of their inputs by `Summed` ones, after loading."""
         for name, layer in list(self.named_modules()):
             if name.endswith(COLUMNS):
                 self.set_submodule(name, Summed(layer, self.ranks))
@@ -67,12 +68,12 @@ class Summed(nn.Module):
 
 
 def share(name: str, tensor: Tensor, ranks: Ranks) -> Tensor:
-    """A rank's share of a tensor of a checkpoint."""
+    """This rank's share of the tensor `name` of a checkpoint."""
     module, kind = f".{name}".split(".")[-2:]
     is_bias = kind == "bias"
     if ranks.count == 1 or tensor.dim() != 2 - is_bias:
-        return tensor  # of a norm, or damaged, which loading refuses
-    if module in COLUMNS and is_bias:  # added once
+        return tensor  # of a norm, or of a wrong shape, which loading refuses
+    if module in COLUMNS and is_bias:  # one rank adds the bias
         return tensor if ranks.rank == 0 else tensor.new_zeros(tensor.shape)
     if module in TABLES:
         num_rows = -(-len(tensor) // ranks.count)

@@ -1,12 +1,12 @@
 """Quantized blocks of a GGUF file: repacked for the CPU kernels, or dequantized.
 
-A row is a chain of blocks. A block of 32 weights holds their scale d and, in Q4_1 and Q5_1, their
-offset m, both float16; in 5 bits, the highest bit of each q; then the q. Of less than 8 bits these
-are 16 bytes, whose low halves are the first 16 q and whose high halves are the others. A weight is
-d (q - 8) in Q4_0, d (q - 16) in Q5_0, d q + m in Q4_1 and Q5_1, and d q in Q8_0. K-quants have
-blocks of 256. Repacking changes no number: 8 d has the digits of d.
+A row of a matrix is a chain of blocks. A block of 32 weights holds their scale d and, in Q4_1 and
+Q5_1, their offset m, both float16; with 5 bits, the highest bit of each quantized number q; then
+the q. Those of less than 8 bits are in 16 bytes: the first 16 q in the low halves of the bytes, the
+others in the high halves. A weight is d (q - 8) in Q4_0, d (q - 16) in Q5_0, d q + m in Q4_1 and
+Q5_1, and d q in Q8_0. K-quants have blocks of 256. Repacking is exact: 8 d has the digits of d.
 
-Legend: N rows, G blocks of a row, X bytes of a block.
+Legend: N rows, G blocks of a row, X bytes of a block, Q weights of a block.
 """
 
 from collections.abc import Iterator
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 FORMS = {"Q4_0": Form.Q4, "Q4_1": Form.Q4, "Q5_0": Form.Q5, "Q5_1": Form.Q5, "Q8_0": Form.Q8}
 FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
-"""GGUF's names of the types that the CPU kernels can read, and the kernels' forms of them."""
+"""Types of GGUF that the CPU kernels can read, by name, with the kernels' `Form` of each."""
 
 
 def repack(stored: "StoredTensor", place_NX: Tensor, rows_N: Tensor | None = None) -> None:
-    """Writes a matrix in the kernels' layout (`devices/cpu/quantized.py`) into a uint8 tensor; row
-    n is the file's row `rows_N[n]`, or its row n."""
+    """Writes a stored matrix in the kernels' layout (`devices/cpu/quantized.py`) into a uint8
+    tensor; row n is the file's row `rows_N[n]`, or row n without `rows_N`."""
     kind = stored.type.name
     blocks = _blocks(stored, 256 if FORMS[kind].is_nested else GROUP, rows_N)
     parts = place_NX.split(rows_at_once(stored.shape[1]))
@@ -38,7 +38,7 @@ def repack(stored: "StoredTensor", place_NX: Tensor, rows_N: Tensor | None = Non
 
 
 def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
-    """A tensor of a file in float32, or in integers if it has such. Kernels are faster."""
+    """Dequantizes a stored tensor to float32 (integers stay integers), faster with kernels."""
     import gguf
 
     form = FORMS.get(stored.type.name)
@@ -52,13 +52,13 @@ def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
 
 
 def is_exact(stored: "StoredTensor") -> bool:
-    """Whether kernels dequantize a tensor to the bits that the `gguf` package gives, on which the
-    checksum of the weights depends: matrices, but zeros of Q4_0 and Q5_0 lose their signs."""
+    """Whether kernels dequantize a stored tensor to the same bits as the `gguf` package, on which
+    the checksum of weights depends: matrices, except that Q4_0 and Q5_0 lose signs of zeros."""
     return len(stored.shape) == 2 and stored.type.name not in ("Q4_0", "Q5_0")
 
 
 def _blocks(stored: "StoredTensor", num_weights: int, rows_N: Tensor | None) -> Iterator[Tensor]:
-    """Blocks (N, G, X) of `num_weights`, of a few rows at a time."""
+    """Yields blocks (N, G, X) of `num_weights` weights of a stored matrix, a few rows at a time."""
     num_rows = rows_at_once(stored.shape[1])
     for begin in range(0, stored.shape[0], num_rows):
         part = slice(begin, begin + num_rows)
@@ -69,7 +69,7 @@ def _blocks(stored: "StoredTensor", num_weights: int, rows_N: Tensor | None) -> 
 
 
 def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
-    """The q (N, G, 32) of blocks, and the factors that `pack` takes."""
+    """The numbers q (N, G, 32) of blocks, and the factors that `pack` takes."""
     form = FORMS[kind]
     if form == Form.Q6_K:
         return _of_6_bits(blocks_NGX)
@@ -89,18 +89,18 @@ def _numbers(kind: str, blocks_NGX: Tensor) -> list[Tensor]:
 
 
 def _spread(bytes_X: Tensor, num_bits: int, dim: int) -> Tensor:
-    """Parts of bytes, from their lowest bits on, along a new dimension."""
+    """Splits bytes into parts of `num_bits` bits, the lowest first, along a new dimension `dim`."""
     mask = (1 << num_bits) - 1
     return torch.stack([bytes_X >> place & mask for place in range(0, 8, num_bits)], dim)
 
 
 def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
-    """The numbers of Q4_K and Q5_K. A byte holds q of two successive groups, or the fifth bits of
-    eight. There are 8 scales and 8 minima of 6 bits; of the latter 4 of each, 4 bits are in one
-    byte, 2 in another."""
+    """Numbers and factors, as of `_numbers`, of blocks in Q4_K or Q5_K. A byte holds q of two
+    successive groups, or the fifth bits of eight q. There are 8 scales and 8 minima of 6 bits; of
+    the last 4 of each, 4 bits are in one byte and 2 in another."""
     sizes = [2, 2, 12, blocks_NGX.shape[2] - 16 - 128, 128]
     unit, subtracted, scales, high, low = blocks_NGX.split(sizes, 2)
-    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # its sign bit
+    units = [unit, subtracted ^ torch.tensor([0, 128], dtype=torch.uint8)]  # flips the sign
     first, second, both = scales.unflatten(2, (3, 4)).unbind(2)
     scales = torch.cat((first & 63, both & 15 | first >> 2 & 48), 2)
     minima = torch.cat((second & 63, both >> 4 | second >> 2 & 48), 2)
@@ -111,8 +111,8 @@ def _with_minima(blocks_NGX: Tensor) -> list[Tensor]:
 
 
 def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
-    """The numbers of Q6_K. In each half of a block a byte holds q of groups 0 and 2, or 1 and 3, or
-    the 2 higher bits of all four."""
+    """Numbers and factors, as of `_numbers`, of blocks in Q6_K. In each half of a block a byte
+    holds low bits of groups 0 and 2, or of 1 and 3, or the 2 high bits of all four."""
     low, high, scales, units = blocks_NGX.split([128, 64, 16, 2], 2)
     four = _spread(low.unflatten(2, (2, 2, 32)), 4, 3).flatten(3, 4)
     others = _spread(high.unflatten(2, (2, 32)), 2, 3)
@@ -120,5 +120,5 @@ def _of_6_bits(blocks_NGX: Tensor) -> list[Tensor]:
 
 
 def _halves(bytes_NGX: Tensor) -> Tensor:
-    """Float16 numbers (N, G) of two bytes each."""
+    """Reads bytes as float16 numbers (N, G), two bytes each."""
     return bytes_NGX.contiguous().view(torch.float16).flatten(1)

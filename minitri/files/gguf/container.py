@@ -1,7 +1,7 @@
 """Reader of the GGUF container: metadata, and tensors as they are stored, from a mapped file.
 
-The reader of the `gguf` package makes objects of every value: for a vocabulary of 49,152 tokens it
-takes 4 s where this one takes 0.1 s, and for a damaged header it makes millions of them.
+The reader of the `gguf` package makes an object of every value: for a vocabulary of 49,152 tokens
+that takes 4 s, here 0.1 s, and for a damaged header it makes millions of objects.
 """
 
 import math
@@ -18,21 +18,21 @@ from minitri.core.errors import shorten
 
 
 class StoredTensor(NamedTuple):
-    """A tensor as it is stored: `data` is a view of the mapped file, (*rows, bytes of a row)."""
+    """A tensor as a GGUF file stores it: `data` (*rows, bytes of a row) is a view of the file."""
 
-    type: GGMLQuantizationType
-    shape: tuple[int, ...]
+    type: GGMLQuantizationType  # number format
+    shape: tuple[int, ...]  # of the numbers, not of the bytes
     data: np.ndarray
-    pages: mmap.mmap | None = None
+    pages: mmap.mmap | None = None  # the mapped file
 
     def release(self) -> None:
-        """Frees the memory of the pages read so far; they can be read again."""
+        """Frees the memory of the file's pages read so far, which can be read again."""
         if self.pages is not None and hasattr(mmap, "MADV_DONTNEED"):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
 class _Reader:
-    """The values of a mapped file, one after the other. Raises `ValueError` where the file ends."""
+    """Reads values of a mapped file, one after the other. Raises `ValueError` at the file's end."""
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
@@ -57,7 +57,7 @@ class _Reader:
         return str(self.pages[begin : self.position], "utf-8")
 
     def value(self) -> Any:
-        """A number, a text, an array of numbers or a list of texts, after its type."""
+        """Reads a type and a value: a number, a text, an array of numbers or a list of texts."""
         kind = self.kind()
         if kind == "string":
             return self.text()
@@ -70,7 +70,7 @@ class _Reader:
         return self.numbers(kind, count)
 
     def kind(self) -> str:
-        """A type of values; those of numbers have NumPy's names."""
+        """Reads a type of values; number types have NumPy's names."""
         return GGUFValueType(self.number("u4")).name.lower()
 
     def align(self, alignment: int) -> None:
@@ -78,8 +78,8 @@ class _Reader:
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors by their names. A tensor has to begin where the one before it ends, so
-    none has another type or shape. Raises `ValueError` and others for a damaged file."""
+    """Metadata and tensors of a GGUF file by their names. Each tensor has to begin where another
+    ends, so wrong types or shapes are noticed. Raises `ValueError` and others for damaged files."""
     reader = _Reader(path)
     if reader.number("u4") != GGUF_MAGIC or reader.number("u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")

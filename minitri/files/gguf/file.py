@@ -1,7 +1,7 @@
 """A GGUF file: llama.cpp's container of weights, hyper-parameters and tokenizer in one.
 
-Names and conventions become those of Hugging Face here. The rotary embedding of a Llama pairs
-neighbouring dimensions in GGUF, so the rows of its q and k are in another order.
+Names and conventions become those of Hugging Face. The rotary embedding of a Llama pairs
+neighbouring dimensions in GGUF, so the rows of q and k matrices are in another order.
 """
 
 import math
@@ -68,12 +68,12 @@ _SUPPORTED = {
     "rope.scaling.yarn_ext_factor": 1.0,
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
-"""Settings of which one value is supported."""
+"""Settings of a GGUF file of which minitri supports one value only, with that value."""
 _ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GgufFile:
-    """An open GGUF file. Raises `InputError` for one that is damaged."""
+    """An open GGUF file. Raises `InputError` if the file is damaged."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -86,7 +86,7 @@ class GgufFile:
             ".".join(names.get(part, part) for part in name.split(".")): tensor
             for name, tensor in stored.items()
         }
-        self.generation_config: dict[str, Any] = {}  # such a file recommends no way to sample
+        self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
         self._architecture = self.metadata.get("general.architecture")
         self.tokenizer_config = {
             "chat_template": self.metadata.get("tokenizer.chat_template"),
@@ -126,11 +126,11 @@ class GgufFile:
                 if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
                     raise ValueError(f"RoPE divisors of {stored.type.name} {stored.shape}")
                 rope = replace(rope, frequency_divisors=tuple(stored.data.view("<f4").tolist()))
-            # A float32; the shortest decimal that rounds to it is what the author wrote.
+            # Stored as float32; the author wrote a short decimal that rounds to this number.
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
-        """Forms of the matrices that the CPU kernels can read, by name and shape."""
+        """Forms of the file's matrices that the CPU kernels can read, by name and shape."""
         return {
             (name, stored.shape): FORMS[stored.type.name]
             for name, stored in self._tensors.items()
@@ -138,8 +138,8 @@ class GgufFile:
         }
 
     def is_in_few_bits(self) -> bool:
-        """Whether the CPU kernels can read all matrices: those of layers in at most 6 bits, those
-        of the vocabulary in at most 8."""
+        """Whether the CPU kernels can read all matrices, and those of layers have at most 6 bits,
+        those of the vocabulary at most 8."""
         return all(
             FORMS.get(stored.type.name, Form.PLAIN).bits <= (6 if ".layers." in name else 8)
             for name, stored in self._tensors.items()
@@ -158,8 +158,8 @@ class GgufFile:
         packed: Mapping[str, Tensor] = MappingProxyType({}),
         kernels: Kernels | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
-        """Weights under their Hugging Face names, one at a time: dequantized, or for those with a
-        place in `packed` that place, into which they are repacked."""
+        """Yields weights with their Hugging Face names: dequantized, or, if `packed` has a tensor
+        for a name, repacked into that tensor."""
         for name, stored in self._tensors.items():
             if name == _ROPE_DIVISORS:
                 continue
@@ -174,8 +174,8 @@ class GgufFile:
             yield name, weight
 
     def _rows(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
-        """The order in which the rows of a tensor are to be read, or None. A head's rows of q and
-        k are stored as pairs (i, i + D/2)."""
+        """The order in which to read the rows of a tensor; None: as stored. In q and k the rows of
+        a head are stored as pairs (i, i + D/2)."""
         heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
         part = name.split(".")[-2]
         if self._architecture != "llama" or part not in heads:

@@ -16,11 +16,11 @@ _LLAMA3 = (
 _QWEN = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 _CUTS: dict[Any, str | None] = {"gpt-2": None, "default": None, "smollm": None, None: None}
 _CUTS |= {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "qwen2": _QWEN}
-"""Patterns that cut a text into words first, by `tokenizer.ggml.pre`; None: GPT-2's."""
+"""Patterns that cut a text into words before BPE, by `tokenizer.ggml.pre`; None: GPT-2's."""
 
 
 def read_vocabulary(metadata: Mapping[str, Any]) -> Backend:
-    """The tokenizer in the metadata of a file. Raises `ValueError` and others if it is unknown."""
+    """The tokenizer in the metadata of a GGUF file. Raises `ValueError` and others if unknown."""
     kind = metadata.get("tokenizer.ggml.model")
     if kind == "llama":
         return SentencePieceBackend(_sentencepiece_model(metadata))
@@ -60,7 +60,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any]) -> tokenizers.Tokenizer:
 
 
 def _sentencepiece_model(metadata: Mapping[str, Any]) -> bytes:
-    """A sentencepiece model, serialized, with the pieces, scores and types of a file."""
+    """A serialized sentencepiece model with the pieces, scores and types in a GGUF file."""
     from sentencepiece import sentencepiece_model_pb2 as messages  # needs the package protobuf
 
     parts = ("tokens", "scores", "token_type")

@@ -1,6 +1,6 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
-import dataclasses
+import contextlib
 import fcntl
 import itertools
 import logging
@@ -26,56 +26,18 @@ from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
 from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3
 
+ENDLESS = "--logit-bias 2:-100"  # never the end-of-sequence token
+NIGHT = ("night.txt", "It was a dark night. " * 60)
+
 
 @pytest.fixture(scope="module")
 def instruct(tmp_path_factory):
-    """A tiny model with a chat template and a long context, whose answers do not end."""
+    """A tiny model with a chat template and a long context."""
     folder = tmp_path_factory.mktemp("chat") / "tiny"
     write_hf_folder(folder, max_position_embeddings=2048, vocab_size=330)
     (folder / "tokenizer_config.json").write_text("{}")
     edit_json(folder / "tokenizer_config.json", chat_template=CHATML)
-    for name in ("config.json", "generation_config.json"):
-        edit_json(folder / name, eos_token_id=None)
     return folder
-
-
-@pytest.fixture
-def chat(instruct, capfd, monkeypatch):
-    """Types lines into a chat; gives its answers and its messages."""
-
-    def chat(lines: str, *flags: str) -> tuple[str, str]:
-        reading, writing = os.pipe()
-        os.write(writing, lines.encode())
-        os.close(writing)
-        with os.fdopen(reading) as stdin:
-            monkeypatch.setattr(sys, "stdin", stdin)
-            with pytest.raises(SystemExit) as ended:
-                main(["--model", str(instruct), "--dtype", "float32", "--device", "cpu", *flags])
-            assert not ended.value.code
-        return capfd.readouterr()
-
-    return chat
-
-
-READ = r"for (\d+) tokens of the prompt"
-
-
-def test_piped_questions_are_answered_and_commands_obeyed(chat, tmp_path):
-    documents = [tmp_path / "a.txt", tmp_path / "b.txt"]
-    for document in documents:
-        document.write_text("It was a dark night. " * 20)
-    lines = ["Who?", "", f"/save {tmp_path}/kv", "And why?", "/reset", "/quit", "never"]
-    flags = ("--document", *map(str, documents), "-n", "12", "-v")
-    out, err = chat("\n".join(lines), *flags, "--color")
-    for told in ("cut after 12 tokens", "float32 on cpu; temperature 0.7, top_p 0.9, seed"):
-        assert told in err
-    assert "never" not in out
-    assert "\x1b" in out
-    assert int(re.findall(READ, err)[-1]) < 100  # for the second question
-    out, err = chat("And now?\n/nonsense", "--load", f"{tmp_path}/kv", "-n", "4", "-v")
-    assert "> Who?" in err
-    assert "no /nonsense" in err
-    assert int(re.findall(READ, err)[0]) < 100
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +47,7 @@ def loaded(instruct):
 
 @pytest.fixture
 def num_cached(loaded, monkeypatch):
-    """Of each run how many tokens were not read again."""
+    """The number of cached tokens of each run's prompt."""
     runs = []
     real = loaded.generate
     monkeypatch.setattr(loaded, "generate", lambda *a, **b: runs.append(real(*a, **b)) or runs[-1])
@@ -94,27 +56,21 @@ def num_cached(loaded, monkeypatch):
 
 @pytest.fixture
 def begin(loaded, monkeypatch, capsys):
-    """Starts a chat as with --quiet; gives it with its conversation."""
+    """Starts a chat with --quiet."""
     monkeypatch.setattr(log, "handlers", [logging.lastResort])
     loaded.release()
     capsys.readouterr()
 
-    def begin(flags: str = "-n 12", documents=(), **made) -> Chat:
+    def begin(flags: str = f"-n 12 {ENDLESS}", documents=(), **fields) -> Chat:
         args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
-        talk = Conversation(loaded.tokenizer, **made)
+        talk = Conversation(loaded.tokenizer, **fields)
         return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
 
     return begin
 
 
-def conversation(tokens, documents=(), **made) -> Conversation:
-    flags = build_parser().parse_args([])
-    config = tiny_config(context_length=2048)
-    return Conversation(tokens, **made).with_documents(dict(documents), config, flags)
-
-
 def press(monkeypatch, event: int, times: int = 1) -> None:
-    """Ctrl-C before the event of this number."""
+    """Sends Ctrl-C before the event of this number."""
     events = itertools.count(1)
 
     def next_event(run, real=minitri.Generation.__next__):
@@ -126,29 +82,36 @@ def press(monkeypatch, event: int, times: int = 1) -> None:
     monkeypatch.setattr(minitri.Generation, "__next__", next_event)
 
 
-TOLD = """
+def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_path, monkeypatch):
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text("It was a dark night. " * 20)
+    (tmp_path / "lines").write_text("Who?\n\nAnd why?\n/nonsense\n/reset\n/quit\nnever")
+    words = f"--model {instruct} --dtype float32 --device cpu -n 12 -v --color {ENDLESS}".split()
+    with (tmp_path / "lines").open() as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        code, out, err = call(main, *words, "--document", tmp_path / "a.txt", tmp_path / "b.txt")
+    assert (code, "never" in out, "\x1b" in out) == (0, False, True)
+    for message in (
+        "cut after 12 tokens",
+        "temperature 0.7, top_p 0.9, logit_bias",
+        "no /nonsense",
+    ):
+        assert message in err
+    read = [int(count) for count in re.findall(r"for (\d+) tokens of the prompt", err)]
+    assert read[0] > 100 > max(read[1:])  # the documents are read once
+
+
+COMMAND_LINES = """
 /nonsense | there is no /nonsense; /help lists
-/regenrate | did you mean /regenerate?
 /regenerate | there is no answer yet
-/continue | there is no answer yet
-/show | there is no answer yet
 /temperature hot | temperature is 'hot'
-/temperature -1 | temperature is -1
-/temperature | temperature is ''
 /temperature 0 | temperature=0.0,
-/sampling top_p=0.5 seed=7 max_new_tokens=3 | min_tokens=0, seed=7, max_new_tokens=3
-/sampling presence_penalty=0.5 | presence_penalty=0.5, frequency_penalty=0.0
-/sampling bad_words=the | bad_words is not a setting
-/sampling presence_penalty=9 | presence_penalty is 9.0; it must be
+/sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
+/sampling presence_penalty=9 | presence_penalty is 9.0; it must be
 /sampling top_k=1.5 | top_k is '1.5'
 /sampling seed=-1 | seed is
-/sampling max_new_tokens=0 | max_new_tokens is 0
-/save | /save needs FILE
-/save x | there is no KV cache to save
-/load /no/such/file | /no/such/file
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
-/documents / | /documents / is a folder
 /documents | there are no documents
 /system | as the model has it
 /system Be brief. | system: Be brief.
@@ -156,216 +119,177 @@ TOLD = """
 """
 
 
-@pytest.mark.parametrize("line", TOLD.strip().splitlines())
+@pytest.mark.parametrize("line", COMMAND_LINES.strip().splitlines())
 def test_a_command_is_answered_in_one_line(begin, capsys, line):
     chat = begin()
     typed, wanted = line.split(" | ")
     chat.obey(typed)
-    [told] = capsys.readouterr().err.splitlines()
-    assert wanted in told
+    [answer] = capsys.readouterr().err.splitlines()
+    assert wanted in answer
     assert not chat.talk.turns
 
 
-def test_help_lists_what_there_is(begin, capsys):
+def test_help_lists_all_commands(begin, capsys):
     begin().obey("/help")
-    told = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in told] == [f"/{name}" for name in COMMANDS]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split()[0] for line in lines] == [f"/{name}" for name in COMMANDS]
 
 
 def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(begin):
-    whole = begin("-n 24 --temperature 0")
+    greedy = f"--temperature 0 {ENDLESS}"
+    whole, chat = begin(f"-n 24 {greedy}"), begin(f"-n 12 {greedy}")
     whole.obey("Who?")
-    chat = begin("-n 12 --temperature 0")
     chat.obey("Who?")
-    [first] = chat.talk.turns
-    assert len(first.token_ids) == 12
+    assert len(chat.talk.turns[0].token_ids) == 12
     chat.obey("/continue")
     assert chat.talk.turns == whole.talk.turns
 
 
-def test_an_answer_is_replaced_by_that_of_the_next_seed(begin, capsys):
+def test_an_answer_is_kept_without_its_end_which_the_template_writes(begin):
+    chat = begin("--min-tokens 3 --logit-bias 2:100")
+    chat.obey("Who?")
+    assert len(chat.talk.turns[0].token_ids) == 3
+    assert 2 not in chat.talk.turns[0].token_ids
+
+
+def test_an_answer_is_replaced_by_that_of_the_next_seed(begin):
     chat = begin()
     chat.obey("Who?")
     chat.obey("Why?")
     first, second = chat.talk.turns
     chat.obey("/regenerate")
+    assert [turn.question for turn in chat.talk.turns] == ["Who?", "Why?"]
     assert chat.talk.turns[0] == first
-    assert (chat.talk.turns[1].question, len(chat.talk.turns)) == ("Why?", 2)
-    assert chat.talk.turns[1].token_ids != second.token_ids
-    chat.talk = dataclasses.replace(chat.talk, turns=[Turn("Why?", [5])])
-    chat.obey("/continue")
-    assert chat.talk.turns == [Turn("Why?", [5])]
-    assert "the last answer is complete" in capsys.readouterr().err
+    assert chat.talk.turns[1] != second
 
 
-@pytest.mark.parametrize("times", [1, 2])
-def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, times):
-    chat = begin("-n 900")
-    press(monkeypatch, 6, times)
-    chat.obey("Who?")
+@pytest.mark.parametrize(("event", "times"), [(1, 1), (6, 1), (6, 2)])
+def test_a_stopped_answer_stays_and_goes_on(begin, monkeypatch, event, times):
+    chat = begin(f"-n 900 {ENDLESS}")
+    press(monkeypatch, event, times)
+    chat.obey("Who was it? " * 40)
     [turn] = chat.talk.turns
-    assert turn.is_cut
-    assert 0 < len(turn.token_ids) < 900
+    assert len(turn.token_ids) < 900
     chat.obey("/sampling max_new_tokens=5")
     chat.obey("/continue")
     assert len(chat.talk.turns[0].token_ids) == len(turn.token_ids) + 5
 
 
-def test_an_answer_stopped_before_it_began_may_begin_later(begin, monkeypatch):
-    chat = begin()
-    press(monkeypatch, 1)
-    chat.obey("Who was it? " * 40)
-    assert chat.talk.turns == [Turn("Who was it? " * 40, [], is_cut=True)]
-    chat.obey("/continue")
-    assert len(chat.talk.turns[0].token_ids) == 12
-
-
-NIGHT = ("night.txt", "It was a dark night. " * 60)
-
-
-def test_documents_that_are_stopped_stay_as_far_as_they_were_read(
-    begin, num_cached, monkeypatch, capsys
-):
+def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, monkeypatch, capsys):
     press(monkeypatch, 3)
     chat = begin(documents=[NIGHT])
-    part = len(chat.talk.beginning)
-    size = chat.talk.documents[0].size
-    assert len(chat.talk.start) < part < size
-    assert "/documents goes on" in capsys.readouterr().err
+    assert "stopped; the next question reads the rest" in capsys.readouterr().err
     chat.obey("Who?")
-    assert part < len(chat.talk.ids(chat.talk.turns)) < size
-    assert num_cached()[-1] > part // 2
+    assert 64 <= num_cached()[-1] < len(chat.talk.beginning) - 64
     chat.obey("/documents")
+    size = chat.talk.documents[0].size
     assert f"{size} of {size} tokens" in capsys.readouterr().err
-    assert len(chat.talk.beginning) > size
-    assert num_cached()[-1] > part // 2
-    chat.obey("/documents")
-    assert len(num_cached()) == 3
 
 
 def test_too_many_documents_are_refused_or_the_longest_cut(begin):
-    many = [
-        ("a.txt", "And so on. " * 2000),
-        ("b.txt", "So they say."),
-        ("c.txt", "So they say. " * 1500),
-    ]
+    texts = {"a.txt": "And so on. " * 2000, "b.txt": "So they say.", "c.txt": "As if. " * 1500}
     with pytest.raises(InputError, match=r"--fit .* --max-prompt-tokens N .* yarn:\d+ "):
-        begin(documents=many)
-    chat = begin("--fit -n 12", many)
+        begin(documents=texts)
+    chat = begin("--fit -n 12", texts)
     first, second, third = chat.talk.documents
     assert len(second.token_ids) == second.size
     assert second.size < len(first.token_ids) == len(third.token_ids) < third.size
-    assert len(chat.talk.beginning) <= chat._engine.config.context_length * 3 // 4 + 12
-    cut = begin("--max-prompt-tokens 400", many).talk.documents
-    assert 398 <= sum(len(it.token_ids) for it in cut) <= 400
+    assert len(chat.talk.beginning) <= 2048 * 3 // 4 + 12
+    cut = begin("--max-prompt-tokens 400", texts).talk.documents
+    assert 398 <= sum(len(document.token_ids) for document in cut) <= 400
 
 
 def test_the_oldest_turns_go_where_the_context_is_full(begin, num_cached):
-    chat = begin("-n 200", documents=[NIGHT], system="Be brief.")
-    context = chat._engine.config.context_length
-    for number in range(12):
-        chat.obey(f"Question {number}?")
-        ids, beginning = chat.talk.ids(chat.talk.turns), chat.talk.beginning
-        assert ids[: len(beginning)] == beginning
-        assert num_cached()[-1] >= len(beginning) - 64
-        assert len(ids) <= context
-    kept = [turn.question for turn in chat.talk.turns]
-    assert 1 < len(kept) < 12
-    assert kept == [f"Question {number}?" for number in range(12)][-len(kept) :]
+    chat = begin(f"-n 8 {ENDLESS}", documents=[NIGHT], system="Be brief.")
+    questions = [f"Question {number}? " + "Who was it? " * 20 for number in range(8)]
+    for question in questions:
+        chat.obey(question)
+        ids = chat.talk.ids(chat.talk.turns)
+        assert ids[: len(chat.talk.beginning)] == chat.talk.beginning
+        assert num_cached()[-1] >= len(chat.talk.beginning) - 64
+        assert len(ids) <= 2048
+    kept = [f"{turn.question} " for turn in chat.talk.turns]
+    assert 1 < len(kept) < 8
+    assert kept == [f"{question} " for question in questions[-len(kept) :]]
 
 
-def test_a_question_that_never_fits_is_refused_and_a_full_context_told(begin, capsys):
-    chat = begin("-n 1900")
+def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer(begin, capsys):
+    chat = begin(f"-n 1900 {ENDLESS}")
     chat.obey("Who was it? " * 2000)
     assert "ask something shorter, or /reset" in capsys.readouterr().err
-    chat.obey("Who was it? " * 150)
-    [turn] = chat.talk.turns
-    assert len(chat.talk.ids([turn])) == chat._engine.config.context_length
-    assert turn.is_cut
+    chat.obey("Who was it? " * 180)
+    assert len(chat.talk.ids(chat.talk.turns)) == 2048
 
 
-@pytest.mark.parametrize("flags", ["--load missing.kv", f"--document {__file__}"])
-def test_what_cannot_begin_is_one_line(instruct, call, flags):
-    done = call(main, "--quiet", "--model", instruct, "--device", "cpu", *flags.split())
-    [line] = done.err.splitlines()
-    assert done.code == 2
-    assert ("missing.kv" if "--load" in flags else "--fit") in line
+def set_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits it ignored
 
 
+@pytest.mark.slow
 def test_at_a_terminal_ctrl_c_stops_an_answer_or_a_line_and_ctrl_d_leaves(instruct):
     terminal, other = pty.openpty()
     shown = ""
 
-    def read_until(text: str) -> str:
-        """Reads on to a text, and no further: what comes at once with it is for the next call."""
+    def expect(pattern: str, key: bytes = b"") -> None:
+        """Types a key, again where nothing comes, until a text does; drops the output up to it."""
         nonlocal shown
         end = time.monotonic() + 60
-        while text not in shown:
+        os.write(terminal, key)
+        while (match := re.search(pattern, shown)) is None:
             assert time.monotonic() < end, shown
-            if select.select([terminal], [], [], 0.2)[0]:
+            if select.select([terminal], [], [], 1)[0]:
                 shown += os.read(terminal, 4096).decode(errors="replace")
-        before, _, shown = shown.partition(text)
-        return before + text
-
-    def own_terminal() -> None:
-        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a job in the background inherits it ignored
+            else:
+                os.write(terminal, key)
+        shown = shown[match.end() :]
 
     command = [sys.executable, "-m", "minitri", "chat", "--model", str(instruct), "-n", "1900"]
-    with subprocess.Popen(
-        [*command, "--dtype", "float32", "--device", "cpu"],
+    process = subprocess.Popen(
+        [*command, "--dtype", "float32", "--device", "cpu", *ENDLESS.split()],
         **dict.fromkeys(("stdin", "stdout", "stderr"), other),
         start_new_session=True,
         env={**os.environ, "TERM": "dumb"},
-        preexec_fn=own_terminal,
-    ) as process:
-        try:
-            os.close(other)
-            read_until("Ctrl-D leaves")
-            read_until(">")
-            os.write(terminal, b"Tell me everything\r")
-            read_until("everything")
-            time.sleep(0.5)
-            os.write(terminal, b"\x03")
-            half = b"half a line"
-            steps = [("stopped", b""), (">", half), ("a line", b"\x03"), ("/quit or", b"")]
-            for shown_first, typed in (*steps, (">", b"And now?\r")):
-                read_until(shown_first)
-                time.sleep(0.2)
-                os.write(terminal, typed)
-                if typed == b"\x03":  # between prompt and waiting it is noticed at the next key
-                    time.sleep(0.5)
-                    os.write(terminal, b" ")
-            read_until("now?")
-            time.sleep(0.5)
-            os.write(terminal, b"\x04")  # while it answers
-            assert process.wait(timeout=60) == 0
-        finally:
-            process.kill()
+        preexec_fn=set_terminal,
+    )
+    with process, contextlib.ExitStack() as stack:
+        stack.callback(process.kill)
+        os.close(other)
+        expect("Ctrl-D leaves(.|\n)*> ")
+        os.write(terminal, b"Tell me everything\r")
+        expect(r"everything\s+\S")
+        expect("cut after|stopped", b"\x03")
+        expect("> ")
+        os.write(terminal, b"half a line")
+        expect("half a line")
+        expect("/quit or Ctrl-D leaves", b"\x03")
+        os.write(terminal, b"/quit\r")
+        assert process.wait(timeout=60) == 0
     os.close(terminal)
-
-
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
 def tokenizer(template: str | None) -> Tokenizer:
     pipeline = byte_level_tokenizer()
     marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
     pipeline.add_special_tokens(marks)
-    return Tokenizer(TokenizersBackend(pipeline), None, template, SPECIAL)
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(TokenizersBackend(pipeline), None, template, special)
 
 
 def spelled(tokens: Tokenizer, ids: list[int]) -> str:
-    return tokens._backend._pipeline.decode(ids, skip_special_tokens=False)
+    return "".join(tokens.token(token).replace("Ġ", " ").replace("Ċ", "\n") for token in ids)
 
 
-@pytest.mark.parametrize("system", [None, "Be brief."])
-@pytest.mark.parametrize("documents", [(), ("One.\n", "Two.")])
+def conversation(tokens, documents=(), **fields) -> Conversation:
+    flags = build_parser().parse_args([])
+    config = tiny_config(context_length=2048)
+    return Conversation(tokens, **fields).with_documents(dict(documents), config, flags)
+
+
+@pytest.mark.parametrize(("documents", "system"), [((), None), (("One.\n", "Two."), "Be brief.")])
 @pytest.mark.parametrize("template", [CHATML, LLAMA3])
-@pytest.mark.parametrize("ends", [True, False])
-def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, system, ends):
+def test_a_conversation_reads_as_if_the_template_had_written_it(template, documents, system):
     tokens = tokenizer(template)
-    end = "<|im_end|>" if template is CHATML else "<|eot_id|>"
     talk = conversation(tokens, [(text, text) for text in documents], system=system)
     messages = [] if system is None else [{"role": "system", "content": system}]
     text = "".join(document.strip() + "\n\n" for document in documents)
@@ -376,11 +300,10 @@ def test_it_reads_as_if_the_template_had_written_all_of_it(template, documents, 
         prompt = talk.ids([*turns, Turn(question)])
         assert prompt[: len(before)] == before
         assert spelled(tokens, prompt) == tokens.chat_template.render(messages)
-        ids = tokens.encode_marked(answer + end * ends)
-        turns.append(Turn(question, ids, is_cut=not ends))
+        turns.append(Turn(question, tokens.encode_marked(answer)))
         messages.append({"role": "assistant", "content": answer})
         before = talk.ids(turns)
-        assert before == prompt + ids
+        assert before == prompt + turns[-1].token_ids
     left = talk.slide(turns, len(before) - 1)  # reads as if the first turns had never been
     assert 0 < len(left) < 3
     assert talk.ids(left)[: len(talk.beginning)] == talk.beginning
@@ -391,29 +314,18 @@ def test_a_model_without_a_template_gets_plain_questions():
     talk = conversation(tokens, [("a", "Anne was here.\n")], system="Be brief.")
     prompt = talk.ids([Turn("Who?")])
     assert spelled(tokens, prompt) == "Be brief.\n\nAnne was here.\n\n\nQuestion: Who?\nAnswer:"
-    turn = Turn("Who?", tokens.encode_marked(" Anne."))
-    more = talk.ids([turn, Turn("Why?")])
+    more = talk.ids([Turn("Who?", tokens.encode_marked(" Anne.")), Turn("Why?")])
     assert spelled(tokens, more[len(prompt) :]) == " Anne.\nQuestion: Why?\nAnswer:"
     assert talk.stops == ("\nQuestion: ",)
 
 
-def test_it_goes_on_where_it_was_saved():
-    talk = conversation(tokenizer(CHATML), [("a", "One.")], system="Be brief.")
-    turns = [Turn("Who?", [5, 6], is_cut=True)]
-    talk = dataclasses.replace(talk, turns=turns, most=len(talk.start) + 2)
-    other = Conversation(talk.tokenizer).restored(talk.as_note())
-    assert other == talk
-    assert other.ids([*other.turns, Turn("Why?")]) == talk.ids([*turns, Turn("Why?")])
-
-
-@pytest.mark.parametrize("note", ["", "[1]", "[null, 5, [], 3]", "[null, [[]], [], 3]"])
-def test_a_snapshot_of_something_else_is_refused(note):
-    with pytest.raises(InputError, match="the snapshot holds no conversation"):
-        Conversation(tokenizer(CHATML)).restored(note)
-
-
-def test_a_template_that_refuses_or_leaves_out_is_named():
-    with pytest.raises(InputError, match="leaves questions out"):
-        _ = Conversation(tokenizer("always the same")).start
-    with pytest.raises(InputError, match="no, thanks"):
-        _ = Conversation(tokenizer("{{ raise_exception('no, thanks') }}")).start
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("always the same", "leaves questions out"),
+        ("{{ raise_exception('no, thanks') }}", "thanks"),
+    ],
+)
+def test_a_template_that_refuses_or_leaves_out_is_named(template, message):
+    with pytest.raises(InputError, match=message):
+        _ = Conversation(tokenizer(template)).beginning

@@ -20,7 +20,6 @@ __version__ = "1.2.3"
 class Llama:
     def __init__(self, weights, n_ctx, **options):
         print("a library that talks")
-        {loading}
     def generate(self, prompt, **sampling):
         assert sampling["temp"] == 0
         while True:
@@ -30,7 +29,7 @@ LLAMA_CPP = "llama.cpp f16/f16"
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
+def install(tmp_path, monkeypatch):
     """Puts a package where every new process finds it."""
 
     def install(name: str, source: str) -> None:
@@ -48,59 +47,25 @@ def gguf_file(folder, tmp_path) -> Path:
     return write_gguf(tmp_path / "q8.gguf", config, byte_level_tokenizer(), weights, kind="Q8_0")
 
 
-def found(path: Path, *wanted: str, scaling: str | None = None, device: str = "cpu") -> dict:
-    engine = load(str(path), dtype="float32", device="cpu", rope_scaling=scaling)
-    if device == "meta":
-        engine.model.to("meta")
-    return find_peers(path, engine, wanted, {})
-
-
-def test_a_peer_runs_in_its_own_process(installed, gguf_file, caplog):
-    installed("llama_cpp", STAND_IN.format(loading=""))
-    installed("openvino_genai", "raise ImportError('built for\\nanother machine')")
+def test_a_peer_runs_in_its_own_process(install, gguf_file, caplog):
+    install("llama_cpp", STAND_IN)
+    install("openvino_genai", "raise ImportError('built for\\nanother machine')")
     with caplog.at_level("INFO", "minitri"):
-        peers = found(gguf_file, *PEERS[1:])
+        engine = load(str(gguf_file), dtype="float32", device="cpu")
+        peers = find_peers(gguf_file, engine, PEERS[1:], {})
     assert list(peers) == [LLAMA_CPP]
-    tokens = peers[LLAMA_CPP]([5] * 40, 9)
-    assert list(islice(tokens, 3)) == [40] * 3
-    process = tokens._process
-    del tokens
-    assert process.returncode is not None
+    assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
+    assert any(line.startswith(f"{LLAMA_CPP} 1.2.3, run by ") for line in caplog.messages)
     missing = [line for line in caplog.messages if line.startswith("openvino")]
     assert [line.partition(":")[0] for line in missing] == [n for n in PEERS if "openvino" in n]
     assert all("ImportError: built for another machine" in line for line in missing)
-    assert all("pip install openvino-genai, or --peer-python" in line for line in missing)
-    assert any(line.startswith(f"{LLAMA_CPP} 1.2.3, run by ") for line in caplog.messages)
 
 
-@pytest.mark.parametrize(
-    ("loading", "changes", "reason"),
-    [
-        ("raise ValueError('no such\\nmodel')", {}, "ValueError: no such model"),
-        ("import os; os._exit(3)", {}, "llama.cpp ended with exit code 3"),
-        ("", {"scaling": "yarn:4"}, "RoPE scaling"),
-        ("", {"device": "meta"}, "on meta"),
-        ("", {"path": "folder"}, "GGUF"),
-    ],
-)
-def test_what_fails_or_cannot_be_compared_is_skipped(
-    installed, gguf_file, folder, caplog, loading, changes, reason
-):
-    installed("llama_cpp", STAND_IN.format(loading=loading))
-    path = folder if changes.pop("path", None) else gguf_file
-    with caplog.at_level("INFO", "minitri"):
-        assert found(path, LLAMA_CPP, **changes) == {}
-    assert caplog.messages[-1].startswith(f"{LLAMA_CPP}: skipped: ")
-    assert reason in caplog.messages[-1]
-
-
-def test_peers_take_their_turns(installed, gguf_file, call):
-    installed("llama_cpp", STAND_IN.format(loading=""))
+def test_a_peer_is_one_of_the_contestants(install, gguf_file, call):
+    install("llama_cpp", STAND_IN)
     flags = f"--compare --model {gguf_file} --method autoregressive --prompt-tokens 30 "
     flags += "--new-tokens 12 --dtype float32 --device cpu --temperature 0 --peer llama.cpp --json"
-    done = call(bench.main, *flags.split())
-    rows = done.json["contestants"]
-    assert done.code == 0
+    rows = call(bench.main, *flags.split()).json["contestants"]
     assert set(rows) == {"autoregressive", LLAMA_CPP}
     assert rows[LLAMA_CPP]["ms_per_token"]["median"] > 0
 

@@ -29,7 +29,6 @@ ADDED = {
     "minitri -n 200 --max-prompt-tokens 20000 --rope-scaling yarn:4 --temperature 0.6 --top-p 0.9 "
     "< novel.txt": "-n 8 --max-prompt-tokens 8500",
     'minitri "A ship, as JSON:" --json-object': "-n 8",
-    "minitri score novel.txt": "--max-prompt-tokens 300",
     "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv a.kv": "-n 8",
     f"minitri --model {LLAMA} --prompt-file novel.txt --max-prompt-tokens 120000 --json "
     "--logprobs 3": "",

@@ -1,6 +1,5 @@
 """A headless Chromium, driven over a pipe by its DevTools protocol: nothing to install but it."""
 
-import base64
 import contextlib
 import json
 import os
@@ -14,51 +13,39 @@ from pathlib import Path
 import pytest
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-LIMIT = 180
-"""Seconds after which a browser that hangs is ended."""
-FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
-FLAGS += ("--no-first-run", "--disable-background-networking", "--remote-debugging-pipe")
+FLAGS = "--headless=new --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run "
+FLAGS += "--disable-background-networking --remote-debugging-pipe"
 
 
 class Page:
     """One tab."""
 
     def __init__(self, to_browser, from_browser) -> None:
-        self._write, self._read = to_browser, from_browser
-        self._number, self._session = 0, {}
-        self.log: list[str] = []  # errors, also those of the content security policy
+        self._write = to_browser
+        self._read = from_browser
+        self._session = {}
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = {"sessionId": attached["sessionId"]}
-        for domain in ("Page", "Runtime", "Log"):
-            self.call(f"{domain}.enable")
 
     def call(self, method: str, **params) -> dict:
-        self._number += 1
-        message = {"id": self._number, "method": method, "params": params, **self._session}
+        """The result of a method; events that come before it are left out."""
+        message = {"id": 1, "method": method, "params": params, **self._session}
         self._write.write(json.dumps(message).encode() + b"\0")
         self._write.flush()
-        while True:
-            answer = self._receive()
-            if answer.get("id") == self._number:
-                assert "error" not in answer, answer
-                return answer["result"]
-            if answer.get("method") in ("Log.entryAdded", "Runtime.exceptionThrown"):
-                self.log.append(json.dumps(answer["params"]))
-
-    def _receive(self) -> dict:
-        message = bytearray()
-        while (byte := self._read.read(1)) != b"\0":
-            assert byte, "Chromium has ended"
-            message += byte
-        return json.loads(message)
+        answer = {}
+        while "id" not in answer:
+            text = b""
+            while not text.endswith(b"\0"):
+                text += self._read.read(1) or pytest.fail("Chromium has ended")
+            answer = json.loads(text[:-1])
+        return answer["result"]
 
     def run(self, script: str):
         """The value of an expression of JavaScript in the page."""
-        how = {"returnByValue": True, "awaitPromise": True}
-        found = self.call("Runtime.evaluate", expression=script, **how)
-        assert "exceptionDetails" not in found, found
-        return found["result"].get("value")
+        answer = self.call("Runtime.evaluate", expression=script, returnByValue=True)
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def wait(self, script: str) -> None:
         deadline = time.monotonic() + 30
@@ -70,25 +57,15 @@ class Page:
         self.call("Page.navigate", url=url)
         self.wait(f"location.href.startsWith({url!r}) && document.readyState === 'complete'")
 
-    def type(self, text: str) -> None:
+    def type_line(self, place: str, text: str) -> None:
+        """Types into the element with this id, and then Enter."""
+        self.run(f"$('{place}').focus()")
         self.call("Input.insertText", text=text)
+        self.press("Enter", 13, text="\r")
 
-    def press(self, key: str, code: int, modifiers: int = 0) -> None:
-        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
-        text = {"text": "\r"} if key == "Enter" else {}
-        self.call("Input.dispatchKeyEvent", type="keyDown", **event, **text)
-        self.call("Input.dispatchKeyEvent", type="keyUp", **event)
-
-    def resize(self, width: int, height: int) -> None:
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self.call("Emulation.setDeviceMetricsOverride", **size)
-
-    def prefer(self, scheme: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self.call("Emulation.setEmulatedMedia", features=features)
-
-    def shoot(self, file: Path) -> None:
-        file.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+    def press(self, key: str, code: int, **more) -> None:
+        event = {"key": key, "code": key, "windowsVirtualKeyCode": code, **more}
+        self.call("Input.dispatchKeyEvent", type="keyDown", **event)
 
 
 @contextlib.contextmanager
@@ -99,12 +76,13 @@ def browsing(profile: Path) -> Iterator[Page]:
         pytest.skip("there is no Chromium (Debian: apt install chromium)")
     their_in, our_out = os.pipe()
     our_in, their_out = os.pipe()
-    command = ["bash", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "bash", program, *FLAGS]
+    command = ["bash", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "bash", program]
+    command += [*FLAGS.split(), f"--user-data-dir={profile}"]
     pipes = {"pass_fds": (their_in, their_out), "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([*command, f"--user-data-dir={profile}"], **pipes) as process:
+    with subprocess.Popen(command, **pipes) as process:
         os.close(their_in)
         os.close(their_out)
-        limit = threading.Timer(LIMIT, process.kill)
+        limit = threading.Timer(180, process.kill)  # if it hangs
         limit.start()
         try:
             with open(our_out, "wb") as writer, open(our_in, "rb") as reader:  # noqa: PTH123

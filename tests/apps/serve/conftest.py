@@ -1,4 +1,4 @@
-"""A server of the tiny model on a port of its own, with real sockets."""
+"""Servers of tiny models, each on a free port with real sockets, and what their clients do."""
 
 import contextlib
 import functools
@@ -20,42 +20,63 @@ from minitri.apps.serve.protocol import Protocol
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.text.chat_template import ChatTemplate
 from minitri.worker import Worker
-from tests.apps.serve.templates import FAMILIES
+from tests.apps.serve.scripted import ScriptedRun
 from tests.conftest import write_hf_folder
 from tests.files.test_chat_template import CHATML
 
-CONTEXT, NUM_ROWS = 400, 4
+CONTEXT, NUM_ROWS, MAX_OPEN = 400, 4, 68
 COUPLED = SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True)
+PROMPT = "She had been forced into prudence"
+ENDLESS = {"prompt": PROMPT, "max_tokens": 380, "ignore_eos": True, "stream": True}
+template_of = functools.cache(lambda source: ChatTemplate(source, {}))
+
+
+class Gate(threading.Event):
+    """A hook that holds up the model after some free steps, until it is set."""
+
+    is_reached = False
+
+    def __init__(self, num_free: int) -> None:
+        super().__init__()
+        self.num_free = num_free
+
+    def __call__(self) -> None:
+        self.num_free -= 1
+        if self.num_free < 0:
+            self.is_reached = True
+            self.wait(20)
 
 
 class Server:
-    """Its service, address and clients."""
+    """A running server: its service, address and clients."""
 
-    def __init__(self, service: Service, port: int) -> None:
-        self.service, self.port = service, port
+    def __init__(self, service: Service, runs: list, hooks: dict, port: int) -> None:
+        self.service = service
+        self.runs = runs
+        self.hooks = hooks
+        self.port = port
         self.url = f"http://127.0.0.1:{port}"
         self.http = httpx.Client(base_url=self.url, timeout=60)
         self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
-        self.clients = contextlib.ExitStack()
 
-    def client(self, address: str) -> openai.OpenAI:
-        """One of another address of this machine, with connections of its own."""
-        http = httpx.Client(transport=httpx.HTTPTransport(local_address=address), timeout=60)
-        return self.clients.enter_context(self.openai.copy(http_client=http))
+    def post(self, path="/v1/completions", key="x", source="127.0.0.1", **fields):
+        """The response to a body, sent with a key from an address of this machine."""
+        headers = {"authorization": f"Bearer {key}"}
+        if source == "127.0.0.1":
+            return self.http.post(path, json=fields, headers=headers)
+        transport = httpx.HTTPTransport(local_address=source)
+        with httpx.Client(transport=transport, base_url=self.url, timeout=60) as http:
+            return http.post(path, json=fields, headers=headers)
 
-    def post(self, path="/v1/completions", **fields) -> httpx.Response:
-        return self.http.post(path, json=fields)
-
-    def raw(self, body: bytes = b"", missing: int = 0, **fields) -> socket.socket:
-        """A connection that has sent a POST, without its last bytes, and waits for nothing."""
-        body = body or json.dumps(fields).encode()
-        head = (
-            "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
-        )
-        head += f"Content-Length: {len(body) + missing}\r\n\r\n"
-        connection = socket.create_connection(("127.0.0.1", self.port), timeout=20)
-        connection.sendall(head.encode() + body)
+    def connect(self, sent: bytes = b"") -> socket.socket:
+        """A connection that has sent these bytes."""
+        connection = socket.create_connection(("127.0.0.1", self.port), 20)
+        connection.sendall(sent)
         return connection
+
+    def raw(self, **fields) -> socket.socket:
+        """A connection that has sent a POST and waits for nothing."""
+        return self.connect(post_of(json.dumps(fields).encode()))
 
     def wait(self, is_so) -> None:
         deadline = time.monotonic() + 20
@@ -63,60 +84,97 @@ class Server:
             assert time.monotonic() < deadline
             time.sleep(0.01)
 
-    def wait_until_free(self) -> None:
-        self.wait(lambda: not (self.service.num_open or self.service.worker._jobs))
+    def wait_for(self, num_open: int) -> None:
+        """Until this many texts run or wait."""
+        self.wait(lambda: self.service.num_open == num_open)
+
+    @contextlib.contextmanager
+    def hooked(self, **hooks):
+        """Calls `step` before each event of the model, and `start` before a run is opened."""
+        self.hooks |= hooks
+        try:
+            yield hooks["step"]
+        finally:
+            if isinstance(hooks["step"], Gate):
+                hooks["step"].set()
+            self.hooks.clear()
+
+    def held(self, num_free=0):
+        """The model does nothing, after some free steps, until the gate is set."""
+        return self.hooked(step=Gate(num_free))
+
+    @contextlib.contextmanager
+    def limited(self, max_open=MAX_OPEN, **access):
+        """Other limits and another access control for a while."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.service, "max_open", max_open)
+            patch.setattr(self.service, "access", Access(**access))
+            yield
 
 
-def opened(engine, before, num_rows: int, speculation: SpeculationConfig, context: int):
+def post_of(body: bytes, *headers: str, missing: int = 0) -> bytes:
+    """A POST as bytes, whose length counts bytes that are missing."""
+    head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    head += [*headers, f"Content-Length: {len(body) + missing}"]
+    return "\r\n".join([*head, "", ""]).encode() + body
+
+
+class HookedRun:
     """An open run with something to do before each of its events."""
-    run = engine.open(
-        batch_size=num_rows,
-        generation=GenerationConfig(reserve=context),
-        speculation=speculation,
-    )
-    events = run._events
 
-    def watched():
-        with contextlib.closing(events):
-            while True:
-                before()
-                yield next(events)
+    def __init__(self, run, hooks: dict) -> None:
+        self.run = run
+        self._hooks = hooks
+        self.submit, self.cancel, self.close = run.submit, run.cancel, run.close
 
-    run._events = watched()
-    return run
+    def __next__(self):
+        self._hooks.get("step", lambda: None)()
+        return next(self.run)
 
 
 @contextlib.contextmanager
 def serving(
-    engine,
-    *,
-    before=lambda: None,
-    num_rows=NUM_ROWS,
-    max_queue=64,
-    speculation=COUPLED,
-    ignored=None,
-    run=None,
-    context=CONTEXT,
-    **access,
+    engine, *, speculation=COUPLED, ignored=None, run=None, context=CONTEXT, name="tiny", **access
 ):
-    """A server in a thread, whose worker calls `before` before each event, or which has this run in
-    the place of the engine's."""
-    protocol = Protocol(engine, ["tiny"], SamplingParams(temperature=1.0), context, ignored)
-    listener = socket.create_server(("127.0.0.1", 0))
-    start = functools.partial(opened, engine, before, num_rows, speculation, context)
-    worker = Worker(lambda _: run or start(), run or start())
+    """A server in a thread, which has this run in the place of the engine's, if one is given."""
+    runs = []
+    hooks = {}
+
+    def open_run(_=None):
+        hooks.get("start", lambda: None)()
+        how = {"generation": GenerationConfig(reserve=context), "speculation": speculation}
+        runs.append(HookedRun(run or engine.open(batch_size=NUM_ROWS, **how), hooks))
+        return runs[-1]
+
+    protocol = Protocol(engine, [name, f"org/{name}"], SamplingParams(1.0), context, ignored)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    worker = Worker(open_run, open_run())
     with listener, contextlib.closing(worker):
-        service = Service(protocol, worker, num_rows + max_queue, Access(**access))
+        service = Service(protocol, worker, MAX_OPEN, Access(**access))
         server = uvicorn.Server(uvicorn.Config(service.app, log_config=None, http=Connection))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        own = Server(service, listener.getsockname()[1])
+        running = Server(service, runs, hooks, listener.getsockname()[1])
         try:
-            with own.http, own.openai, own.clients:
-                yield own
+            with running.http, running.openai:
+                yield running
         finally:
             server.should_exit = True
             thread.join()
+
+
+def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0, **fields) -> str:
+    """The text of the engine itself, without a server or speculation."""
+    speculation = SpeculationConfig("autoregressive", coupled=True)
+    sampling = SamplingParams(temperature, **fields)
+    how = {"sampling": sampling, "generation": GenerationConfig(num), "seed": seed}
+    return engine.complete(prompt, speculation=speculation, **how).text
+
+
+def complete(server, **fields):
+    """An answer of /v1/completions by OpenAI's client; by default its text is `own_text`."""
+    defaults = {"model": "tiny", "prompt": PROMPT, "seed": 7, "max_tokens": 24}
+    return server.openai.completions.create(**defaults | fields)
 
 
 @pytest.fixture(scope="session")
@@ -133,16 +191,30 @@ def server(engine):
         yield running
 
 
+@pytest.fixture(scope="session")
+def run(roomy):
+    return ScriptedRun(roomy)
+
+
+@pytest.fixture(scope="session")
+def scripted(roomy, run):
+    """A server whose model says what a test gives to `run`."""
+    with serving(roomy, run=run, context=4096) as running:
+        yield running
+
+
 @pytest.fixture
 def template(engine, monkeypatch) -> ChatTemplate:
-    made = ChatTemplate(CHATML, {})
+    made = template_of(CHATML)
     monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
     return made
 
 
-@pytest.fixture(params=FAMILIES)
-def family(roomy, monkeypatch, request):
-    """The name of one of the formats of calls, whose chat template the model has."""
-    template = ChatTemplate(FAMILIES[request.param], {})
-    monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template)
-    return request.param
+@pytest.fixture
+def use_template(roomy, monkeypatch):
+    """Gives the roomy model a chat template."""
+
+    def use(source: str) -> None:
+        monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template_of(source))
+
+    return use

@@ -1,29 +1,10 @@
-"""A run that says what it is told, token by token, in the place of a model."""
+"""A run that says what a test wants, token by token, in the place of a model."""
 
 from collections import deque
 
-from minitri.core.requests import Event, Idle, Request, Row
+from minitri.core.requests import Event, Idle, Request
 from minitri.core.stats import Stats
 from minitri.text.rows import make_row
-from minitri.text.tokenizer import Tokenizer
-
-
-def say(
-    row: Row,
-    tokenizer: Tokenizer,
-    text: str,
-    *,
-    tokens: list[int] | None = None,
-    ends: int = 2,
-) -> list[Event]:
-    """The events of a row that says this text, in the tokens that are given, and ends."""
-    ids = tokenizer.encode_marked(text) if tokens is None else tokens
-    events: list[Event] = []
-    for token in [*ids, ends]:
-        events.append(row.push(token, "bonus", (ends,)))
-        if row.finish_reason is not None:
-            break
-    return [*events, row.end(Stats())]
 
 
 class ScriptedRun:
@@ -31,22 +12,34 @@ class ScriptedRun:
 
     def __init__(self, engine) -> None:
         self._engine = engine
+        self.tokenizer = engine.tokenizer
         self.texts: deque[str] = deque()
-        self.prompts: list[list[int]] = []
-        """Token ids of those that came."""
+        """Texts to say; without any the answer is empty."""
         self.requests: list[Request] = []
         self._events: deque[Event] = deque()
 
+    @property
+    def prompt(self) -> list[int]:
+        """Token ids of the last prompt."""
+        return list(self.requests[-1].prompt)
+
+    def written(self, ids: list[int]) -> str:
+        """A text with its control tokens."""
+        return self.tokenizer.decode(ids, shown={0, 1, 2})
+
     def submit(self, request: Request) -> int:
-        number = len(self.prompts)
-        row = make_row(number, request, self._engine.model, self._engine.tokenizer)
-        self.prompts.append(row.prompt_ids)
+        row = make_row(len(self.requests), request, self._engine.model, self.tokenizer)
         self.requests.append(request)
-        self._events += say(row, self._engine.tokenizer, self.texts.popleft())
-        return number
+        ids = self.tokenizer.encode_marked(self.texts.popleft() if self.texts else "")
+        for token in [*ids, 2]:
+            self._events.append(row.push(token, "bonus", (2,)))
+            if row.finish_reason is not None:
+                break
+        self._events.append(row.end(Stats()))
+        return row.number
 
     def cancel(self, number: int) -> None:
-        self._events = deque(it for it in self._events if it.row != number)
+        self._events = deque(event for event in self._events if event.row != number)
 
     def close(self) -> None:
         pass

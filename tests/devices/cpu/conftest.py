@@ -1,27 +1,34 @@
-"""Kernels compiled for this processor's instructions and for others."""
+"""Compiled kernels, once per session: for this processor's instructions and for fewer."""
 
 import ctypes
 import platform
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from minitri.devices.cpu.kernels import SOURCE, Kernels, load_kernels
 
+BUILT = load_kernels()
 INSTRUCTIONS = ["native"]
 if platform.machine() == "x86_64":
-    INSTRUCTIONS += ["x86-64-v3", "x86-64"]  # AVX2; SSE2, like any other 16-byte vectors
+    INSTRUCTIONS += ["x86-64"]  # SSE2, like any other 16-byte vectors
+    if BUILT is not None and BUILT.instructions != "AVX2":
+        INSTRUCTIONS += ["x86-64-v3"]
 
 
-def compiled(folder: Path, instructions: str = "native", change: Sequence[str] = ("\n", "\n")):
-    """Kernels on two threads; a text of their source may be changed."""
+def compiled(
+    folder: Path, *changes: tuple[str, str], instructions: str = "native", level: int = 1
+) -> Kernels:
+    """Kernels on two threads; texts of their source are replaced."""
     texts = {file.name: file.read_text() for file in SOURCE.parent.glob("*.[ch]*")}
-    assert any(change[0] in text for text in texts.values())
+    for old, new in changes:
+        assert any(old in text for text in texts.values())
+        texts = {name: text.replace(old, new) for name, text in texts.items()}
     for name, text in texts.items():
-        (folder / name).write_text(text.replace(*change))
-    flags = ["-std=c++17", "-O1", f"-march={instructions}", "-shared", "-fPIC", "-pthread", "-w"]
+        (folder / name).write_text(text)
+    flags = ["-std=c++17", "-shared", "-fPIC", "-pthread", "-w"]
+    flags += [f"-O{level}", f"-march={instructions}"]
     library = folder / "kernels.so"
     subprocess.run(["c++", *flags, str(folder / SOURCE.name), "-o", str(library)], check=True)
     return Kernels(ctypes.CDLL(str(library)), num_threads=2)
@@ -29,6 +36,9 @@ def compiled(folder: Path, instructions: str = "native", change: Sequence[str] =
 
 @pytest.fixture(scope="session", params=INSTRUCTIONS)
 def kernels(request, tmp_path_factory):
-    if load_kernels() is None:
+    """Kernels on two threads; those of this processor are the built ones."""
+    if BUILT is None:
         pytest.skip("there is no C++ compiler here")
-    return compiled(tmp_path_factory.mktemp("kernels"), request.param)
+    if request.param == "native":
+        return Kernels(BUILT.library, num_threads=2)
+    return compiled(tmp_path_factory.mktemp("kernels"), instructions=request.param)

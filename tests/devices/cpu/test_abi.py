@@ -1,7 +1,7 @@
 """Structs that Python and C++ share: fields of one name, order and size, in both."""
 
 import re
-from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 
@@ -29,8 +29,6 @@ def fields_in_cpp(name: str) -> list[tuple[str, object]]:
 @pytest.mark.parametrize("struct", STRUCTS, ids=lambda struct: struct.__name__)
 def test_fields_are_those_of_the_cpp_struct(struct):
     assert list(struct._fields_) == fields_in_cpp(struct.__name__)
-    places = [getattr(struct, name).offset for name, _ in struct._fields_]
-    assert all(one < other for one, other in pairwise(places))
 
 
 def test_a_name_that_is_no_field_is_refused():
@@ -38,13 +36,7 @@ def test_a_name_that_is_no_field_is_refused():
         LinearArguments(weight=None)
 
 
-def test_a_library_with_structs_of_another_size_is_not_used(monkeypatch):
-    class Library:
-        """A library whose structs are empty."""
-
-        @staticmethod
-        def minitri_sizeof(_name: bytes) -> int:
-            return 0
-
+def test_a_library_with_structs_of_another_size_is_not_used():
+    library = Mock(**{"minitri_sizeof.return_value": 0})
     with pytest.raises(OSError, match="AttentionArguments has another size in C"):
-        check_sizes(Library)
+        check_sizes(library)

@@ -1,10 +1,9 @@
 """What a CUDA graph cannot hold is refused in its CPU twin, where steps run eagerly.
 
-A capture records kernels and the addresses that they read and write. So a captured step may not ask
-a tensor for its numbers, nor make tensors of a size that depends on them, nor copy from fresh host
-memory, which would be gone at a replay, nor draw random numbers of its own; and what it reads
-next to its inputs must stay where it is. All steps of a pool share memory: what one returned may be
-overwritten when another one runs, and what else it made, when it is over.
+A captured step may not ask a tensor for its numbers, nor make tensors of a size that depends on
+them or on the host, nor draw random numbers of its own; what it reads next to its inputs must stay
+where it is. All steps of a pool share memory: what one returned may be overwritten when another one
+runs, and what else it made, when it is over.
 """
 
 import torch
@@ -22,19 +21,24 @@ HOST_DATA = {"lift_fresh", "lift_fresh_copy"}
 """What `torch.tensor` and the like are made of."""
 ASKS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__repr__, Tensor.cpu}
 """What asks for all numbers of a tensor, on a CPU without an operation that is dispatched."""
+MAKERS = {torch.arange, torch.empty, torch.eye, torch.full, torch.ones, torch.zeros}
+"""What makes tensors of the host unless it is told a device."""
 
 
 class CaptureError(Exception):
     """A step does what a graph cannot hold."""
 
 
-class NoQuestions(TorchFunctionMode):
-    """Refuses methods of tensors that wait for the device."""
+class NoHost(TorchFunctionMode):
+    """Refuses functions that wait for the device, or make tensors elsewhere."""
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
         if function in ASKS:
             raise CaptureError(f"{function.__name__}: the host waits for a number")
-        return function(*args, **(kwargs or {}))
+        if function in MAKERS and kwargs.get("device") is None:
+            raise CaptureError(f"{function.__name__}: numbers from the host")
+        return function(*args, **kwargs)
 
 
 class Watch(TorchDispatchMode):
@@ -110,7 +114,7 @@ class LintedPool(GraphPool):
                 if other != number:
                     for tensor in tree_leaves(output):
                         tensor.fill_(-1 if tensor.dtype == torch.int64 else torch.nan)
-            with Watch() as watch, NoQuestions():
+            with Watch() as watch, NoHost():
                 output = step(*inputs)
             known.append(watch.outside)
             if watch.outside != known[0]:

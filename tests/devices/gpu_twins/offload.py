@@ -1,13 +1,17 @@
 """Offloaded caches on a CPU, where copies run in program order."""
 
-import contextlib
+from collections.abc import Sequence
+from unittest.mock import MagicMock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.core.caches.full import FullCache
+from minitri.core.model.cache import BlockKV
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
+from minitri.core.settings import LONGEST_BLOCK
+from tests.conftest import fill
 from tests.core.rigs import CPU, tiny_config
 
 CONFIG = tiny_config(num_layers=5)
@@ -15,35 +19,12 @@ TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
 """Bytes of K and V of a token in one layer."""
 
 
-class NoEvent:
-    """An event on a device that does one thing at a time."""
-
-    def record(self) -> None: ...
-
-    def wait(self) -> None: ...
-
-
-class InOrder:
-    """The twin of a `CopyStream`."""
-
-    @contextlib.contextmanager
-    def copying(self):
-        yield
-
-    def event(self):
-        return NoEvent()
-
-    def share(self, tensor) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-
 def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, stream=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
     settings = {"host": HostMemory(CPU), **settings}
     settings |= {"on_chip": on_chip, "dtype": torch.float32, "device": CPU}
-    settings["stream"] = stream or InOrder()
+    settings["stream"] = stream or MagicMock()
     return OffloadedFullCache(config, batch_size, capacity, **settings)
 
 
@@ -77,3 +58,35 @@ def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
                 pairs.append(tuple(cut))
         for got, exact in pairs:
             assert all(map(torch.equal, got, exact))
+
+
+def random_block(cache: FullCache, size: int, *, has_slots: bool = False) -> BlockKV:
+    """New K and V after what a cache holds, by lengths on the host or by slots on the device."""
+    _, B, K, _, D = cache.shape
+    keys, values = torch.randn(
+        2, B, size, K, D, dtype=cache.keys.dtype, device=cache.device
+    ).unbind()
+    starts_B1 = torch.tensor(cache.lengths, device=cache.device).unsqueeze(1)
+    slots_BT = starts_B1 + torch.arange(size, device=cache.device) if has_slots else None
+    return BlockKV(keys, keys, values, slots_BT)
+
+
+def check_blocks(ours: OffloadedFullCache, theirs: FullCache, sizes: Sequence[int]) -> None:
+    """Blocks of these sizes, kept in part, after what another cache held, have the same bits."""
+    theirs.keys.normal_()
+    theirs.values.normal_()
+    theirs.advance([280, 131])
+    fill(ours, theirs)
+    for number, size in enumerate(sizes):
+        assert_same(ours, theirs)
+        for layer in range(theirs.shape[0]):
+            block = random_block(theirs, size, has_slots=number % 2 == 1 and size < LONGEST_BLOCK)
+            pairs = zip(ours.update(layer, block), theirs.update(layer, block), strict=True)
+            for got, exact in pairs:
+                for b, length in enumerate(theirs.lengths):
+                    assert torch.equal(got[b, :, : length + size], exact[b, :, : length + size])
+        rejected = ((number * 7) % size, (number * 11) % size)
+        for cache in (ours, theirs):
+            cache.advance([size, size])
+            cache.crop([length - cut for length, cut in zip(cache.lengths, rejected, strict=True)])
+    assert_same(ours, theirs)

@@ -1,16 +1,16 @@
 """Steps over static buffers give what eager ones give, see `test_capture_lint.py`, too. On a CPU no
 graph is captured; all around it is the same."""
 
-import weakref
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 
-from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.errors import InputError
-from minitri.core.graphs import GraphPool
+from minitri.core.graphs import GraphPool, filters_of
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SamplingParams, StepPlan
+from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, Rig, near_copy, new_cache, plain_tokens, tiny_config
 from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
@@ -32,6 +32,8 @@ def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():
     assert pool.run(torch.add, torch.zeros(3), torch.ones(1)).tolist() == [1, 1, 1]
     assert pool.run(torch.add, torch.zeros(3), torch.ones(3).int()).tolist() == [1, 1, 1]
     assert pool.num_graphs == 3
+    with pytest.raises(InputError, match="not permitted.* cuda_graphs=False"):
+        pool.run(Mock(side_effect=RuntimeError("not permitted")), torch.zeros(1))
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
@@ -45,23 +47,6 @@ def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
     assert rig.run() == tokens
     assert [name for name, runner in rig.runners.items() if runner.graphs is None] == ["target"]
     assert pool.num_graphs > 0
-
-
-def test_a_run_that_is_over_frees_its_cache(lengths_on_the_device):
-    target, full = as_on_a_gpu(tiny_model(CONFIG)), new_cache(CONFIG, 3, 256)
-    rig = Rig(target, PROMPTS, full=full, method="retrieval", graphs=GraphPool(CPU), **SMALL)
-    rig.run()
-    gone = weakref.ref(full)
-    del full, rig
-    assert gone() is None
-
-
-def test_a_capture_that_fails_says_how_to_go_without():
-    def step(inputs):
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with pytest.raises(InputError, match="operation not permitted .* cuda_graphs=False"):
-        GraphPool(CPU).run(step, torch.zeros(1))
 
 
 def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
@@ -81,6 +66,16 @@ def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
     assert pool.num_graphs == 4  # of each size the forward pass, and the distributions
 
 
+def test_filters_of_several_kinds_are_refused_where_they_would_be_captured():
+    wanted = [SamplingParams(0.6), SamplingParams(0.6, top_p=0.9)]
+    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    with pytest.raises(InputError, match="of one kind"):
+        filters_of(wanted, on_gpu, GenerationConfig())
+    assert filters_of([SamplingParams(), wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
+    assert filters_of(wanted, on_cpu, GenerationConfig()) == wanted[0]
+    assert filters_of(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
+
+
 @pytest.mark.parametrize("tree", ["", "1x2"])
 def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
     tree, lengths_on_the_device, monkeypatch
@@ -93,27 +88,3 @@ def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
         forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
         found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
     assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("speculation", [{}, {"tree": "2x2", "gamma1": 2}, {"coupled": True}])
-@pytest.mark.parametrize("method", ["naive", "retrieval", "triforce"])
-def test_passes_of_rows_with_penalties_are_not_captured(method, speculation, lengths_on_the_device):
-    """Nor guesses of a draft model; verdicts are."""
-    if method == "retrieval" and "tree" in speculation:
-        speculation = {"tree": "2x2"}
-    target = as_on_a_gpu(tiny_model(CONFIG))
-    draft = as_on_a_gpu(near_copy(target, 0.02))
-    temperature = 0.8 if "coupled" in speculation else 0
-    sampling = SamplingParams(temperature, repetition_penalty=1.5, presence_penalty=0.5)
-    settings = {"num_new": 24, "sampling": sampling, **SMALL, **speculation}
-
-    def make_filters(request):
-        return TextFilters(sampling, request.prompt, CONFIG.vocab_size)
-
-    found = []
-    for graphs in (None, GraphPool(CPU)):
-        options = {**settings, "method": method, "draft": draft, "graphs": graphs}
-        found.append(Rig(target, PROMPTS, make_filters=make_filters, **options).run())
-    settings["coupled"] = "coupled" in speculation
-    alone = plain_tokens(target, PROMPTS, make_filters=make_filters, **settings)
-    assert found[0] == found[1] == alone

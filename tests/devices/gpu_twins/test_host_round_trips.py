@@ -1,21 +1,16 @@
-"""How often a step of decoding waits for the device: once for every verdict, and for nothing else;
-and what rebuilding a retrieval cache launches.
+"""How often a step of decoding waits for the device: once for every verdict, and for nothing else.
 
 What would be a wait on a GPU is counted on a CPU: whatever asks a tensor for its numbers, or makes
 a tensor whose shape depends on them.
 """
 
 import traceback
-from itertools import product
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from minitri.core.caches.full import FullCache
-from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.graphs import GraphPool
-from minitri.core.settings import SpeculationConfig
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, GREEDY, WARM, Rig, near_copy, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import SIZED_BY_DATA, WAITS, is_masked
@@ -66,37 +61,3 @@ def test_a_step_waits_once_for_every_verdict(
             for _ in range(3):
                 rig.session.step()
     assert waits.places == ["to_host"] * (rig.num_verdicts() - before)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations, views included."""
-
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_rebuild_launches_as_much_for_many_heads_as_for_two():
-    """Of the layers of a cache on the device and of a staged one, whose tokens come first."""
-    found = set()
-    for num_heads, is_staged in product((2, 8), (False, True)):
-        config = tiny_config(num_layers=1, num_heads=num_heads, num_kv_heads=num_heads)
-        full = FullCache.allocate(config, 1, 128, dtype=torch.float32, device=CPU)
-        settings = SpeculationConfig("retrieval", budget=32, chunk_size=4)
-        small = RetrievalCache(full, settings, budgets=[32], num_heads=num_heads)
-        keys, values = (slots[0, 0].normal_() for slots in (full.keys, full.values))
-        small.observe(0, torch.randn(1, 4, num_heads, config.head_dim))
-        if is_staged:
-            keys, values = (
-                it.transpose(0, 1).contiguous().transpose(0, 1) for it in (keys, values)
-            )
-        with Operations() as counted:
-            small._select(0, 0, 128, torch.randn(num_heads, config.head_dim), keys, values)
-        found.add(counted.count)
-        for chosen, slots in ((small.keys, keys), (small.values, values)):
-            for k in range(num_heads):  # each token is one of its own head
-                assert (chosen[0, 0, k, :32, None] == slots[k]).all(2).any(1).all()
-    assert len(found) == 1
-    assert 0 < found.pop() < 80

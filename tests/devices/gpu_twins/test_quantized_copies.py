@@ -1,13 +1,8 @@
 """A copy in 4 or 8 bits guesses with the retrieval cache: its kernel equals the plain formula, and
-no text depends on it.
+no text depends on it. On a CPU Triton's interpreter runs the kernel, which has no bfloat16."""
 
-On a CPU the kernel is run by Triton's interpreter, which has no bfloat16, and models take the
-formula; on a GPU both are compiled.
-"""
-
-import inspect
-import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -46,66 +41,19 @@ def before_nan(tensor):
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
 @pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize(
-    ("M", "N", "E"), [(1, 70, 1040), (5, 64, 512), (8, 1, 1), (9, 16, 130), (21, 33, 96)]
-)
-def test_the_kernel_equals_the_formula(M, N, E, bits, dtype):
+def test_the_kernel_equals_the_formula(bits, dtype):
     """Every tile, with rows, columns, groups and numbers that do not fill it; nothing after is
     read."""
     from minitri.devices.gpu.kernels import weights
 
-    matrix = [before_nan(part) for part in quantize(random(N, E, seed=1), bits)]
-    x = before_nan(random(M, E).to(dtype))
-    got = weights.multiply(x.view(M, 1, E), *matrix)
-    assert got.shape == (M, 1, N)
-    assert got.dtype == dtype
-    exact = x.double() @ dequantize(*matrix)[:, :E].double().T
-    rounding = 0.01 if ON_GPU and dtype != torch.float16 else 4 * torch.finfo(dtype).eps
-    assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
-
-
-def run_assembly(lines, registers):
-    """Runs PTX of these five instructions; a register may hold two bfloat16 numbers."""
-
-    def value(name):
-        return int(name, 0) if name[0].isdigit() else registers[name]
-
-    def floats(name):
-        halves = torch.tensor([value(name) & 0xFFFF, value(name) >> 16]) << 16
-        return halves.to(torch.int32).view(torch.float32)
-
-    for name, to, *given in (re.findall(r"[\w.$]+", line) for line in lines):
-        if name == "mov.b32":
-            made = value(given[0])
-        elif name == "shr.u32":
-            made = value(given[0]) >> value(given[1])
-        elif name == "and.b32":
-            made = value(given[0]) & value(given[1])
-        elif name == "prmt.b32":
-            eight = value(given[0]) | value(given[1]) << 32
-            picks = [value(given[2]) >> 4 * i & 7 for i in range(4)]
-            made = sum((eight >> 8 * pick & 255) << 8 * i for i, pick in enumerate(picks))
-        else:
-            assert name == "fma.rn.bf16x2"
-            first, second, third = map(floats, given)
-            low, high = (first * second + third).bfloat16().view(torch.int16).tolist()
-            made = low & 0xFFFF | (high & 0xFFFF) << 16
-        registers[to] = made
-    return torch.cat([floats(f"${i}") for i in range(4)])
-
-
-@needs_triton
-def test_the_assembly_for_four_bits_is_what_the_formula_says():
-    """For every byte, four of them at a time; a GPU runs it for bfloat16, the interpreter never."""
-    from minitri.devices.gpu.kernels import weights
-
-    source = inspect.getsource(weights.nibbles.fn)
-    lines = re.findall(r"^ +(?!\.)([\w.]+ .*);$", source, re.MULTILINE)
-    assert len(lines) == 15
-    for first in range(0, 256, 4):
-        four = torch.arange(first, first + 4)
-        halves = run_assembly(lines, {"$4": sum(int(b) << 8 * i for i, b in enumerate(four))})
-        assert halves.tolist() == [*((four & 15) - 8).tolist(), *((four >> 4) - 8).tolist()]
+    for M, N, E in ((1, 70, 1040), (5, 64, 512), (8, 1, 1), (9, 16, 130), (21, 33, 96)):
+        matrix = [before_nan(part) for part in quantize(random(N, E, seed=1), bits)]
+        x = before_nan(random(M, E).to(dtype))
+        got = weights.multiply(x.view(M, 1, E), *matrix)
+        assert (got.shape, got.dtype) == ((M, 1, N), dtype)
+        exact = x.double() @ dequantize(*matrix)[:, :E].double().T
+        rounding = 0.01 if ON_GPU and dtype != torch.float16 else 4 * torch.finfo(dtype).eps
+        assert (got[:, 0].double() - exact).abs().max() <= rounding * exact.abs().max()
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -134,28 +82,23 @@ def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied, bits):
     assert (errors_NE <= 0.501 * steps_NE)[is_far_NE].all()
 
 
-def wrong(model, bits):
-    """A copy that has little to do with its model, and the longest block that it has read."""
-    twin, longest = copy_in_few_bits(model, bits), [0]
+@pytest.mark.parametrize("sampling", [GREEDY, WARM])
+@pytest.mark.parametrize(("method", "bits"), [("retrieval", 8), ("triforce", 4)])
+@pytest.mark.usefixtures("lengths_on_the_device")
+def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
+    """Greedy and coupled, by eager and by static steps, of a copy that has little to do with its
+    model. It is asked, and reads no prompt."""
+    target, lengths = as_on_a_gpu(tiny_model(CONFIG)), set()
+    twin = copy_in_few_bits(target, bits)
 
-    def multiply(x, weight_NX, scales_GN):
-        longest[0] = max(longest[0], x.shape[-2])
-        return quantized_copies.multiply_math(x, weight_NX, scales_GN)
+    def multiply(x, *matrix):
+        lengths.add(x.shape[-2])
+        return quantized_copies.multiply_math(x, *matrix)
 
     for number, layer in enumerate(twin.modules()):
         if isinstance(layer, QuantizedLinear):
             layer.scales *= 1 + 0.5 * random(*layer.scales.shape, seed=number)
             layer.multiply = multiply
-    return twin, longest
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
-@pytest.mark.parametrize(("method", "bits"), [("retrieval", 8), ("triforce", 4)])
-@pytest.mark.usefixtures("lengths_on_the_device")
-def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
-    """Greedy and coupled, by eager and by static steps. It reads no prompt, and it is asked."""
-    target = as_on_a_gpu(tiny_model(CONFIG))
-    twin, longest = wrong(target, bits)
     settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
@@ -164,7 +107,7 @@ def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
         rig = Rig(target, PROMPTS, graphs=graphs, **settings)
         assert rig.run() == exact
         assert rig.stats.stages[-1].acceptance_rate < 0.6
-    assert 0 < longest[0] <= 1 + 2 + 3
+    assert 0 < max(lengths) <= 1 + 2 + 3
 
 
 @pytest.mark.parametrize(
@@ -174,16 +117,10 @@ def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
 def test_weights_that_a_device_cannot_have_are_refused_in_one_line(
     wanted, device, problem, monkeypatch
 ):
-    def fail(model, bits):
-        raise RuntimeError("no such arch")
-
+    fail = Mock(side_effect=RuntimeError("no such arch"))
     monkeypatch.setattr(quantized_copies, "check_kernel", fail)
-    model = SimpleNamespace(
-        device=torch.device(device),
-        dtype=torch.float32,
-        execution=Execution(),
-        config=SimpleNamespace(name="tiny"),
-    )
+    execution = Execution(is_row_invariant=wanted == "int8")  # has compiled kernels
+    model = SimpleNamespace(device=torch.device(device), execution=execution, config=CONFIG)
     with pytest.raises(InputError, match=f"draft_weights={wanted} .*{problem}"):
         retrieval_copy(model, wanted)
-    assert retrieval_copy(model, "auto") is None
+    assert retrieval_copy(model, "same" if execution.is_row_invariant else "auto") is None

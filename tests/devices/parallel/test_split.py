@@ -11,12 +11,9 @@ import torch.distributed as dist
 from minitri.core.errors import InputError
 from minitri.core.model.block import read_block
 from minitri.core.model.execution import Ranks
-from minitri.devices.parallel.group import RankGroup, leave
+from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join
-from minitri.files import open_models
 from minitri.files.checkpoint import Runtime, load_model, open_checkpoint
-from minitri.files.named_models import ModelChoice
-from minitri.files.open_models import OpenModel
 from tests.conftest import write_hf_folder
 from tests.core.rigs import CPU, new_cache
 
@@ -95,53 +92,9 @@ def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0(
 
 @pytest.mark.parametrize(("count", "rank"), [("x", "0"), ("2", None), ("2", "y")])
 def test_an_environment_that_is_not_torchruns_is_refused(count, rank, monkeypatch):
-    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+    for name, value in (("WORLD_SIZE", count), ("RANK", rank), ("MASTER_ADDR", None)):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("WORLD_SIZE", count)
-    if rank is not None:
-        monkeypatch.setenv("RANK", rank)
+        if value is not None:
+            monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="torchrun"):
         join()
-
-
-class Graph:
-    """Stands for a captured graph, which knows when it was freed."""
-
-    def __init__(self, ends):
-        self.ends = ends
-
-    def reset(self):
-        self.ends.append("graph")
-
-
-def test_graphs_are_gone_before_the_group_is(monkeypatch):
-    """One of them is part of a cycle."""
-    ends = []
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(dist, "destroy_process_group", lambda: ends.append("group"))
-    held = [Graph(ends), Graph(ends)]
-    held[0].itself = held[0]
-    leave()
-    assert ends == ["graph", "graph", "group"]
-
-
-def test_a_model_is_opened_on_the_ranks_own_gpu_where_nccl_takes_its_memory_first(monkeypatch):
-    done = []
-
-    class Watched(Ranks):
-        count = 2
-
-        def sum(self, x):
-            done.append((tuple(x.shape), str(x.device)))
-            raise InterruptedError
-
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    monkeypatch.setattr(open_models, "join", Watched)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "set_device", done.append)
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, device: zeros(*size, device="meta"))
-    with pytest.raises(InterruptedError):
-        OpenModel(ModelChoice(model="none", device="cuda"))
-    assert done == [1, ((1,), "meta")]

@@ -1,4 +1,8 @@
-"""A text whose KV is saved."""
+"""A text whose KV is saved, and disks without room."""
+
+import contextlib
+import resource
+import subprocess
 
 import pytest
 
@@ -20,10 +24,37 @@ def prompt(engine):
 
 
 @pytest.fixture
-def saved(engine, prompt, tmp_path):
+def text(engine, prompt):
     engine.release()
-    text, _ = say(engine, prompt)
+    return say(engine, prompt)[0]
+
+
+@pytest.fixture
+def saved(engine, prompt, text, tmp_path):
     path = tmp_path / "text.kv"
     assert engine.save_kv(path, "a note") == len(engine.held_tokens)
     engine.release()
     return path, text
+
+
+@contextlib.contextmanager
+def files_may_not_grow():
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9999, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@contextlib.contextmanager
+def small_disk(folder, num_bytes: int):
+    """A tmpfs in a folder, with room for so much."""
+    command = f"mount -t tmpfs -o size={num_bytes} none {folder}"
+    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a tmpfs cannot be mounted here: {done.stderr.strip()}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)

@@ -4,39 +4,31 @@ import itertools
 
 import pytest
 
-from minitri import (
-    GenerationConfig,
-    Idle,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig, Token
 from tests.cascades import ends_of
 from tests.core.rigs import random_prompt
+from tests.files.refused import refused
 
-WARM = SamplingParams(0.9, 30)
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}
-SPECULATION = SpeculationConfig("triforce", **SIZES)
+TRIFORCE = SpeculationConfig("triforce", **SIZES)
 
 
-def start(engine, batch_size=2, reserve=128, speculation=SPECULATION):
+def start(engine, batch_size=2, reserve=128, speculation=TRIFORCE):
     generation = GenerationConfig(reserve=reserve, prefill_chunk=16)
     return engine.open(batch_size=batch_size, generation=generation, speculation=speculation)
 
 
-def request(engine, number: int, num_new: int = 12, **settings) -> Request:
+def request(engine, number: int) -> Request:
     prompt = random_prompt(engine.config, 20 + 9 * number, seed=number)
-    generation = GenerationConfig(num_new, ignore_eos=True)
-    return Request(prompt, number, (SamplingParams(), WARM)[number % 2], generation, **settings)
+    sampling = (SamplingParams(), SamplingParams(0.9, 30))[number % 2]
+    return Request(prompt, number, sampling, GenerationConfig(12, ignore_eos=True))
 
 
 def until_idle(run) -> list:
     return list(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
 
 
-def alone(engine, wanted: Request, speculation=SPECULATION) -> tuple[int, ...]:
+def alone(engine, wanted: Request, speculation=TRIFORCE) -> tuple[int, ...]:
     engine.release()
     return ends_of(engine.stream([wanted], speculation=speculation))[0].token_ids
 
@@ -46,12 +38,12 @@ def test_requests_that_come_later_get_what_they_get_alone(engine):
     with start(engine) as run:
         assert isinstance(next(run), Idle)
         for first in (0, 3):
-            numbers = [run.submit(it) for it in wanted[first : first + 3]]
+            numbers = [run.submit(each) for each in wanted[first : first + 3]]
             assert numbers == [first, first + 1, first + 2]
             ends += ends_of(until_idle(run))
-    for it, end in zip(wanted, ends, strict=True):
-        assert end.token_ids == alone(engine, it)
-        assert end.row_stats.num_prompt_tokens == len(it.prompt)
+    for asked, end in zip(wanted, ends, strict=True):
+        assert end.token_ids == alone(engine, asked)
+        assert end.row_stats.num_prompt_tokens == len(asked.prompt)
         assert end.row_stats.num_generated_tokens == sum(end.row_stats.by_origin.values()) == 12
 
 
@@ -60,11 +52,11 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
     with start(engine, batch_size=1) as run:
         first, second, third = (run.submit(request(engine, number)) for number in range(3))
         tokens = (event for event in run if isinstance(event, Token))
-        assert [it.row for it in itertools.islice(tokens, 3)] == [first] * 3
+        assert [event.row for event in itertools.islice(tokens, 3)] == [first] * 3
         run.cancel(first)
         run.cancel(second)
         events = until_idle(run)
-    assert [it.row for it in events if isinstance(it, Token)] == [third] * 12
+    assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
 
 
@@ -79,54 +71,24 @@ def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
 
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
     with start(engine) as run:
-        for wrong, message in (
-            (Request([1] * 120), "max_new_tokens"),
-            ("hello", "'hello' where a Request"),
-        ):
-            with pytest.raises(InputError, match=message):
-                run.submit(wrong)
+        with refused("max_new_tokens"):
+            run.submit(Request([1] * 120))
         number = run.submit(request(engine, 1))
         assert [end.row for end in ends_of(until_idle(run))] == [number]
-    with engine.generate("fine") as closed, pytest.raises(InputError, match="no more requests"):
+    with engine.generate("fine") as closed, refused("no more requests"):
         closed.submit(request(engine, 1))
-
-
-def test_by_default_there_is_room_for_what_the_model_holds(engine):
-    assert engine.config.context_length < 4096
     with engine.open(batch_size=1) as run:
         assert run.shape.generation.reserve == engine.config.context_length
+    for reserve in (0, 1, 10**6):
+        with refused(f"reserve is {reserve} tokens"):
+            start(engine, reserve=reserve)
 
 
-@pytest.mark.parametrize("reserve", [0, 1, 10**6])
-def test_a_room_that_no_text_has_is_refused(engine, reserve):
-    with pytest.raises(InputError, match=f"reserve is {reserve} tokens"):
-        start(engine, reserve=reserve)
-
-
-def test_speculation_is_chosen_per_call(engine):
-    for settings in ({"speculation": False}, {"method": "naive"}, {"method": "triforce"}):
-        end = engine.complete([5] * 60, generation=GenerationConfig(16), **settings)
-        chosen = settings.get("method", "autoregressive")
-        assert all(plan.startswith(chosen) for plan in end.stats.steps_per_plan)
-
-
-@pytest.mark.parametrize(
-    ("reserve", "number", "settings"),
-    [
-        (128, 0, {"method": "naive", "tree": "3", "budget": 32}),
-        (128, 0, {"method": "triforce", "tree": "2x2", "budget": 32}),
-        (360, 30, {"method": "retrieval", "gamma2": 3}),
-    ],
-)
-def test_an_open_run_depends_on_nothing_that_it_does_not_run(
-    engine, reserve, number, settings, monkeypatch
-):
-    """Rows that never had a text, with trees; the budget of the run before it."""
-    monkeypatch.setattr("minitri.core.settings.MIN_BUDGET", 16)
-    speculation = SpeculationConfig(num_recent_tokens=16, **settings)
-    next(engine.generate([3] * 40, speculation=speculation, generation=GenerationConfig(360)))
-    wanted = request(engine, number)
-    with start(engine, 3 if number == 0 else 1, reserve, speculation) as run:
+@pytest.mark.parametrize(("method", "tree"), [("naive", "3"), ("triforce", "2x2")])
+def test_rows_that_never_had_a_text_change_none(engine, method, tree):
+    speculation = SpeculationConfig(method, tree=tree, budget=32, num_recent_tokens=16)
+    wanted = request(engine, 0)
+    with start(engine, 3, speculation=speculation) as run:
         run.submit(wanted)
         [end] = ends_of(until_idle(run))
     assert end.token_ids == alone(engine, wanted, speculation)

@@ -1,71 +1,35 @@
-"""Items of the paper: which settings they measure, and what they make of what was measured."""
+"""Items of the paper: which settings they measure, their cells where the answer is known, and the
+questions that they ask."""
 
-import math
+import dataclasses
 
 import pytest
 
-from minitri import GenerationConfig, Request, SpeculationConfig
 from minitri.core.settings import num_nodes
-from tools.paper.item import Done
-from tools.paper.items import acceptance, speeds, trees
-from tools.paper.items.outputs import advance, lengths, speedups, windows
+from tools.paper.items import observations, tasks, trees
+from tools.paper.items.outputs import speedups, windows
 from tools.paper.lab import Lab
+from tools.paper.questions import BEGINNING, NEEDLE, Question, hide
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
+from tools.serve_load import write_tiny
 
 TINY = SCALES["tiny"]
+TEXT = {"text": 0}
 
 
-@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
-def test_chunks_fill_the_budget_and_leave_a_choice_of_two(scale):
-    sizes = {it["chunk_size"] for it in acceptance.FIG6B.cells(scale)}
-    assert min(sizes) == 1
-    assert max(sizes) == min(scale.budget // 2, 1024)
-    assert all(scale.budget % size == 0 for size in sizes)
-
-
-def test_every_pair_of_gammas_is_measured_once():
-    pairs = [speeds.ways_by_gamma(name) for name in speeds.BY_GAMMA]
-    names = {str(pair) for by_gamma in pairs for pair in by_gamma.values()}
-    assert len(names) == 8 + 10 - 1
-    assert [it["gamma2"] for it in pairs[1].values()] == [*range(1, 11)]
+@pytest.fixture(scope="module")
+def lab(long_text, tmp_path_factory) -> Lab:
+    folder = tmp_path_factory.mktemp("tiny")
+    write_tiny(folder, 2 * TINY.trained_context)
+    return Lab(TINY, [Text("help", long_text)], str(folder))
 
 
 @pytest.mark.parametrize("method", trees.DEPTHS)
 def test_shapes_are_compared_at_equally_many_nodes(method):
     sizes = [num_nodes(plan.tree) for plan in trees.plans(method).values()]
-    assert sizes[0] == 0
-    assert sizes[1::2] == sizes[2::2] == [trees.DEPTHS[method] * it for it in trees.WIDTHS[method]]
-
-
-def test_trees_are_compared_with_chains_of_their_method():
-    values = {
-        name: {"tokens_per_step": 2.0 + (name != "chain")}
-        for method in trees.DEPTHS
-        for name in trees.plans(method)
-    }
-    shown = trees.show([Done(it, values) for it in trees.FIG6C.cells(TINY)], TINY)
-    assert shown.tables[0].rows[-1][:4:2] == ["retrieval", "3.00"]
-    assert "gain, in tokens a step, 1.00 to 1.00 by the drafter's" in shown.verdict
-
-
-@pytest.mark.parametrize(
-    ("rates", "said"),
-    [
-        ([0.5, 0.51, 0.6, 0.7, 0.9], "rises with the budget, from 0.500 to 0.900: the first"),
-        ([0.5, 0.51, 0.6, 0.7, 0.9], "first doubling adds 0.010, the last 0.200"),
-        ([0.5, 0.7, 0.6, 0.85, 0.86], "does not always rise"),
-    ],
-)
-def test_what_a_budget_adds_is_said_as_it_is(rates, said):
-    done = [
-        Done({"what": "rate", "text": 0, "budget": budget}, {"mean": rate})
-        for budget, rate in zip(TINY.budgets, rates, strict=True)
-    ]
-    gains = {str(it): {"speedup": {"median": float(it == 32)}} for it in TINY.budgets}
-    verdict = acceptance.FIG6A.show([*done, Done({"what": "speed"}, gains)], TINY).verdict
-    assert said in verdict
-    assert "32 tokens are fastest here, 12.5% of the text" in verdict
+    widths = [trees.DEPTHS[method] * width for width in trees.WIDTHS[method]]
+    assert (sizes[0], sizes[1::2], sizes[2::2]) == (0, widths, widths)
 
 
 def test_windows_are_what_came_between_two_lengths():
@@ -73,27 +37,6 @@ def test_windows_are_what_came_between_two_lengths():
     assert windows(rows) == [rows[0], [20.0, 1.0, 10.0, 9.0]]
     cell = {"autoregressive": [[10, 2.0, 0, 0]], "triforce": [[20, 1.0, 0, 0]]}
     assert speedups(cell) == [4.0]
-
-
-def test_a_length_is_reached_in_whole_steps(engine):
-    """Tokens of a step that was begun before it count with their seconds, in the same window."""
-    generation = GenerationConfig(60, ignore_eos=True)
-    request = Request(list(range(40, 120)), 0, generation=generation)
-    speculation = SpeculationConfig("retrieval", gamma2=4, budget=64)
-    run = engine.stream([request], generation=generation, speculation=speculation)
-    rows = [advance(run, num_tokens) for num_tokens in (20, 40, 60)]
-    stats = run.stats
-    assert all(a < b for a, b in zip(rows[0][:2], rows[1][:2], strict=True))
-    for num_tokens, row in zip((20, 40, 60), rows, strict=True):
-        assert num_tokens - 1 <= row[0] <= num_tokens + 4
-    assert rows[-1][1] == stats.decode_seconds
-    assert math.fsum(it[0] for it in windows(rows)) == rows[-1][0]
-
-
-def test_outputs_are_as_long_as_published():
-    assert lengths(SCALES["cpu"]) == [256, 512, 768, 1024, 1536, 2048]
-    assert lengths(SCALES["gpu"])[-1] == 4096
-    assert max(lengths(SCALES["tiny"])) <= 256
 
 
 def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
@@ -108,3 +51,64 @@ def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
         start = part * TINY.context
         assert lab.prompt(part, TINY.context, engine) == ids[start : start + TINY.context]
         assert rest == ids[:start] + ids[start + TINY.context + 2 * TINY.new_tokens :]
+
+
+def test_all_tokens_recover_all_attention_and_fewer_less(lab, monkeypatch):
+    monkeypatch.setattr(observations, "SHARES", (1 / 256, 0.1, 1.0))
+    fewest, more, everything = observations.measure_best(lab, TEXT)["recovered"]
+    assert everything == pytest.approx([1.0, 1.0])
+    assert all(0 < a < b < 1 for a, b in zip(fewest, more, strict=True))
+
+
+def test_tokens_chosen_once_serve_their_own_query_best(lab, monkeypatch):
+    """It recovers what the best tokens do; all tokens recover everything for all queries."""
+    monkeypatch.setattr(observations, "SHARES", (observations.SHARE,))
+    monkeypatch.setattr(observations, "NUM_QUERIES", 1)
+    [best] = observations.measure_best(lab, TEXT)["recovered"]
+    chosen = observations.measure_chosen(lab, TEXT)["recovered"]
+    assert [layer[0] for layer in chosen] == pytest.approx(best, abs=1e-5)
+    assert all(max(layer) == layer[0] for layer in chosen)
+    monkeypatch.setattr(observations, "SHARE", 1.0)
+    chosen = observations.measure_chosen(lab, TEXT)["recovered"]
+    assert chosen == [pytest.approx([1.0] * TINY.new_tokens)] * 2
+
+
+def test_the_papers_model_reads_more_kv_than_weights_from_26_thousand_tokens_on(lab):
+    """Half a MiB a token (32 layers of 32 heads of 128, K and V, 2 bytes); 13.2 GB of weights."""
+    for context, is_more in ((16384, False), (32768, True)):
+        values = observations.measure_lengths(lab, {"what": "predicted", "context": context})
+        assert values["kv"] == context * 2**19
+        assert values["weights"] == pytest.approx(13.2e9, rel=0.01)
+        assert (values["ms"]["attention"] > values["ms"]["rest"]) is is_more
+    measured = observations.measure_lengths(lab, {"what": "measured", "context": 256})
+    assert measured["kv"] == 256 * 2 * 2 * 16 * 4
+
+
+@pytest.mark.parametrize("task", ["book", "needle"])
+def test_with_a_budget_for_the_whole_text_every_policy_is_always_accepted(lab, task):
+    """And TriForce's answer is the target's own."""
+    whole = Lab(dataclasses.replace(TINY, budget=1024), lab.texts, lab.model)
+    values = tasks.measure(whole, {"task": task, "number": 1})
+    for policy in tasks.POLICIES:
+        assert values[policy] == pytest.approx({"none": 1, "first": 1}, abs=1e-4)
+    assert task == "book" or values["answer"] == values["triforce_answer"]
+
+
+def test_an_answer_is_worth_the_share_of_what_was_asked_for():
+    question = Question([], ["12,345", "Abc"], 8)
+    assert question.grade("They are abc and 12345.") == 1
+    assert question.grade("ABC, 1234 5") == 0.5
+    assert question._replace(is_any=True).grade("ABC") == 1
+    assert question._replace(is_any=True).grade("none") == 0
+
+
+@pytest.mark.parametrize("depth", [0.0, 0.5, 1.0])
+def test_the_needle_is_hidden_in_a_prompt_of_just_the_length_asked_for(engine, long_text, depth):
+    text_ids = engine.tokenizer.encode(long_text[:9000])
+    question = hide(engine.tokenizer, text_ids, 1000, depth, 4_321_567)
+    needle = NEEDLE.format(number=4_321_567)
+    before, sentence, after = engine.tokenizer.decode(question.prompt).partition(needle)
+    assert (len(question.prompt), question.answers) == (1000, ["4321567"])
+    assert sentence not in after
+    assert len(before) / len(before + sentence + after) == pytest.approx(depth, abs=0.35)
+    assert after.endswith("assistant\n" + BEGINNING)

@@ -1,42 +1,38 @@
-"""Bodies of all endpoints but /v1/responses.
+"""Bodies of the endpoints as pydantic models, which check them; their JSON schemas are at /docs.
 
 Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
-`continue_final_message` are additions, /tokenize and /detokenize are vLLM's. The models check a
-body, and their JSON schemas are at /docs.
+`continue_final_message` are additions.
 """
 
-import dataclasses
 import json
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.strict_json import Body, Json, Many, says
-from minitri.core.errors import MAX_COUNT
+from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, checked, says
+from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import refuse
 from minitri.core.settings import MAX_ROWS
 
+Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
-STOP_CHARACTERS = 1024
-"""Most characters of all stop strings: each is looked for after every token."""
-MAX_PROMPTS = 2048
-"""Most prompts of a request, as at OpenAI."""
+STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
+MAX_PROMPTS = 2048  # as at OpenAI
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
-SAMPLING = {field.name: field for field in dataclasses.fields(SamplingParams)}
 
 
 def like(name: str) -> Any:
     """Optional field with the bounds and the help of one of `SamplingParams`."""
-    least, most = SAMPLING[name].metadata.get("range", (None, None))
+    field = SamplingParams.__dataclass_fields__[name]
+    least, most = field.metadata.get("range", (None, None))
     return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
 
 
-def form_grammar(form: object) -> Grammar | None:
-    """The form of an answer in OpenAI's words. Raises `ValueError`."""
+def read_form(form: object) -> Grammar | None:
+    """Grammar of a form in OpenAI's words, or in vLLM's. Raises `ValueError`."""
     match form:
         case {"type": "text"}:
             return None
@@ -47,33 +43,13 @@ def form_grammar(form: object) -> Grammar | None:
             "schema": schema,
         }:
             return Grammar("json_schema", json.dumps(schema))
+        case dict() if len(form) == 1 and form.keys() <= GRAMMARS.keys():
+            [(name, value)] = form.items()
+            return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
     raise ValueError("see /docs for what it may be")
 
 
-def structured_grammar(outputs: object) -> Grammar:
-    """The form of an answer in vLLM's words, of which there is one. Raises `ValueError`."""
-    if isinstance(outputs, dict):
-        match [(name, value) for name, value in outputs.items() if value is not None]:
-            case [(name, value)] if name in GRAMMARS:
-                text = value if isinstance(value, str) else json.dumps(value)
-                return Grammar(GRAMMARS[name], text)
-    raise ValueError("see /docs for what it may be")
-
-
-Form = Annotated[Grammar | None, BeforeValidator(form_grammar, json_schema_input_type=Json)]
-Outputs = Annotated[
-    Grammar | None, BeforeValidator(structured_grammar, json_schema_input_type=Json)
-]
-
-
-class ForModel(Body):
-    """Body of a request to one model."""
-
-    model: str | None = None
-    """One of the names at /v1/models. Default: the first."""
-
-
-M = TypeVar("M", bound=ForModel)
+Form = Annotated[Grammar | None, BeforeValidator(read_form, json_schema_input_type=Json)]
 
 
 class StreamOptions(Body):
@@ -83,10 +59,14 @@ class StreamOptions(Body):
     """End the stream with counts of tokens."""
 
 
-class Fields(ForModel):
+class Fields(Body):
     """Fields of all endpoints that answer with a text."""
 
-    is_chat: ClassVar[bool] = False
+    id_prefix: ClassVar[str]
+    object_type: ClassVar[str]  # OpenAI's `object` of the answer
+    default_length: ClassVar[int] = MAX_COUNT  # if the client gives none: as many as fit
+    model: str = ""
+    """One of the names at /v1/models. Default: the first."""
     temperature: float | None = like("temperature")
     top_k: int | None = like("top_k")
     top_p: float | None = like("top_p")
@@ -97,16 +77,19 @@ class Fields(ForModel):
     logit_bias: dict[str, float] | None = like("logit_bias")
     bad_words: Texts | None = like("bad_words")
     min_tokens: int | None = like("min_tokens")
-    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
+    max_tokens: Count | None = None
     """Most tokens of the answer. Default: 16, of a chat as many as the context has room for."""
+    max_completion_tokens: Count | None = None
+    """Newer name of max_tokens, before which it counts."""
+    max_output_tokens: Count | None = None
+    """Name of max_tokens at /v1/responses, before which it counts."""
     stop: Texts = ()
     """A text, or a list of texts, before which the answer ends. At most 1024 characters in all."""
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
-    """Seed of the random numbers: a request has one answer per seed; answer i has that of seed + i.
-    The upper 32 of its 64 bits (of a negative number, too) are combined with the lower ones by
-    exclusive or. Default: drawn, and part of the answer."""
+    """Seed of the random numbers, by default drawn: a request has one answer per seed; answer i has
+    that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
@@ -125,21 +108,19 @@ class Fields(ForModel):
     """The end user, if there is no user."""
     response_format: Form = None
     """Form of the answer: of type text, json_object, or json_schema, with a schema."""
-    structured_outputs: Outputs = None
+    structured_outputs: Form = None
     """Form of the answer in vLLM's words: json (a schema), regex, choice, or grammar (Lark)."""
 
     @model_validator(mode="after")
-    def _check_forms(self) -> Self:
+    def _check_stop(self) -> Self:
         if sum(map(len, self.stop)) > STOP_CHARACTERS:
             refuse(self, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
-        if self.form is not None and self.structured_outputs is not None:
-            raise InputError("structured_outputs is given with another form; leave one out")
         return self
 
     @property
-    def most(self) -> int | None:
-        """Most new tokens of an answer; None: as many as fit, or the default."""
-        return self.max_tokens
+    def length(self) -> int | None:
+        """Most new tokens of an answer, if the client says so."""
+        return self.max_output_tokens or self.max_completion_tokens or self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
@@ -147,61 +128,35 @@ class Fields(ForModel):
         return None
 
     @property
-    def has_echo(self) -> bool:
-        """Whether the answer begins with the prompt."""
-        return False
-
-    @property
-    def scores_prompt(self) -> bool:
-        """Whether the prompt's tokens have log-probabilities, too."""
-        return self.has_echo and self.num_logprobs is not None
-
-    @property
-    def conversation(self) -> Conversation | None:
-        """The chat to continue, if this is one. Raises `InputError`."""
-        return None
-
-    @property
-    def form(self) -> Grammar | None:
-        """Form of the answer in OpenAI's words."""
-        return self.response_format
+    def forms(self) -> dict[str, Grammar]:
+        """Forms of the answer, by the names of their fields."""
+        return {name: form for name, form in vars(self).items() if isinstance(form, Grammar)}
 
 
 class TextBody(Fields):
     """Body of /v1/completions."""
 
+    id_prefix = "cmpl-"
+    object_type = "text_completion"
+    default_length = 16
     prompt: Annotated[
         str | Many[int] | Annotated[Many[str | Many[int]], Field(max_length=MAX_PROMPTS)],
         says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
-    echo: bool = False
-    """Begin with the prompt, and if logprobs are asked for with those of its tokens; not in a
-    stream."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
-
-    @model_validator(mode="after")
-    def _check_text(self) -> Self:
-        if self.stream and self.echo:
-            refuse(self, "echo", "a stream has none; leave one out")
-        return self
 
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
-    @property
-    def has_echo(self) -> bool:
-        return self.echo
-
 
 class ChatBody(Fields, Conversation):
     """Body of /v1/chat/completions."""
 
-    is_chat: ClassVar[bool] = True
-    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_COUNT)
-    """OpenAI's newer name of max_tokens, before which it counts."""
+    id_prefix = "chatcmpl-"
+    object_type = "chat.completion"
     logprobs: bool = False
     """Add log-probabilities."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
@@ -218,27 +173,81 @@ class ChatBody(Fields, Conversation):
         return self
 
     @property
-    def most(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeBody(ForModel, Conversation):
-    """Body of /tokenize: a text, or a chat."""
+class TextForm(Body):
+    """Form of the answer's text."""
 
-    prompt: str = ""
-    """A text, where there are no messages."""
-    add_generation_prompt: Literal[True] = True
-    """End messages with what an answer begins with; may not be false."""
-    add_special_tokens: bool = True
-    """Begin a text with the token that the model wants there, if it wants one."""
+    format: Form = None
+    """An object of type text, json_object, or json_schema, with a schema."""
 
 
-class DetokenizeBody(ForModel):
-    """Body of /detokenize."""
+class ResponseBody(Fields):
+    """Body of /v1/responses."""
 
-    tokens: Many[int] = ()
-    """A list of token ids."""
+    id_prefix = "resp_"
+    object_type = "response"
+    input: Annotated[str | Many[Json], says("give a text, or a list of items")] = ""
+    """A text, or a list of items: messages of texts, calls of functions and what those gave;
+    reasoning is left out."""
+    instructions: str = ""
+    """A message of the system, before the input."""
+    text: TextForm = TextForm()
+    """Form of the answer, such as {"format": {"type": "text"}}."""
+    tools: Many[Json] = ()
+    """Functions that may be called; tools of other types are left out."""
+    tool_choice: Annotated[str | Json, says("give auto, none, required, or a function")] = "auto"
+    """Whether functions are called: auto, none, required, or which one."""
+    parallel_tool_calls: bool = True
+    """Whether several may be called."""
+    n: int = Field(1, ge=1, le=1)
+    """How many answers."""
+    details: Literal[False] = False
+    """Events have none."""
+
+    @property
+    def forms(self) -> dict[str, Grammar]:
+        form = self.text.format
+        return super().forms | ({} if form is None else {"text": form})
+
+    @property
+    def conversation(self) -> Conversation:
+        tools = [
+            {"type": "function", "function": tool}
+            for tool in self.tools
+            if tool.get("type") == "function"
+        ]
+        content = {
+            "messages": self._messages(),
+            "tools": tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        return checked(Conversation, content)
+
+    def _messages(self) -> list[Json]:
+        """Messages of the chat; calls that follow one another are of one message."""
+        items = self.input
+        if isinstance(items, str):
+            items = ({"role": "user", "content": items},)
+        messages: list[Json] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in items:
+            match item:
+                case {"type": "reasoning"}:
+                    pass
+                case {"type": "function_call", "call_id": call_id, "name": name, "arguments": text}:
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
+                    call = {"id": call_id, "function": {"name": name, "arguments": text}}
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                    messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                case {"role": role, "content": content} if item.get("type", "message") == "message":
+                    messages.append({"role": role, "content": content})
+                case _:
+                    raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
+        return messages

@@ -22,18 +22,12 @@ class ToolFormat:
     """Syntax in which a family of models writes calls: JSON objects between tags."""
 
     name: str
-    opening: str
-    """Tag before a call, or before all calls."""
-    closing: str
-    """Tag after a call, or after all calls."""
-    arguments: str
-    """Key of the arguments in a call's object."""
-    bracket: str = ""
-    """Text after the opening."""
-    separator: str = ""
-    """Text between objects, if there are no tags between them."""
-    is_bare: bool = False
-    """Whether the opening may be missing at the beginning of an answer."""
+    opening: str  # tag before a call, or before all calls
+    closing: str  # tag after a call, or after all calls
+    arguments: str  # key of the arguments in a call's object
+    bracket: str = ""  # text after the opening
+    separator: str = ""  # text between objects, if there are no tags between them
+    is_bare: bool = False  # whether the opening may be missing at the beginning of an answer
 
 
 _FORMATS = (
@@ -47,8 +41,7 @@ FORMATS = {form.name: form for form in _FORMATS}
 class Piece(NamedTuple):
     """Part of an answer, of one kind."""
 
-    kind: str
-    """`content`, `reasoning_content`, `call` (with its name), `arguments` (of the latest call)."""
+    kind: str  # content, reasoning_content, call (its name), or arguments (of the latest call)
     text: str
 
 
@@ -98,15 +91,13 @@ class AnswerParser:
     def _calls(self, taken: str) -> Generator[None, None, bool]:
         """Reads calls after a tag, which is content if there are none. Whether there are."""
         assert self._form is not None
+        bracket = self._form.bracket
         is_call = False
-        heads = self._heads
-        if self._form.bracket:
-            bracket = yield from self._take(self._form.bracket)
-            taken += bracket
-            heads = heads if bracket else []
-        while head := (yield from self._take(*heads)):
+        while head := (yield from self._take(*(bracket + start for start in self._heads))):
             is_call = True
-            self._pieces.append(Piece("call", json.loads("".join(head.split()) + "}}")["name"]))
+            called = "".join(head.split()).removeprefix(bracket) + "}}"
+            bracket = ""
+            self._add("call", json.loads(called)["name"])
             self._rest = "{" + self._rest
             yield from self._pass_arguments()
             if (yield from self._take(',"id":"')):

@@ -1,104 +1,159 @@
-"""Conversation of a request: token ids of its prompt, and how its answer is read and kept."""
+"""Prompt of a chat: its messages in the form of the model's template, and the grammar of calls.
 
-import itertools
+Templates take plain texts, and the arguments of calls as objects.
+"""
+
+import hashlib
 import json
-import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from minitri import End, Engine, InputError
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, Piece
-from minitri.apps.serve.chats.messages import Turn, one_call_each, read_turns
-from minitri.apps.serve.chats.replay import Kept, Replay, as_turn, digest_of, keys_of
-from minitri.apps.serve.chats.tools import calls_grammar, format_of, tools_for_template
+import jinja2
+
+from minitri import Engine, Grammar, InputError
+from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
+from minitri.apps.serve.chats.answer_parser import (
+    END_THINK,
+    FORMATS,
+    THINK,
+    AnswerParser,
+    ToolFormat,
+)
+from minitri.core.errors import shorten
+
+Turn = dict[str, Any]
+SPACES = r"[ \n]{0,16}"  # within arguments: without a limit some models never end them
+GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
+TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
+TEMPLATES.filters["quoted"] = json.dumps  # as a string of Lark
 
 
 class ChatPrompt:
-    """Prompt of a chat, in the form of the model's template, and the reader of its answer."""
+    """Prompt of a chat, in the form of the model's template, and the parser of its answer."""
 
-    def __init__(
-        self, asked: Conversation, engine: Engine, replay: Replay, owner: str = ""
-    ) -> None:
-        """Conversations of other owners are not reused. Raises `InputError`."""
-        tools = tools_for_template(asked)
-        self._names = [*asked.callable_functions]
-        self._replay = replay
-        self._tokenizer = engine.tokenizer
-        self._ends = engine.config.eos_token_ids
-        self._turns = read_turns(asked.messages)
-        self._context = (owner, tools)
+    def __init__(self, asked: Conversation, engine: Engine) -> None:
+        """Renders and tokenizes a conversation. Raises `InputError`."""
+        tokenizer = engine.tokenizer
+        offered = asked.tools if asked.tool_choice != "none" else ()
+        tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
+        turns = read_turns(asked.messages)
         goes_on = asked.continue_final_message
-        if goes_on and asked.tool_choice not in ("auto", "none"):
-            got = f"tool_choice is {json.dumps(asked.tool_choice)}"
-            raise InputError(f"{got} for an answer that goes on; leave it out")
-        self.begun = self._turns.pop()["content"] if goes_on else ""
-        template = self._tokenizer.chat_template
+        self._begun = turns.pop()["content"] if goes_on else ""
+        template = tokenizer.chat_template
         source = template.tool_source if template is not None else ""
-        has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in self._turns)
-        if template is not None and (has_calls or tools) and "tools" not in source:
+        has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
+        if source and "tools" not in source and (has_calls or tools):
             problem = "this model's chat template leaves tools out"
             raise InputError(f"{problem}; send no tools, or use a model that was made for them")
         form = format_of(source)
-        self._is_single = form.is_bare
-        turns = [*one_call_each(self._turns)] if form.is_bare else self._turns
-        self.text = self._tokenizer.render_chat(turns, tools)
+        turns = [*one_call_each(turns)] if form.is_bare else turns
+        self.text = tokenizer.render_chat(turns, tools)
+        encode = tokenizer.encode_marked
+        self.token_ids = encode(self.text) + encode(self._begun)
         self._thinks = self.text.rstrip().endswith(THINK)
+        self._names = [*asked.callable_functions]
         self._form = form if self._names else None
         tags = [THINK, END_THINK, *((form.opening, form.closing) if self._names else ())]
-        controls = self._tokenizer.control_ids(tags)
+        controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        self.token_ids = self._encoded()
         how = {"thinks": self._thinks, "may_think": THINK in source}
-        self.grammar = "" if goes_on else calls_grammar(asked, form, controls, **how)
-
-    def _encoded(self) -> list[int]:
-        """Token ids of the prompt. They begin with the very tokens of the last prompt and its
-        answer, if these are kept and the template still writes that prompt as it did."""
-        encode = self._tokenizer.encode_marked
-        begun = encode(self.begun) if self.begun else []
-        match = self._replay.find(keys_of(self._turns, *self._context))
-        if match is None:
-            return encode(self.text) + begun
-        index, kept = match
-        end = self._end_of(self._turns[index], kept)
-        ids = encode(self.text[end:])
-        if end == 0:
-            return ids + begun
-        if kept.token_ids[-1] in self._ends:
-            ids = ids[1:]  # the end token, which the answer has
-        return [*kept.token_ids, *ids, *begun]
-
-    def _end_of(self, answer: Turn, kept: Kept) -> int:
-        """Place in the text of the end token of a kept answer; 0 if unsure, or if the template
-        writes the prompt before it in another way."""
-        start = kept.length
-        if digest_of(self.text[:start]) != kept.digest:
-            return 0
-        words = filter(None, map(self._tokenizer.token, self._ends))
-        ends = re.finditer("|".join(map(re.escape, words)), self.text[start:])
-        calls = answer.get("tool_calls", [])
-        num_before = len(calls) - 1 if self._is_single and calls else 0
-        end = next(itertools.islice(ends, num_before, None), None)
-        if end is None:
-            return 0
-        written = self.text[start : start + end.start()]
-        texts = [answer["content"].strip(), *(call["function"]["name"] for call in calls)]
-        return start + end.start() if all(text in written for text in texts) else 0
+        grammar = "" if goes_on else calls_grammar(asked, form, controls, **how)
+        self.grammar = Grammar("lark", grammar) if grammar else None
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
         made = AnswerParser(self._form, self._names, thinks=self._thinks)
-        made.push(self.begun)
+        made.push(self._begun)
         return made
 
-    def keep(self, pieces: Sequence[Piece], end: End) -> None:
-        """Keeps an answer for the requests that continue the conversation, unless a stop string has
-        cut it, or its calls are incomplete."""
-        if end.finish_reason == "stop":
-            return
-        try:
-            answer = as_turn([Piece("content", self.begun), *pieces])
-        except ValueError:
-            return
-        key = keys_of([*self._turns, answer], *self._context)[-1]
-        self._replay.keep(key, self.text, [*self.token_ids, *end.token_ids])
+
+def read_turns(messages: Sequence[Message]) -> list[Turn]:
+    """Messages for a template. Raises `InputError`, which says where."""
+    if not messages:
+        raise InputError("messages is empty; send one at least")
+    turns: list[Turn] = []
+    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    for number, message in enumerate(messages):
+        given = message.model_dump(exclude={"name"})
+        kept = ("role", "content")
+        turn = {name: value for name, value in given.items() if value or name in kept}
+        for call in turn.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+            call["id"] = short_id(call["id"])
+        if message.role == "tool":
+            call_id = message.tool_call_id
+            if call_id not in names:
+                got = f"messages[{number}].tool_call_id is {shorten(repr(call_id), 60)}"
+                raise InputError(f"{got}, which no message before it calls; send the id of a call")
+            turn |= {"tool_call_id": short_id(call_id), "name": names[call_id]}
+        turns.append(turn)
+    return turns
+
+
+def short_id(call_id: str) -> str:
+    """Id of a call as all templates allow it: Mistral's want nine letters and digits."""
+    return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def one_call_each(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Messages of which none has several calls, for templates that refuse those."""
+    for turn in turns:
+        first, *others = turn.get("tool_calls", ()) or [None]
+        yield turn | ({"tool_calls": [first]} if others else {})
+        for call in others:
+            yield {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def calls_grammar(
+    asked: Conversation, form: ToolFormat, controls: Mapping[str, int], **thoughts: bool
+) -> str:
+    """Grammar of the whole answer in llguidance's Lark dialect, or "" where anything goes.
+
+    `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
+    at its end, and whether the answer `may_think`. Raises `InputError`."""
+    functions = asked.callable_functions
+    is_auto = asked.tool_choice == "auto"
+    is_parallel = asked.parallel_tool_calls
+    has_library = find_spec("llguidance") is not None
+    if not functions or (is_auto and is_parallel and not has_library):
+        return ""
+    if not has_library:
+        name = "tool_choice" if is_parallel else "parallel_tool_calls"
+        raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
+
+    def tag(text: str) -> str:
+        return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
+
+    return TEMPLATES.get_template(f"{form.name}.lark").render(
+        form=form,
+        controls=controls,
+        tag=tag,
+        functions={name: schema_of(function) for name, function in functions.items()},
+        is_auto=is_auto,
+        is_parallel=is_parallel and asked.tool_choice not in functions,
+        **thoughts,
+    )
+
+
+def schema_of(function: Function) -> str:
+    """JSON Schema of a function's arguments; of any object if llguidance does not know that one,
+    or `InputError` if the client wants it strict."""
+    from llguidance import LLMatcher
+
+    how = {"lenient": not function.strict, "whitespace_pattern": SPACES}
+    text = json.dumps(function.parameters | {"type": "object", "x-guidance": how})
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    if problem and function.strict:
+        got = f"tools has {function.name}, whose parameters cannot be held ({shorten(problem)})"
+        raise InputError(f"{got}; simplify them, or leave strict out")
+    return json.dumps({"type": "object", "x-guidance": how}) if problem else text
+
+
+def format_of(template: str) -> ToolFormat:
+    """Format in which a chat template writes calls; Hermes' where it shows none."""
+    for form in FORMATS.values():
+        if form.opening in template or (form.is_bare and '"parameters"' in template):
+            return form
+    return FORMATS["hermes"]

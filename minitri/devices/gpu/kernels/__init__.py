@@ -14,9 +14,9 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 
 def problem_with(check: Callable[[], None]) -> str:
-    """Why a kernel cannot be used here: what `check`, which tests it, raises; empty if nothing."""
+    """Why a kernel cannot be used here: the error that the test `check` raises; empty if none."""
     try:
-        with warnings.catch_warnings(action="ignore"):  # a compiler's, of its own code
+        with warnings.catch_warnings(action="ignore"):  # of compilers about their own code
             check()
     except Exception as failure:  # a compiler of kernels may raise anything
         return shorten(failure, 80)
@@ -25,7 +25,7 @@ def problem_with(check: Callable[[], None]) -> str:
 
 @cache
 def num_processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few on a CPU, where kernels are interpreted."""
+    """Number of multiprocessors of a GPU; 4 for a CPU, where kernels are interpreted."""
     if device.type == "cpu":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from minitri.devices.gpu.kernels import num_processors
 
-NUM_KEYS = 64  # that a program reads at a time
-MAX_ROWS = 64  # of queries per program; for further ones K and V are read again
-MAX_PIECES = 128  # of a prefix
-PROGRAMS_PER_PROCESSOR = 2  # at once, given the shared memory of their prefetching
+NUM_KEYS = 64  # keys that a program reads at a time
+MAX_ROWS = 64  # rows of queries per program; another program with more rows reads K and V again
+MAX_PIECES = 128  # pieces of a prefix, each for one program
+PROGRAMS_PER_PROCESSOR = 2  # programs at once, by the shared memory that prefetching takes
 
 # Arguments that vary from call to call: Triton must not compile a kernel for each value.
 RUNTIME = ["T", "G", "num_kv_heads", "num_pieces"]
@@ -32,10 +32,10 @@ def attend_piece(  # type: ignore[no-untyped-def]
     q_b, q_t, q_h, kv_b, kv_h, kv_s, ROWS: tl.constexpr, NUM_KEYS: tl.constexpr, D: tl.constexpr,
     HAS_RULE: tl.constexpr,
 ) -> None:  # fmt: skip
-    """Output (R, D) and log-sum-exp (R,), to base 2, of one KV head over one piece of its keys.
+    """Triton kernel: attention of one KV head to one piece of its keys; (R, D) and log-sum-exps.
 
     A running softmax: sums are scaled down whenever a larger score turns up. `scale` has a factor
-    of log2(e); `q_b` and the like are strides. `rule` is read with `HAS_RULE` only."""
+    of log2(e), logarithms are to base 2; `q_b` and the like are strides."""
     tile = tl.program_id(0)
     piece = tl.program_id(1)
     head = tl.program_id(2).to(tl.int64)
@@ -78,7 +78,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
         probs_RS = probs_RS.to(values_SD.dtype)
         out_RD = out_RD * decay[:, None] + tl.dot(probs_RS, values_SD, input_precision="ieee")
         most = new_most
-    total = tl.maximum(total, 1.0)  # it is less where no key was seen, and 0
+    total = tl.maximum(total, 1.0)  # only a row that sees no key has less: 0
     out_RD = out_RD / total[:, None]
     lse = most + tl.log2(total)
     place = (head * num_pieces + piece) * G * T + rows
@@ -90,7 +90,7 @@ def attend_piece(  # type: ignore[no-untyped-def]
 def merge_pieces(  # type: ignore[no-untyped-def]
     outs, lses, out, T, G, num_kv_heads, num_pieces, PIECES: tl.constexpr, D: tl.constexpr
 ) -> None:
-    """Merges the pieces of one row of one KV head by their log-sum-exps."""
+    """Triton kernel: merges all pieces of one row of one KV head by their log-sum-exps."""
     head = tl.program_id(0).to(tl.int64)
     row = tl.program_id(1)
     b, k = head // num_kv_heads, head % num_kv_heads
@@ -108,8 +108,8 @@ def merge_pieces(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str, int]:
-    """The tile of a program for `num_rows` rows of queries. Sizes are those for which registers do,
-    in float32, too, with rules, and on sm_100, and shared memory on consumer cards (99 KiB)."""
+    """The tile sizes of a program for `num_rows` rows of queries: such that registers suffice, in
+    float32 and with rules, too, and shared memory on consumer cards (99 KiB)."""
     is_wide = dtype == torch.float32
     most = MAX_ROWS // 2 if is_wide or has_rule else MAX_ROWS
     rows = min(most, max(16, triton.next_power_of_2(num_rows)))
@@ -125,13 +125,13 @@ def attend_short_block(
     lengths_B: Tensor,
     rule_TT: Tensor | None = None,
 ) -> Tensor:
-    """Attention (B, T, H, D) over prefix and block in one pass; causal without a rule."""
+    """The `triton` backend: attention (B, T, H, D) to prefix and block; causal without a rule."""
     B, T, H, D = q_BTHD.shape
     K = keys_BKSD.shape[1]
     R = H // K * T
     assert keys_BKSD.stride() == values_BKSD.stride()
     has_rule = rule_TT is not None
-    rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # the latter is not read
+    rule = rule_TT.contiguous() if rule_TT is not None else lengths_B  # any address: not read
     sizes = tile_sizes(R, q_BTHD.dtype, has_rule=has_rule)
     num_tiles = triton.cdiv(R, sizes["ROWS"])
     wanted = PROGRAMS_PER_PROCESSOR * num_processors(q_BTHD.device) // (B * K * num_tiles)
@@ -143,7 +143,7 @@ def attend_short_block(
     tensors = (q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule, outs, lses)
     counts = (T, H // K, K, P)
     strides = (*q_BTHD.stride()[:3], *keys_BKSD.stride()[:3])
-    with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current one
+    with torch.cuda.device_of(q_BTHD):  # else Triton would launch on the current GPU
         attend_piece[num_tiles, P, B * K](
             *tensors, scale, *counts, *strides, D=D, HAS_RULE=has_rule, **sizes
         )

@@ -1,8 +1,8 @@
 """Products of a few rows with a matrix of 4 or 8 bits: the linear layers of `quantized_copies.py`.
 
-A program computes some columns of the output. Each of its warps reads another group of every
-`SHARES` and converts it in registers, once. W comes first in every product, as a tensor core takes
-16 rows of its first factor and 8 columns of its second.
+A program computes some columns of the output. Of every `SHARES` groups of W each of its warps reads
+one, and converts it in registers, once. W is the first factor of every product, as a tensor core
+takes 16 rows of the first factor and 8 columns of the second.
 
 Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X bytes of a tile.
 """
@@ -20,8 +20,8 @@ SHARES = 4  # groups of a row of W that a program reads at once: one for each of
 
 @triton.jit  # type: ignore[untyped-decorator]
 def nibbles(bytes_SCX, like: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The lower and the upper half of each byte less 8, as numbers of type `like`. In bfloat16
-    four bytes at a time: with exponents of 0x43 they are 128 to 143, less 136."""
+    """The low and the high nibble of each byte, both less 8, as numbers of type `like`. In bfloat16
+    four bytes at a time: a nibble with exponent 0x43 is a number from 128 to 143, less 136."""
     if like == tl.bfloat16:
         return tl.inline_asm_elementwise(
             """{
@@ -101,8 +101,8 @@ def multiply_tile(  # type: ignore[no-untyped-def]
 
 
 def tile_sizes(M: int, bits: int) -> dict[str, int]:
-    """Tile sizes and launch options of the kernel for M rows and weights of 4 or 8 bits. All stages
-    take 99 KiB of shared memory at most, which every GPU from compute capability 8.0 on has."""
+    """Tile sizes and launch options of `multiply_tile` for M rows and weights of 4 or 8 bits. All
+    stages take at most 99 KiB of shared memory, which GPUs from compute capability 8.0 on have."""
     rows = 8 if M <= 8 else 16
     stages = 6 if bits == 4 and rows == 8 else 4
     tile = {"ROWS": rows, "COLUMNS": 32, "SHARES": SHARES, "GROUP": GROUP}
@@ -110,7 +110,7 @@ def tile_sizes(M: int, bits: int) -> dict[str, int]:
 
 
 def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
-    """x W^T, (..., N), of x (..., E); on a GPU float32 rows are rounded to bfloat16 before."""
+    """Product x W^T, (..., N), of x (..., E); on a GPU float32 x is first rounded to bfloat16."""
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
@@ -121,6 +121,6 @@ def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
     out_MN = x.new_empty(M, N)
     sizes = tile_sizes(M, 8 * weight_NX.shape[1] // (G * GROUP))
     grid = triton.cdiv(M, sizes["ROWS"]), triton.cdiv(N, sizes["COLUMNS"])
-    with torch.cuda.device_of(x):  # else Triton would launch on the current one
+    with torch.cuda.device_of(x):  # else Triton would launch on the current GPU
         multiply_tile[grid](x_ME, weight_NX, scales_GN, out_MN, M, N, G, **sizes)
     return out_MN.view(*x.shape[:-1], N)

@@ -1,0 +1,233 @@
+"""Bodies of requests: what each is answered with, or one line that names what is wrong."""
+
+import copy
+import functools
+import json
+import math
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.apps.serve.conftest import complete, own_text, serving
+from tests.apps.serve.templates import FAMILIES
+
+TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+RECORDED = json.loads(Path(__file__).with_name("recorded_requests.json").read_text("utf-8"))
+USER = {"role": "user", "content": "a"}
+DEFAULTS = {TEXT: {"prompt": "a"}, RESPONSE: {"input": "a"}}
+TOOL = {"type": "function", "function": {"name": "f"}}
+CALL = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+CALLED = {"role": "assistant", "tool_calls": [CALL]}
+ITEMS = [
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+    {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
+    {"type": "function_call_output", "call_id": "x", "output": "b"},
+]
+SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1}
+SAMPLING |= {"frequency_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": -1}, "seed": 3}
+SAMPLING |= {"bad_words": ["b"], "stop": ["b"], "stream_options": {"include_usage": True}}
+FORM = {"type": "json_object"}
+NOTHING = {"n": None, "stop": None, "suffix": "", "best_of": 1, "metadata": {"a": "b"}}
+NOTHING |= {"response_format": {"type": "text"}}
+
+
+def sent(path, *turns, **fields):
+    """Path and body of a request; a chat has more turns."""
+    defaults = {"messages": [USER, *turns]} if path == CHAT else DEFAULTS[path]
+    return path, defaults | fields
+
+
+text, chat, response = (functools.partial(sent, path) for path in (TEXT, CHAT, RESPONSE))
+
+
+def answer(text, finish_reason="stop", **fields):
+    return [{"index": 0, "finish_reason": finish_reason, "logprobs": None, "text": text} | fields]
+
+
+YES = {"role": "assistant", "content": "Yes."}
+ANSWERED = [  # path and body, parts of the answer to it where the model says "Yes."
+    (text(), {"object": "text_completion", "model": "tiny", "choices": answer("Yes.")}),
+    (text(**NOTHING), {"choices": answer("Yes.")}),
+    (text(max_tokens=2), {"choices": answer("Yes", "length")}),
+    (text(stop="s"), {"choices": answer("Ye")}),
+    (chat(), {"object": "chat.completion", "choices": [{"message": YES, "finish_reason": "stop"}]}),
+    (chat(**NOTHING), {"choices": [{"message": YES}]}),
+    (chat({**YES, "name": None}, USER, max_completion_tokens=9, max_tokens=1), {}),
+    (chat(CALLED), {"object": "chat.completion"}),
+    (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
+    (text(**SAMPLING), {"choices": answer("Yes.")}),
+    (response(), {"object": "response", "status": "completed", "error": None}),
+    (response(max_output_tokens=1), {"incomplete_details": {"reason": "max_output_tokens"}}),
+    (response(input=ITEMS, tools=[TOOL | TOOL["function"]]), {"status": "completed"}),
+]
+REFUSED = [  # path and body, the field that the error names, and a word of what it says
+    (text(prompt=""), "prompt", "token"),
+    (text(prompt=[1, 320]), "320", "0 to 319"),
+    (text(prompt="\ud800"), "prompt", "Unicode"),
+    (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
+    (text(max_tokens="3"), "max_tokens is '3'", "whole number"),
+    (text(temperature=math.nan), "temperature", "finite"),
+    (text(seed=1 << 64), "seed", "less than"),
+    (text(stop=[1]), "stop is [1]", "strings"),
+    (text(stop=[*(f"{n:04d}" for n in range(256)), "y"]), "stop", "at most 1024 characters"),
+    (text(response_format={"type": "xml"}), "response_format", "/docs"),
+    (text(structured_outputs={"regex": "(a"}), "regex", "cannot be used"),
+    (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "another form"),
+    ((CHAT, {"messages": []}), "messages", "at least"),
+    (chat({"role": "user"}), "messages[1]", "content"),
+    (chat({"role": "user", "content": [{"type": "image_url"}]}), "messages[1].content", "text"),
+    (chat({"role": "tool", "tool_call_id": "x", "content": ""}), "tool_call_id is 'x'", "calls"),
+    (
+        chat(json.loads(json.dumps(CALLED).replace("{}", "[1]"))),
+        "messages[1].tool_calls[0].function.arguments",
+        "object",
+    ),
+    (chat(top_logprobs=2), "top_logprobs", "logprobs"),
+    (chat(tools=[TOOL, TOOL]), "tools", "one name"),
+    (chat(tools=[TOOL | {"function": {"name": "none"}}]), "tools[0].function.name", "letters"),
+    (chat(tools=[TOOL], response_format=FORM), "response_format", "tools"),
+    (chat(tools=[TOOL], tool_choice="f", continue_final_message=True), "tool_choice", "goes on"),
+    (response(input=3), "input is 3", "items"),
+    (response(input=[{"type": "item_reference", "id": "x"}]), "input", "messages or calls"),
+    (response(text={"format": {"type": "json_schema"}}), "text.format", "/docs"),
+    (response(details=True), "details", "alse"),
+]
+
+
+def is_part(wanted, of) -> bool:
+    """Whether objects of JSON have all these fields, and perhaps others."""
+    if isinstance(wanted, dict):
+        return all(name in of and is_part(value, of[name]) for name, value in wanted.items())
+    if isinstance(wanted, list):
+        return len(wanted) == len(of) and all(map(is_part, wanted, of))
+    return wanted == of
+
+
+def send(server, path, body):
+    """The response to a body, in which anything may be that Python's JSON can spell."""
+    headers = {"content-type": "application/json; charset=utf-8"}
+    return server.http.post(path, content=json.dumps(body).encode(), headers=headers)
+
+
+@pytest.fixture
+def hermes(scripted, run, use_template):
+    """A server of a model with tools."""
+    use_template(FAMILIES["hermes"])
+    run.texts.clear()
+    return scripted
+
+
+@pytest.mark.parametrize(("sent", "wanted"), ANSWERED)
+def test_a_body_has_its_answer(hermes, run, sent, wanted):
+    path, body = sent
+    run.texts.append("Yes.")
+    answered = hermes.post(path, **body)
+    assert answered.status_code == 200
+    assert is_part(wanted, answered.json()), answered.text
+
+
+@pytest.mark.parametrize(("sent", "named", "word"), REFUSED)
+def test_a_wrong_body_is_one_line_that_names_the_field(hermes, sent, named, word):
+    path, body = sent
+    refused = send(hermes, path, body)
+    error = refused.json()["error"]
+    assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
+    problem, _, advice = error["message"].partition("; ")
+    assert (bool(problem), bool(advice), error["message"].count("\n")) == (True, True, 0)
+    assert named in error["message"]
+    assert word in error["message"]
+    is_too_long = "shorten the prompt" in advice
+    assert error["code"] == ("context_length_exceeded" if is_too_long else "invalid_request")
+
+
+@pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
+def test_a_recorded_request_of_a_client_is_answered(hermes, run, sent):
+    """Bodies as Open WebUI, Continue and Codex send them."""
+    run.texts.append(sent["says"])
+    answered = hermes.post(sent["path"], **sent["body"])
+    assert answered.status_code == 200, answered.text
+    ends = re.findall(r'"finish_reason": "(\w+)"|"type": "response.(completed)"', answered.text)
+    assert "".join(ends[-1]) == sent["finish"]
+
+
+NO_OBJECTS = [b"", b"{", b"[1]", b"null", b'"x"', b"\xff\xfe{}", b"[" * 60_000, b"1" * 5000]
+
+
+def test_what_is_no_object_of_json_is_refused(server):
+    headers = {"content-type": "application/json"}
+    for body in NO_OBJECTS:
+        refused = server.http.post(TEXT, content=body, headers=headers)
+        assert refused.status_code == 400
+        assert "send an object" in refused.json()["error"]["message"]
+    assert server.http.post(TEXT, content=b'{"prompt": "a"}').status_code == 415
+    get, other, post = server.http.get(TEXT), server.http.get("/v2"), server.post("/health")
+    assert [it.status_code for it in (get, other, post)] == [405, 404, 405]
+    assert (get.headers["allow"], {*post.headers["allow"].split(", ")}) == ("POST", {"GET", "HEAD"})
+    assert all(it.json()["error"]["code"] == "invalid_request" for it in (get, other, post))
+
+
+VALUES = [None, True, -1, 0, 1 << 70, 0.5, math.nan, "", "\ud800", "x" * 99, "auto", [], [[]]]
+VALUES += [{}, {"": 1}, [1, "a"], [{"type": "text"}], {"type": "function"}]
+
+
+def places(value):
+    """All objects and lists inside, each with a key of it."""
+    keys = value if isinstance(value, dict) else range(len(value))
+    for key in keys:
+        yield value, key
+        if isinstance(value[key], dict | list):
+            yield from places(value[key])
+
+
+def test_no_body_makes_the_server_fail(hermes, caplog):
+    """One field at any depth has another value, or bytes are cut or changed."""
+    draw = random.Random(0)
+    for _ in range(100):
+        path, body = copy.deepcopy(draw.choice(ANSWERED)[0])
+        place, key = draw.choice([*places(body)])
+        place[key] = draw.choice(VALUES)
+        content = json.dumps(body).encode()
+        if draw.random() < 0.2:
+            content = content[: draw.randrange(len(content))] + draw.choice([b"", b"\xff", b"}"])
+        headers = {"content-type": "application/json"}
+        answered = hermes.http.post(path, content=content, headers=headers)
+        assert answered.status_code in (200, 400, 404), content
+        if answered.status_code != 200:
+            message = answered.json()["error"]["message"]
+            assert "\n" not in message
+            assert len(message) < 600
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+def test_wrong_bodies_leave_the_text_of_another_client_alone(server, engine):
+    with server.held(num_free=9) as gate:
+        stream = complete(server, stream=True)
+        text = next(stream).choices[0].text
+        for path, body in (sent for sent, *_ in REFUSED if sent[0] == TEXT):
+            send(server, path, body | {"max_tokens": 0})
+        gate.set()
+        assert text + "".join(chunk.choices[0].text for chunk in stream) == own_text(engine)
+
+
+def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engine, caplog):
+    """Unsupported values of known fields are refused, and a client cannot fill the log."""
+    with serving(engine, ignored=set()) as server:
+        extra = {"length_penalty": 1.1, "chat_template_kwargs": {"x": 1}, "new\nline": 1}
+        for _ in range(2):
+            assert complete(server, extra_body=extra).choices[0].text == own_text(engine)
+        assert server.post(prompt="a", n=9).status_code == 400
+        for name in (*extra, "n"):
+            assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)
+        server.post(prompt="She had", **{f"x{i}": 1 for i in range(300)})
+        assert caplog.text.count("is ignored") == 100
+
+
+def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
+    schemas = server.http.get("/docs").json()
+    assert {*schemas} == {TEXT, CHAT, RESPONSE}
+    for (path, body), _ in ANSWERED:
+        assert {*body} <= {*schemas[path]["properties"], *NOTHING}
+    for schema in schemas.values():
+        assert all("description" in field for field in schema["properties"].values())

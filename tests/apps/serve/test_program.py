@@ -1,0 +1,167 @@
+"""The program from its start to its end: flags, memory, signals, and files that change."""
+
+import contextlib
+import functools
+import json
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri.apps.serve.__main__ import build_parser, main, open_worker
+from minitri.apps.serve.room import SHARE, choose_rows
+from minitri.core.offload.placement import GIB
+from minitri.core.shape import MemoryShape
+from tests.conftest import resident_bytes, write_hf_folder
+
+FIELDS = {"prompt": "She had", "max_tokens": 300, "ignore_eos": True, "seed": 7}
+KIB = 1 / (1 << 20)
+
+
+def test_a_flag_that_cannot_be_used_is_one_line_before_the_model_is_read(call, monkeypatch):
+    """Flags that let everybody ask give a warning."""
+    flags = ("--model", "no-such-model", "--port")
+    assert "there is no key" not in call(main, *flags, 0).err
+    assert "and there is no key" in call(main, *flags, 0, "--host", "0.0.0.0").err
+    assert "there is no key" not in call(main, *flags, 0, "--host", "0.0.0.0", "--api-key=x").err
+    monkeypatch.setenv("MINITRI_API_KEY", "")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for more, problem in (
+            ((port, "--api-key=x"), f"cannot listen at 127.0.0.1, port {port}"),
+            ((0, "--api-key= "), "an API key is empty"),
+            ((0,), "an API key is empty"),
+        ):
+            done = call(main, *flags, *more)
+            assert (done.code, done.err.count("\n")) == (2, 1)
+            assert problem in done.err
+
+
+def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):
+    generation = GenerationConfig(reserve=512).for_run(512)
+    shape = MemoryShape((1,) * 8, SamplingParams(), generation, SpeculationConfig())
+
+    choose = functools.partial(choose_rows, engine.models, shape)
+    sizes = [choose(9.0, fewest=1)]
+    for _ in range(7):
+        sizes.append(choose(sizes[-1][1] - KIB, fewest=1))
+        assert sizes[-1][1] <= sizes[-2][1] - KIB
+    assert [num_rows for num_rows, _ in sizes] == [*range(8, 0, -1)]
+    weights = sum(it.num_bytes for it in {engine.models.target, engine.models.retrieval}) / GIB
+    for change, num_rows in ((KIB, 8), (-KIB, 7)):  # by default a share of what was free before
+        free = sizes[0][1] / SHARE - weights + change
+        monkeypatch.setenv("MINITRI_HOST_GIB", str(free))
+        assert choose(None, fewest=1)[0] == num_rows
+    monkeypatch.delenv("MINITRI_HOST_GIB")
+    sizes += [(1, value) for value in (0.0, -1.0, float("nan"))]
+    for num_rows, gib in (sizes[0], *sizes[7:]):
+        with pytest.raises(InputError, match=rf"^{num_rows} x 512 tokens of tiny take .* memory=$"):
+            choose(gib - KIB, fewest=num_rows)
+
+
+def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
+    args = build_parser().parse_args(["--context", "2", "--batch-size", "1"])
+    assert args.temperature == 1.0  # of requests that do not say
+    worker, *size = open_worker(args, engine, SamplingParams(), SpeculationConfig())
+    worker.close()
+    assert size[:2] == [1, 2]
+
+
+@contextlib.contextmanager
+def started(model, *flags):
+    """A server's process, the line of its start, the lines after it, and a client."""
+    command = [sys.executable, "-m", "minitri", "serve", "--model", str(model), "--port", "0"]
+    with subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True) as process:
+        lines = iter(process.stderr)
+        try:
+            start = next(line for line in lines if "/v1: " in line)
+            url = re.search(r"(http://\S+)/v1", start)[1]
+            with httpx.Client(base_url=url, timeout=300) as http:
+                yield process, start, lines, http
+        finally:
+            process.kill()
+
+
+def ask(http) -> str:
+    answer = http.post("/v1/completions", json=FIELDS).raise_for_status()
+    return answer.json()["choices"][0]["text"]
+
+
+@contextlib.contextmanager
+def streaming(http, **fields):
+    """The lines of a stream that has begun."""
+    with http.stream("POST", "/v1/completions", json=FIELDS | {"stream": True} | fields) as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data"))
+        yield next(lines), lines
+
+
+def test_a_server_goes_on_after_a_stop_with_other_weights_and_ends_its_streams(folder, tmp_path):
+    """SIGSTOP, for longer than a model may be silent, and SIGCONT: nothing counts as stuck. The
+    file of its weights is overwritten in place, and cut. After Ctrl-C a stream has its text."""
+    model = shutil.copytree(folder, tmp_path / "tiny")
+    file = model / "model.safetensors"
+    flags = ("--stall-seconds=1", "--dtype=float32")
+    with started(model, *flags) as (process, _, lines, http), ThreadPoolExecutor() as others:
+        with streaming(http) as (first, rest):
+            process.send_signal(signal.SIGSTOP)
+            late = others.submit(ask, http)
+            with pytest.raises(httpx.ReadTimeout):
+                httpx.get(f"{http.base_url}/health", timeout=2)
+            process.send_signal(signal.SIGCONT)
+            *chunks, done = [first, *rest]
+        text = "".join(json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks)
+        assert (done, late.result()) == ("data: [DONE]", text)
+        assert http.get("/v1/models").json()["data"][0]["id"] == "tiny"  # not where it is
+        with file.open("r+b", 0) as mapped:
+            mapped.write(b"\xff" * file.stat().st_size)
+            assert ask(http) == text
+            mapped.truncate(9)
+            assert ask(http) == text
+        assert http.get("/health").json()["status"] == "ok"
+        with streaming(http, max_tokens=500, logprobs=5) as (_, rest):
+            process.send_signal(signal.SIGINT)
+            said = next(lines)
+            assert [*rest][-1] == "data: [DONE]"
+        assert process.wait(30) == 0
+        said += "".join(lines)
+    assert "finishing requests; again to stop now" in said
+    assert "Traceback" not in said
+    assert said.endswith("stopped\n")
+
+
+GRACE = [  # flag, signals, the end of a stream
+    ("--grace=0", [signal.SIGTERM], "the server is stopping; ask again later"),
+    ("--grace=30", [signal.SIGTERM, signal.SIGINT], ""),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("grace", "signals", "end"), GRACE)
+def test_after_the_time_of_grace_or_at_a_second_signal_streams_end(tmp_path, grace, signals, end):
+    """Rows of a million tokens take memory only as far as texts have reached, not 2 GB."""
+    folder = write_hf_folder(tmp_path / "long", max_position_embeddings=1_000_000)
+    flags = ("--context=1000000", "--memory=2.6", "--dtype=bfloat16", grace)
+    with started(folder, *flags) as (process, start, lines, http):
+        gib = re.search(r": 8 requests at a time, of 1000000 tokens each, in (\S+) GiB;", start)[1]
+        ask(http)
+        assert resident_bytes(process.pid) < 1.0 * GIB < 2.2 * GIB < float(gib) * GIB <= 2.6 * GIB
+        with streaming(http, max_tokens=100_000) as (_, rest):
+            process.send_signal(signals[0])
+            assert any("again to stop now" in line for line in lines)
+            for other in signals[1:]:
+                process.send_signal(other)
+            said = [""]
+            with contextlib.suppress(httpx.HTTPError):
+                said.extend(rest)
+            assert end in said[-1]
+        assert process.wait(30) == 0
+        said = "".join(lines)
+    assert said.endswith("stopped\n")
+    assert "Traceback" not in said

@@ -1,0 +1,20 @@
+"""Errors of bad input: one line in parts, what is wrong and what to do, that names the place."""
+
+import contextlib
+from collections.abc import Iterator
+
+import pytest
+
+from minitri.core.errors import InputError
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """A block that ends with an error whose message has these words."""
+    with pytest.raises(InputError) as caught:
+        yield
+    message = str(caught.value)
+    assert message.isprintable()
+    assert len(message) < 1000
+    assert "; " in message
+    assert all(word in message for word in words), message
