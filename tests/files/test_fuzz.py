@@ -113,6 +113,7 @@ CHANGES = st.lists(st.sampled_from(sorted(CONFIG)), min_size=1, max_size=3).flat
     lambda keys: st.fixed_dictionaries({key: CONFIG[key] for key in keys})
 )
 YARN = {"rope_type": "yarn", "factor": 4.0}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 def without_null(config: dict) -> dict:
@@ -126,6 +127,8 @@ def without_null(config: dict) -> dict:
 
 @examples
 @given(CHANGES)
+@example({"rope_parameters": YARN, TRAINED: 64})
+@example({"rope_parameters": LLAMA3, TRAINED: 64})
 @example({"rope_parameters": YARN | {TRAINED: 128}, TRAINED: 64})
 @example({"rope_parameters": YARN, "rope_scaling": {"type": "linear", "factor": 2.0}})
 @example({"rope_parameters": {}, "rope_scaling": YARN, "rope_theta": 5e3})
