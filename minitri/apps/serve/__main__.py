@@ -9,7 +9,7 @@ import functools
 import socket
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
@@ -32,7 +32,7 @@ DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most mod
 
 @dataclass(frozen=True)
 class ServeFlags:
-    """Flags of this program alone."""
+    """Flags of `minitri serve` that no other program has."""
 
     context: int | None = between(None, 1)
     """Tokens of a prompt and its answer. Default: 8192, or as many as the model holds."""
@@ -69,8 +69,7 @@ def build_parser() -> arguments.OneLineParser:
     title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
     arguments.add_flags(parser, *arguments.SAMPLING, title=title)
     parser.set_defaults(temperature=1.0)
-    names = {*arguments.SPECULATION} - {"coupled"}
-    arguments.add_flags(parser, *names, title="speculation")
+    arguments.add_flags(parser, *{*arguments.SPECULATION} - {"coupled"}, title="speculation")
     return parser
 
 
@@ -127,16 +126,11 @@ def open_worker(
     shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
     fewest = args.batch_size or 1
     num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=fewest)
-    open_run = functools.partial(
-        engine.open,
-        batch_size=num_rows,
-        sampling=sampling,
-        generation=generation,
-        speculation=speculation,
-    )
+    how: Any = {"sampling": sampling, "generation": generation, "speculation": speculation}
+    open_run = functools.partial(engine.open, batch_size=num_rows, **how)
     run = open_run()
     num = min(32, context // 2)
-    run.submit(Request([1] * num, seed=0, generation=GenerationConfig(num, ignore_eos=True)))
+    run.submit(Request([1] * num, seed=0, max_new_tokens=num, ignore_eos=True))
     while not isinstance(next(run), End):
         pass  # so that the first request does not wait for one-time work
     return Worker(lambda _: open_run(), run), num_rows, context, gib

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Access:
-    """Flags of the program about its clients."""
+    """Flags that say which clients may ask, and how much."""
 
     host: str = "127.0.0.1"
     """Address to listen at; 0.0.0.0: all."""

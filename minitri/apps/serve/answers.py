@@ -4,15 +4,14 @@ In addition to OpenAI's fields every answer has its `seed`; with `details` the c
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
 
-import itertools
 import json
 import secrets
 import time
 from collections.abc import Sequence
 
-from minitri import End, Engine, Event, Idle, Request, Token
+from minitri import End, Engine, Event, Idle, Token
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 from minitri.core.requests import PrefillProgress
@@ -41,9 +40,7 @@ class Writer:
 
     def __init__(self, call: Call, model: str, engine: Engine) -> None:
         asked = self._asked = call.asked
-        self._choices = [
-            Choice(index, request, call, engine) for index, request in enumerate(call.requests)
-        ]
+        self._choices = [Choice(index, call, engine) for index in range(len(call.requests))]
         self._ends: dict[int, End] = {}  # by the indices of their choices
         self.id = new_id(asked.id_prefix)
         is_chunk = asked.stream and asked.object_type == "chat.completion"
@@ -63,7 +60,11 @@ class Writer:
             self._ends[index] = event
         is_done = len(self._ends) == len(self._choices)
         if not asked.stream:
-            return to_json(self._whole()) if is_done else b""
+            if not is_done:
+                return b""
+            ends = sorted(self._ends.items())
+            choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
+            return to_json({**self._head, "choices": choices, "usage": self._usage()})
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:
                 progress = {"processed": done, "total": total, "cache": cached}
@@ -87,12 +88,6 @@ class Writer:
         """Piece of a stream."""
         return in_stream({**self._head, "choices": choices, **others})
 
-    def _whole(self) -> Json:
-        """All of the answer."""
-        ends = sorted(self._ends.items())
-        choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
-        return {**self._head, "choices": choices, "usage": self._usage()}
-
     def _usage(self) -> Json:
         """Counts of tokens. A prompt with several texts counts once; accepted predictions are the
         tokens that the target itself did not choose."""
@@ -102,30 +97,27 @@ class Writer:
         num_cached = sum(row.num_cached_tokens for row in first_rows)
         num_new = sum(row.num_generated_tokens for row in rows)
         guessed = sum(row.by_origin["draft"] + row.by_origin["retrieval"] for row in rows)
+        new = {"accepted_prediction_tokens": guessed, "reasoning_tokens": 0}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
             "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": guessed,
-                "reasoning_tokens": 0,
-            },
+            "completion_tokens_details": new,
         }
 
 
 class Choice:
     """One text of an answer."""
 
-    def __init__(self, index: int, request: Request, call: Call, engine: Engine) -> None:
+    def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
         self._is_chat = call.chat is not None
         self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
         self._num_calls = 0
         self._tokenizer = engine.tokenizer
-        is_ended = not request.generation.ignore_eos
-        self._end_tokens = engine.config.eos_token_ids if is_ended else ()
+        self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._num_characters = 0
         self._has_role = False  # the message so far
 
@@ -172,19 +164,20 @@ class Choice:
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
         entries = []
+        offsets = []
         for token in tokens:
             if token.token_id not in self._end_tokens:
                 top = [self._entry(*pair) for pair in token.top_logprobs]
                 entry = self._entry(token.token_id, token.logprob or 0.0)
                 entries.append(entry | {"top_logprobs": top})
+                offsets.append(self._num_characters)
+                self._num_characters += len(token.text)
         if self._is_chat:
             return {"content": entries}
         tops = [
             {top["token"]: top["logprob"] for top in entry["top_logprobs"]} or None
             for entry in entries
         ]
-        lengths = (len(token.text) for token in tokens)
-        *offsets, self._num_characters = itertools.accumulate(lengths, initial=self._num_characters)
         return {
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],

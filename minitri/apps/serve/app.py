@@ -27,8 +27,7 @@ from minitri import End, Idle, InputError
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
-from minitri.apps.serve.bodies.completion import ChatBody, TextBody
-from minitri.apps.serve.bodies.response_body import ResponseBody
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
@@ -96,18 +95,14 @@ class Service:
             Route("/", self.page),
             Route("/docs", self.docs),
         ]
-        sites = Middleware(
-            CORSMiddleware,
-            allow_origins=self.access.allow_origin,
-            allow_methods="*",
-            allow_headers="*",
-        )
+        sites = self.access.allow_origin
+        cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers: Any = dict.fromkeys(handled, refuse)
-        return Starlette(routes=routes, middleware=[sites], exception_handlers=handlers)
+        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
-        """Texts are counted from before a prompt is tokenized to the end of the answer."""
+        """Answer to a body. Its texts count from before their prompt is tokenized."""
         client, body = await self._asked(request)
         salt = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
@@ -170,7 +165,7 @@ class Service:
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
-        """Counts texts of a client meanwhile. Raises `ApiError` where they are too many."""
+        """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
         if num > share:
@@ -216,8 +211,8 @@ class Service:
     async def docs(self, request: Request) -> Response:
         """The endpoints by their paths, with the JSON schemas of their bodies."""
         self.access.check_site(request.headers)
-        kinds = {path: kind for path, (kind, _) in ENDPOINTS.items()}
-        return JSONResponse({path: kind.model_json_schema() for path, kind in kinds.items()})
+        pairs = ENDPOINTS.items()
+        return JSONResponse({path: kind.model_json_schema() for path, (kind, _) in pairs})
 
 
 class Server(uvicorn.Server):

@@ -1,16 +1,15 @@
 """Requests of clients for one model: from the JSON of a body to the `Request` of each text."""
 
+import json
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.completion import ChatBody, TextBody
-from minitri.apps.serve.bodies.response_body import ResponseBody
-from minitri.apps.serve.bodies.strict_json import Json, checked, read_object
+from minitri.apps.serve.bodies.chat_body import Json, checked
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
-from minitri.core.errors import shorten
+from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed
 from minitri.core.log import log
 from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
@@ -38,7 +37,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class Protocol:
-    """Reads bodies for one model."""
+    """Reader of request bodies for one model."""
 
     engine: Engine
     names: list[str]  # of the model; answers have the first
@@ -56,7 +55,7 @@ class Protocol:
             given = split_prompts(asked.prompt)
             prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
-            chat = self.chat_of(asked.conversation)
+            chat = ChatPrompt(asked.conversation, self.engine)
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
@@ -101,14 +100,11 @@ class Protocol:
             raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
 
-    def chat_of(self, conversation: Conversation) -> ChatPrompt:
-        """Prompt of a conversation. Raises `InputError`."""
-        return ChatPrompt(conversation, self.engine)
-
     def parsed(self, body: bytes, kind: type[Asked]) -> Asked:
         """The fields of a body. Unknown ones that ask for something are refused, or ignored with a
         warning. Raises `InputError`, and `ApiError` for another model."""
-        content = read_object(body)
+        with explain("the body is no object of JSON", "send an object"):
+            content = {**json.loads(body)}
         for name in content.keys() - kind.model_fields.keys():
             value = content[name]
             if value and name not in IGNORED and value != NEUTRAL.get(name):
@@ -119,8 +115,7 @@ class Protocol:
                     log.warning("the field %r is ignored: this server does not know it", name[:60])
             del content[name]
         asked = checked(kind, content)
-        if asked.model is not None:
-            self.check_model(asked.model)
+        self.check_model(asked.model or self.names[0])
         return asked
 
     def check_model(self, name: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from minitri import End, Engine, Event, Token
 from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id, to_json
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.strict_json import Json
+from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 
@@ -57,7 +57,7 @@ class ResponseWriter(Writer):
             yield self._event(self._status, response=self._response())
 
     def _response(self) -> Json:
-        """All of the answer so far. Counts are those of a chat: input is its prompt."""
+        """The response so far, in which counts of tokens have other names than in a chat."""
         usage = {
             name.replace("prompt", "input").replace("completion", "output"): count
             for name, count in (self._usage() if self._ends else {}).items()

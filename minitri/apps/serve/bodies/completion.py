@@ -1,21 +1,18 @@
-"""Bodies of /v1/completions and /v1/chat/completions.
+"""Bodies of the endpoints as pydantic models, which check them; their JSON schemas are at /docs.
 
 Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, `details` and
-`continue_final_message` are additions. The models check a body, and their JSON schemas are at
-/docs.
+`continue_final_message` are additions.
 """
 
-import dataclasses
 import json
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from minitri import Grammar, SamplingParams
+from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.chat_body import Conversation
-from minitri.apps.serve.bodies.strict_json import Body, Json, Many, says
-from minitri.core.errors import MAX_COUNT
+from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, checked, says
+from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import refuse
 from minitri.core.settings import MAX_ROWS
 
@@ -25,12 +22,12 @@ STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every to
 MAX_PROMPTS = 2048  # as at OpenAI
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
-SAMPLING = {field.name: field for field in dataclasses.fields(SamplingParams)}
 
 
 def like(name: str) -> Any:
     """Optional field with the bounds and the help of one of `SamplingParams`."""
-    least, most = SAMPLING[name].metadata.get("range", (None, None))
+    field = SamplingParams.__dataclass_fields__[name]
+    least, most = field.metadata.get("range", (None, None))
     return Field(None, ge=least, le=most, description=field_texts(SamplingParams)[name])
 
 
@@ -68,7 +65,7 @@ class Fields(Body):
     id_prefix: ClassVar[str]
     object_type: ClassVar[str]  # OpenAI's `object` of the answer
     default_length: ClassVar[int] = MAX_COUNT  # if the client gives none: as many as fit
-    model: str | None = None
+    model: str = ""
     """One of the names at /v1/models. Default: the first."""
     temperature: float | None = like("temperature")
     top_k: int | None = like("top_k")
@@ -91,9 +88,8 @@ class Fields(Body):
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
-    """Seed of the random numbers: a request has one answer per seed; answer i has that of seed + i.
-    The upper 32 of its 64 bits (of a negative number, too) are combined with the lower ones by
-    exclusive or. Default: drawn, and part of the answer."""
+    """Seed of the random numbers, by default drawn: a request has one answer per seed; answer i has
+    that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
@@ -179,3 +175,79 @@ class ChatBody(Fields, Conversation):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TextForm(Body):
+    """Form of the answer's text."""
+
+    format: Form = None
+    """An object of type text, json_object, or json_schema, with a schema."""
+
+
+class ResponseBody(Fields):
+    """Body of /v1/responses."""
+
+    id_prefix = "resp_"
+    object_type = "response"
+    input: Annotated[str | Many[Json], says("give a text, or a list of items")] = ""
+    """A text, or a list of items: messages of texts, calls of functions and what those gave;
+    reasoning is left out."""
+    instructions: str = ""
+    """A message of the system, before the input."""
+    text: TextForm = TextForm()
+    """Form of the answer, such as {"format": {"type": "text"}}."""
+    tools: Many[Json] = ()
+    """Functions that may be called; tools of other types are left out."""
+    tool_choice: Annotated[str | Json, says("give auto, none, required, or a function")] = "auto"
+    """Whether functions are called: auto, none, required, or which one."""
+    parallel_tool_calls: bool = True
+    """Whether several may be called."""
+    n: int = Field(1, ge=1, le=1)
+    """How many answers."""
+    details: Literal[False] = False
+    """Events have none."""
+
+    @property
+    def forms(self) -> dict[str, Grammar]:
+        form = self.text.format
+        return super().forms | ({} if form is None else {"text": form})
+
+    @property
+    def conversation(self) -> Conversation:
+        tools = [
+            {"type": "function", "function": tool}
+            for tool in self.tools
+            if tool.get("type") == "function"
+        ]
+        content = {
+            "messages": self._messages(),
+            "tools": tools,
+            "tool_choice": self.tool_choice,
+            "parallel_tool_calls": self.parallel_tool_calls,
+        }
+        return checked(Conversation, content)
+
+    def _messages(self) -> list[Json]:
+        """Messages of the chat; calls that follow one another are of one message."""
+        items = self.input
+        if isinstance(items, str):
+            items = ({"role": "user", "content": items},)
+        messages: list[Json] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        for item in items:
+            match item:
+                case {"type": "reasoning"}:
+                    pass
+                case {"type": "function_call", "call_id": call_id, "name": name, "arguments": text}:
+                    if not messages or messages[-1]["role"] != "assistant":
+                        messages.append({"role": "assistant"})
+                    call = {"id": call_id, "function": {"name": name, "arguments": text}}
+                    messages[-1].setdefault("tool_calls", []).append(call)
+                case {"type": "function_call_output", "call_id": call_id, "output": output}:
+                    messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
+                case {"role": role, "content": content} if item.get("type", "message") == "message":
+                    messages.append({"role": role, "content": content})
+                case _:
+                    raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
+        return messages

@@ -1,26 +1,40 @@
-"""Prompt of a chat: its messages in the form of the model's template, and how its answer is read.
+"""Prompt of a chat: its messages in the form of the model's template, and the grammar of calls.
 
 Templates take plain texts, and the arguments of calls as objects.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from minitri import Engine, Grammar, InputError
-from minitri.apps.serve.bodies.chat_body import Conversation, Message
-from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser
-from minitri.apps.serve.chats.tools import calls_grammar, format_of
+from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
+from minitri.apps.serve.chats.answer_parser import (
+    END_THINK,
+    FORMATS,
+    THINK,
+    AnswerParser,
+    ToolFormat,
+)
 from minitri.core.errors import shorten
 
 Turn = dict[str, Any]
+SPACES = r"[ \n]{0,16}"  # within arguments: without a limit some models never end them
+GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
+TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
+TEMPLATES.filters["quoted"] = json.dumps  # as a string of Lark
 
 
 class ChatPrompt:
     """Prompt of a chat, in the form of the model's template, and the parser of its answer."""
 
     def __init__(self, asked: Conversation, engine: Engine) -> None:
-        """Raises `InputError`."""
+        """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
         offered = asked.tools if asked.tool_choice != "none" else ()
         tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
@@ -90,3 +104,56 @@ def one_call_each(turns: Sequence[Turn]) -> Iterator[Turn]:
         yield turn | ({"tool_calls": [first]} if others else {})
         for call in others:
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
+
+
+def calls_grammar(
+    asked: Conversation, form: ToolFormat, controls: Mapping[str, int], **thoughts: bool
+) -> str:
+    """Grammar of the whole answer in llguidance's Lark dialect, or "" where anything goes.
+
+    `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
+    at its end, and whether the answer `may_think`. Raises `InputError`."""
+    functions = asked.callable_functions
+    is_auto = asked.tool_choice == "auto"
+    is_parallel = asked.parallel_tool_calls
+    has_library = find_spec("llguidance") is not None
+    if not functions or (is_auto and is_parallel and not has_library):
+        return ""
+    if not has_library:
+        name = "tool_choice" if is_parallel else "parallel_tool_calls"
+        raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
+
+    def tag(text: str) -> str:
+        return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
+
+    return TEMPLATES.get_template(f"{form.name}.lark").render(
+        form=form,
+        controls=controls,
+        tag=tag,
+        functions={name: schema_of(function) for name, function in functions.items()},
+        is_auto=is_auto,
+        is_parallel=is_parallel and asked.tool_choice not in functions,
+        **thoughts,
+    )
+
+
+def schema_of(function: Function) -> str:
+    """JSON Schema of a function's arguments; of any object if llguidance does not know that one,
+    or `InputError` if the client wants it strict."""
+    from llguidance import LLMatcher
+
+    how = {"lenient": not function.strict, "whitespace_pattern": SPACES}
+    text = json.dumps(function.parameters | {"type": "object", "x-guidance": how})
+    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    if problem and function.strict:
+        got = f"tools has {function.name}, whose parameters cannot be held ({shorten(problem)})"
+        raise InputError(f"{got}; simplify them, or leave strict out")
+    return json.dumps({"type": "object", "x-guidance": how}) if problem else text
+
+
+def format_of(template: str) -> ToolFormat:
+    """Format in which a chat template writes calls; Hermes' where it shows none."""
+    for form in FORMATS.values():
+        if form.opening in template or (form.is_bare and '"parameters"' in template):
+            return form
+    return FORMATS["hermes"]
