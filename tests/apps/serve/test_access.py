@@ -13,7 +13,7 @@ UNREAD = [9] * 17
 KEYS = {"api_key": "clé alice bob"}
 
 
-def num_cached(server, key="bob", prompt=SECRET, **fields) -> int:
+def num_cached(server, prompt, key="bob", **fields) -> int:
     answer = server.post(key=key, prompt=[*prompt, *UNREAD], max_tokens=1, **fields).json()
     return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
 
@@ -22,17 +22,18 @@ def num_cached(server, key="bob", prompt=SECRET, **fields) -> int:
 def test_the_prompts_of_another_key_cannot_be_guessed_from_counts(server, share_prefixes, num):
     """A prompt with the right next token would have one more that is cached: here while a text of
     Alice's runs, and when it has ended."""
-    hers = {"prompt": SECRET + [7] * 9, "max_tokens": 60, "ignore_eos": True, "user": "Alice"}
+    secret = [token + share_prefixes for token in SECRET]  # which nobody has asked before
+    hers = {"prompt": secret + [7] * 9, "max_tokens": 60, "ignore_eos": True, "user": "Alice"}
     with server.limited(**KEYS, share_prefixes=share_prefixes), ThreadPoolExecutor(2) as clients:
         with server.held(num_free=4) as gate:
             running = clients.submit(server.post, key="alice", **hers)
             server.wait(lambda: gate.is_reached)
-            guess = clients.submit(num_cached, server)
+            guess = clients.submit(num_cached, server, prompt=secret)
             server.wait_for(num_open=2)
             gate.set()
             assert guess.result() == num
         assert running.result().status_code == 200
-        assert num_cached(server, user="Alice") == num
+        assert num_cached(server, prompt=secret, user="Alice") == num
 
 
 def test_prompts_are_read_from_where_the_same_key_and_user_left_them(server):

@@ -164,8 +164,15 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(server, ask):
         assert len(top) == 3
         assert top[name] == logprob == max(top.values())  # greedy
         assert sum(map(math.exp, top.values())) < 1
-    parts = [chunk.choices[0].logprobs for chunk in complete(server, **fields, stream=True)]
-    assert [name for part in parts if part for name in part.tokens] == scores.tokens
+    names = []
+    text = ""
+    for chunk in complete(server, **fields, stream=True):
+        [part] = chunk.choices
+        if part.logprobs:
+            assert part.logprobs.text_offset == [len(text)]
+            names += part.logprobs.tokens
+        text += part.text
+    assert names == scores.tokens
     [choice] = ask(logprobs=True, top_logprobs=2).choices
     known = [entry for entry in choice.logprobs.content if entry.bytes]  # whole characters
     assert len(choice.logprobs.content) == 16 > len(known) > 4

@@ -108,6 +108,7 @@ def test_thoughts_texts_and_calls_become_items(scripted, run, use_template):
     answer = ask(model="tiny", input="Where?", tools=[LOOK])
     places = [event.output_index for event in events if hasattr(event, "output_index")]
     assert places == sorted(places)
+    assert {*places} == {*range(4)}
     done = [event.arguments for event in events if event.type.endswith("arguments.done")]
     assert done == ['{"at": 1}', "{}"]
     deltas = [event.delta for event in events if event.type.endswith("arguments.delta")]
