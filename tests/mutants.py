@@ -24,6 +24,7 @@ core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_dis
   greedy draft scored with soft q | RandomSource.sample: sample_by_number(_, _) => probs_BV.argmax(1)
   acceptance number reused for the recovered token | _sample_next: -1 => last - 1
 core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-2-1]
+  * guesses stay in the text | Level.propose: del sequence[length:] => pass
   q of the next guess | _sample_next: num_accepted_B.clamp_max => (num_accepted_B + 1).clamp_max
   accepted guesses counted after a rejection
     Guesses.num_passed_B: (passes_BN & self.are_real_BN).cumprod(1) => passes_BN & self.are_real_BN
