@@ -1,0 +1,95 @@
+"""Wrong kernels are noticed by the tests of this folder: one bug for each of their contracts."""
+
+import pytest
+import torch
+
+from minitri.core.errors import InputError
+from minitri.core.settings import SamplingParams
+from minitri.devices.cpu.kernels import load_kernels
+from minitri.devices.cpu.quantized import Form
+from tests.devices.cpu import test_draft_round as rounds
+from tests.devices.cpu import test_filters as filters
+from tests.devices.cpu import test_kernels as claims
+from tests.devices.cpu import test_pass as passes
+from tests.devices.cpu import test_tiles as tiles
+from tests.devices.cpu.conftest import compiled
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here"),
+]
+OF_ALL = """
+mass.sum >= wanted => mass.sum > 2 * wanted
+std::max(least, power_of_2( => std::max(0 * least, power_of_2(
+float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
+a.logits + row * a.V, a.logits + (row + 1) * a.V, x) => a.logits, a.logits + a.V, x)
+begin = piece * PIECE;
+    => begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
+block : block + t + 1, 0) => block : block + t + 2, 0)
+const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
+x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
+Form::scale(panel, g, word * Form::SCALES / Form::WORDS => Form::scale(panel, g, 0
+(a.rows ? row : n) % PANEL => n % PANEL
+std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
+    => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
+slot = p.lengths[b] + t => slot = p.lengths[0] + t
+if (is_in_place && n == BLOCK) { => if (is_in_place) {
+E) + float(eps) => E) + 0.0f
+sums + (r - part) * BLOCK, k == 0); => sums + (r - part) * BLOCK, true);
+a.probs + at * a.width), => a.probs + (at - (i > 0)) * a.width),
+a.uniforms[at] => a.uniforms[b * a.N]
+row[a.ids[n]] = => row[a.ids[n + outputs]] =
+"""
+"""A text of the source => what stands in its place."""
+OF_PAIRS = """
+if (s + 1 < n) b => if (s < n) b
+"""
+"""Bugs that only a processor that multiplies pairs of bfloat16 notices."""
+OF_UNIT = """
+sums[o * num_columns + r] => sums[o * num_columns]
+"""
+"""Bugs that only a processor with a matrix unit notices."""
+OF_AVX2 = """
+unpack<Op>(panel, g, word, lane + v * LANES => unpack<Op>(panel, g, word, lane
+"""
+"""Bugs that only a processor which widens all numbers to float32 notices."""
+NEEDED = {OF_ALL: "", OF_PAIRS: "BF16", OF_UNIT: "AMX", OF_AVX2: "AVX2"}
+
+
+def check(kernels, monkeypatch) -> None:
+    """The claims about kernels, on a few cases each, the quick ones first."""
+    dtype = torch.bfloat16
+    for V in (15, 50):
+        filters.test_every_combination_of_filters_is_the_distribution_by_definition(kernels, V)
+    filters.test_of_the_likeliest_tokens_greedy_decoding_takes_the_first(kernels)
+    filters.test_logits_that_are_not_finite_give_no_distribution(kernels, filters.ALL)
+    claims.test_attention_equals_the_oracle(kernels, dtype, 64)
+    claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype)
+    claims.test_what_is_not_finite_is_never_hidden(kernels, torch.float32)
+    for form, E in ((16, 48), (Form.Q4, 576), (Form.Q8, 576), (Form.Q5_K, 2304), (Form.Q6_K, 2304)):
+        claims.test_linear_equals_plain_formulas(kernels, dtype, form, E)
+    claims.test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype, has_bias=True)
+    for case in ((1, False, 1), (5, True, 1), (2, False, 1e-6)):
+        passes.test_a_pass_computes_and_writes_what_the_plain_layers_do(
+            kernels, "streaming", torch.float32, *case
+        )
+    tiles.test_attention_over_tiles_has_the_bits_of_plain_slots(kernels, 64)
+    for kind in ("lent", "larger"):
+        models = rounds.models_of(kind, torch.float32, kernels)
+        rounds.check_rounds(monkeypatch, models, SamplingParams(1.0))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "needed"),
+    [
+        (mutant, needed)
+        for mutants, needed in NEEDED.items()
+        for mutant in mutants.replace("\n    =>", " =>").strip().splitlines()
+    ],
+)
+def test_a_wrong_kernel_is_noticed(mutant, needed, tmp_path, monkeypatch):
+    if needed not in load_kernels().instructions:
+        pytest.skip(f"this processor has no {needed}")
+    wrong = compiled(tmp_path, tuple(mutant.split(" => ")), level=0)
+    with pytest.raises((AssertionError, InputError)):
+        check(wrong, monkeypatch)
