@@ -75,7 +75,7 @@ def origin_of(model: Llama) -> Origin:
     if execution.ranks.count > 1 or not execution.fingerprint:
         raise InputError(
             f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
-            "from a file, or is divided among processes"
+            "from a file, or is divided among processes; use a model of a file in one process"
         )
     return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 
