@@ -120,7 +120,7 @@ def test_bad_settings_are_refused_by_name(engine, kind):
         for value in values:
             with pytest.raises(InputError, match=name):
                 KINDS[kind](**{name: value})
-    with pytest.raises(InputError, match=r"where a \w+ belongs"):
+    with pytest.raises(InputError, match=r"give a \w+"):
         engine.generate(PROMPTS[0], **{kind: "triforce"})
 
 

@@ -41,7 +41,7 @@ def check_names(names: Iterable[str], known: Collection[str]) -> None:
 def expect(given: object, kind: type) -> None:
     """Raises `InputError` unless `given` is an instance of `kind`."""
     if not isinstance(given, kind):
-        raise InputError(f"got {shorten(repr(given), 60)} where a {kind.__name__} belongs; give one")
+        raise InputError(f"got {shorten(repr(given), 60)}; give a {kind.__name__}")
 
 
 def brief(settings: Any) -> str:

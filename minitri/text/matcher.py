@@ -110,7 +110,8 @@ class Pieces:
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
     if not config.eos_token_ids:
-        raise InputError(f"{config.name} has no end-of-sequence token, which grammars need; use another")
+        problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
+        raise InputError(f"{problem}; use another model")
     lexicon = lexicon_of(tokenizer, config.vocab_size, config.eos_token_ids)
     return compile_grammar(grammar, lexicon).deep_copy()
 

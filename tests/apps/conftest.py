@@ -11,7 +11,7 @@ from minitri import Generation
 @pytest.fixture
 def interrupt(monkeypatch):
     """Sends Ctrl-C before the event of this number."""
-    handler = signal.getsignal(signal.SIGINT)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupt(number: int, times: int = 1) -> None:
         real, events = Generation.__next__, itertools.count(1)

@@ -33,6 +33,7 @@ ADDED = {
     "--logprobs 3": "",
     'minitri "The sea was" --method triforce': "-n 8",
     "minitri chat": "",
+    "minitri score novel.txt": "--max-prompt-tokens 300",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 16 --num-samples 64",
     "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1",
     "minitri plan --gpu rtx4090": "",
