@@ -241,3 +241,15 @@ def test_flags_for_grammars_are_one_setting(run, tmp_path):
     done = run(PROMPT, *flags, "--repetition-penalty", "1.2", "--min-tokens", "4", "--json")
     assert 71 not in done.json["token_ids"]
     assert "repetition_penalty 1.2" in done.err
+
+
+def test_a_text_is_scored_token_by_token(run, folder, engine, tmp_path):
+    file = tmp_path / "text.txt"
+    file.write_text(PROMPT, encoding="utf-8")
+    words = ("score", str(file), "-m", str(folder), "--dtype", "float32")
+    scores = engine.score(PROMPT)
+    report = run(*words, "--json", model=None).json
+    assert report["logprobs"] == [None, *scores.tolist()]
+    assert report["perplexity"] == pytest.approx((-scores.mean()).exp().item())
+    assert f"log-probability {scores.mean():.4f} per token" in run(*words, model=None).out
+    assert run("score", str(tmp_path), *words[2:], model=None).code == 2
