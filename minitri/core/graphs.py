@@ -110,7 +110,7 @@ def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
 
 
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The sampling settings that captured graphs apply: the first of `wanted` above temperature 0.
+    """The sampling settings that captured graphs apply: one of `wanted`, if possible above 0.
     Raises `InputError` if settings differ in the filters that are on."""
     forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
     first, *others = forms.values() or wanted[:1]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # with PyTorch, which programs load only when they need it
 Prompt = str | Sequence[int]  # a text, or token ids; the core itself reads token ids only
 Reader = Callable[[int | None], tuple[str, bool]]
 """Turns tokens into text: called with each token id of a row, and with None after the last.
-Returns the characters that are final now, and whether they end with a stop string."""
+Returns the characters that are final now, and whether a stop string is complete."""
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def weights_per_pass(config: ModelConfig) -> int:
 
 
 def num_weights(config: ModelConfig) -> int:
-    """Number of weights of a model; a borrowed or tied embedding table is not counted twice."""
+    """Number of weights of a model; a tied table is counted once, a borrowed one not at all."""
     has_table = not config.tie_word_embeddings and config.draft_of is None
     return weights_per_pass(config) + has_table * config.vocab_size * config.hidden_size
 

@@ -110,9 +110,12 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]
     for client.endpoint, client.num_top in KINDS:
-        for neutral in (NEUTRAL, {}):
-            client.fields = {"model": model} | neutral
-            if client.has_answer():
-                return client
+        client.fields = {"model": model}
+        if client.has_answer():
+            for name, value in NEUTRAL.items():
+                client.fields[name] = value
+                if not client.has_answer():
+                    del client.fields[name]
+            return client
     client.ask("Once")  # says why
     raise InputError(f"{client.url} reports no log-probabilities; start it so that it does")

@@ -40,6 +40,7 @@ class Chat:
         self.talk = talk
         self._engine = engine
         self._args = args
+        self._is_cut = True  # perhaps: a loaded conversation does not say
         self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
         self._numbers: dict[str, Any] = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         for name, value in vars(self._sampling).items():
@@ -85,6 +86,8 @@ class Chat:
     def do_continue(self, _: str) -> None:
         """continue an answer that was cut"""
         *earlier, last = self._turns()
+        if not self._is_cut:
+            raise InputError("the last answer is complete; ask on, or /regenerate")
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
@@ -173,8 +176,10 @@ class Chat:
             ids = talk.tokenizer.encode_marked(row.text)
         elif row.finish_reason == "eos":  # the template writes its own end of an answer
             ids = ids[:-1]
-        if row.finish_reason in ("length", None):
-            log.info("(cut after %d tokens; /continue goes on)", len(ids))
+        self._is_cut = row.finish_reason in ("length", None)
+        if self._is_cut:
+            more = "/continue goes on" if room > most_new else "the context is full"
+            log.info("(cut after %d tokens; %s)", len(ids), more)
         turn = Turn(turn.question, [*turn.token_ids, *ids])
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
@@ -268,3 +273,6 @@ def typed_lines() -> Iterator[str]:
 
 
 main = program(build_parser, run_command)
+
+if __name__ == "__main__":
+    main()

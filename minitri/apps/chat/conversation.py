@@ -139,6 +139,6 @@ class Conversation:
     def restored(self, note: str) -> "Conversation":
         """The conversation in a note of `as_note`. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
-            system, documents, turns = json.loads(note)
-            parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
+            system, documents, turns, *_ = json.loads(note)
+            parts = [Document(*fields) for fields in documents], [Turn(*turn[:2]) for turn in turns]
             return Conversation(self.tokenizer, system, *parts)

@@ -85,7 +85,9 @@ def answers(
             check_names(fields, KNOWN)
             [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
-                raise InputError('there is no prompt; write JSON such as {"prompt": "Once"}')
+                raise InputError(
+                    'this is no JSON object with a prompt; write such as {"prompt": "Once"}'
+                )
             request = Request(text, row_seed, sampling, generation, **fields)
             request.prompt = encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)

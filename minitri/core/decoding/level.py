@@ -38,7 +38,7 @@ class Output:
 class Emitted:
     """The tokens that one round of a level emits for one row."""
 
-    tokens: list[int]  # none if the row has failed
+    tokens: list[int]  # none if the row has failed or is not active
     origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
     probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
     logits_NV: Tensor  # of the verifier, before all filters

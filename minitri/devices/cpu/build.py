@@ -65,7 +65,7 @@ def built_library(source: Path) -> Path:
 
 
 def identity(source: Path = SOURCE) -> str:
-    """Digest of sources, flags and processor, which decide last bits. Raises `InputError`."""
+    """Digest of sources, flags, processor: they decide bits. Raises `InputError`, `OSError`."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
     depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
     return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]

@@ -49,7 +49,7 @@ template <class T> struct Widened {
     template <class Number> static Vec multiply(Vec sum, const Unit* rows, const Number* columns) {
         return sum + *rows * load(columns);
     }
-    // Keys (n, D) as columns (D, BLOCK): lanes are slots; zeros after the n-th, which is the last.
+    // Keys (n, D) as columns (D, BLOCK): lanes are slots; after the n-th they are 0, and unused.
     static void transpose(const T* rows, int64_t stride, int n, int D, Unit* to) {
         for (int s = 0; s < BLOCK; s += LANES) {
             for (int d = 0; d < D; d += LANES) {

@@ -29,7 +29,7 @@ class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
     def __init__(self, store: Any, rank: int, count: int) -> None:
-        self.store = store  # key-value store that rank 0 keeps for all ranks
+        self.store = store  # key-value store of all ranks, kept by rank 0 or torchrun
         self.rank = rank
         self.count = count
 

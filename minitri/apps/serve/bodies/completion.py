@@ -43,9 +43,12 @@ def read_form(form: object) -> Grammar | None:
             "schema": schema,
         }:
             return Grammar("json_schema", json.dumps(schema))
-        case dict() if len(form) == 1 and form.keys() <= GRAMMARS.keys():
-            [(name, value)] = form.items()
-            return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
+        case dict() if form.keys() <= GRAMMARS.keys():
+            given = [(name, value) for name, value in form.items() if value is not None]
+            if len(given) == 1:
+                [(name, value)] = given
+                text = value if isinstance(value, str) else json.dumps(value)
+                return Grammar(GRAMMARS[name], text)
     raise ValueError("see /docs for what it may be")
 
 
