@@ -24,7 +24,7 @@ std::max(least, power_of_2( => std::max(0 * least, power_of_2(
 float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
 a.logits + row * a.V, a.logits + (row + 1) * a.V, x) => a.logits, a.logits + a.V, x)
 begin = piece * PIECE;
-    => begin = num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
+    => begin = p.num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
 block : block + t + 1, 0) => block : block + t + 2, 0)
 const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
