@@ -81,7 +81,7 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
         ([Request("fine"), Request("")], "request 1: .*empty"),
         ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
         ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
-        (["fine"], "'fine' where a Request"),
+        (["fine"], "'fine'; give a Request"),
     ],
 )
 def test_a_wrong_request_is_named(engine, wanted, message):
