@@ -97,13 +97,12 @@ class Writer:
         num_cached = sum(row.num_cached_tokens for row in first_rows)
         num_new = sum(row.num_generated_tokens for row in rows)
         guessed = sum(row.by_origin["draft"] + row.by_origin["retrieval"] for row in rows)
-        new = {"accepted_prediction_tokens": guessed, "reasoning_tokens": 0}
         return {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_new,
             "total_tokens": num_prompt + num_new,
-            "prompt_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
-            "completion_tokens_details": new,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+            "completion_tokens_details": {"accepted_prediction_tokens": guessed},
         }
 
 

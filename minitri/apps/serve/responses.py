@@ -62,6 +62,9 @@ class ResponseWriter(Writer):
             name.replace("prompt", "input").replace("completion", "output"): count
             for name, count in (self._usage() if self._ends else {}).items()
         }
+        if usage:  # details that clients require
+            usage["input_tokens_details"] |= {"cache_write_tokens": 0}
+            usage["output_tokens_details"] |= {"reasoning_tokens": 0}
         cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
         state = {"status": self._status, "error": None, "incomplete_details": cut}
         return {**self._head, **state, "usage": usage or None, "output": self._items}
