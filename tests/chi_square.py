@@ -14,7 +14,6 @@ from torch import Tensor
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_from_logits
-from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.memory import Models
 from minitri.core.model.block import read_block
@@ -24,8 +23,6 @@ from minitri.core.stack import Stack
 from minitri.core.stats import Stats
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
-from tests.core.statistics import FALSE_ALARM as FALSE_ALARM
-from tests.core.statistics import p_value as p_value
 from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 500
@@ -85,7 +82,6 @@ def count_texts(
     sampling: SamplingParams,
     speculation: SpeculationConfig,
     num_seeds: int,
-    make_filters: Callable[[Request], TextFilters | None] = lambda _: None,
 ) -> tuple[Tensor, list[Stats]]:
     """How often each text comes over so many seeds, (V,) * NUM_TOKENS, and all statistics."""
     generation, stats = GenerationConfig(NUM_TOKENS), []
@@ -97,7 +93,7 @@ def count_texts(
         requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
         is_model = draft is None or isinstance(draft, Llama)
         models = Models(target, target, *(draft, None) if is_model else (None, draft))
-        session = begin(models, requests, speculation, make_filters=make_filters)
+        session = begin(models, requests, speculation)
         read_prompt_once(session)
         cascade = session.cascade
         session.start(list(range(ROWS)))

@@ -20,10 +20,9 @@ that a test checks; the file in which it stands is named above it.
 """
 
 
-def claims(file: Path) -> list[str]:
+def claims(tree: ast.Module) -> list[str]:
     """The tests of a file as sentences, in their order."""
-    nodes = ast.walk(ast.parse(file.read_text("utf-8")))
-    names = [node.name for node in nodes if isinstance(node, ast.FunctionDef)]
+    names = [node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     words = [name.removeprefix("test_").replace("_", " ") for name in names if name[:5] == "test_"]
     return [f"{sentence[0].upper()}{sentence[1:]}." for sentence in words]
 
@@ -33,11 +32,12 @@ def page() -> Iterator[str]:
     yield HEAD
     for folder in FOLDERS:
         for file in sorted((ROOT / "tests" / folder).rglob("test_*.py")):
-            subject = ast.get_docstring(ast.parse(file.read_text("utf-8"))) or file.stem
+            tree = ast.parse(file.read_text("utf-8"))
+            subject = ast.get_docstring(tree) or file.stem
             first = re.split(r"[.:;] ", " ".join(subject.split()))[0]
             yield f"## {first.rstrip('.:')}\n"
             yield f"`{file.relative_to(ROOT)}`\n"
-            yield from (f"- {claim}" for claim in claims(file))
+            yield from (f"- {claim}" for claim in claims(tree))
             yield ""
 
 

@@ -11,17 +11,16 @@ import pytest
 
 from minitri import SamplingParams, SpeculationConfig
 from tests.chi_square import (
-    FALSE_ALARM,
     SMALL,
     V,
     costs_that_change,
     count_texts,
     exact_probs,
     other_model,
-    p_value,
     target_model,
 )
 from tests.core.rigs import trimmed_copy
+from tests.core.statistics import FALSE_ALARM, p_value
 
 NUM_SEEDS = 20_000
 FILTERED, OTHERWISE = SamplingParams(0.8, top_p=0.95), SamplingParams(1.1, top_k=3, min_p=0.02)

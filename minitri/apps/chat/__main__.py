@@ -40,7 +40,6 @@ class Chat:
         self.talk = talk
         self._engine = engine
         self._args = args
-        self._is_cut = True  # perhaps: a loaded conversation does not say
         self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
         self._numbers: dict[str, Any] = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         for name, value in vars(self._sampling).items():
@@ -86,7 +85,7 @@ class Chat:
     def do_continue(self, _: str) -> None:
         """continue an answer that was cut"""
         *earlier, last = self._turns()
-        if not self._is_cut:
+        if not last.is_cut:
             raise InputError("the last answer is complete; ask on, or /regenerate")
         self._answer(earlier, last)
 
@@ -176,11 +175,11 @@ class Chat:
             ids = talk.tokenizer.encode_marked(row.text)
         elif row.finish_reason == "eos":  # the template writes its own end of an answer
             ids = ids[:-1]
-        self._is_cut = row.finish_reason in ("length", None)
-        if self._is_cut:
+        is_cut = row.finish_reason in ("length", None)
+        if is_cut:
             more = "/continue goes on" if room > most_new else "the context is full"
             log.info("(cut after %d tokens; %s)", len(ids), more)
-        turn = Turn(turn.question, [*turn.token_ids, *ids])
+        turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> "Row":

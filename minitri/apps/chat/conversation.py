@@ -40,6 +40,7 @@ class Turn(NamedTuple):
 
     question: str
     token_ids: Sequence[int] = ()  # of the answer, without an end-of-sequence token
+    is_cut: bool = False  # the answer was stopped, or had no more room
 
 
 @dataclass(frozen=True)
@@ -139,6 +140,6 @@ class Conversation:
     def restored(self, note: str) -> "Conversation":
         """The conversation in a note of `as_note`. Raises `InputError`."""
         with explain("the snapshot holds no conversation", "load one of /save"):
-            system, documents, turns, *_ = json.loads(note)
-            parts = [Document(*fields) for fields in documents], [Turn(*turn[:2]) for turn in turns]
+            system, documents, turns = json.loads(note)
+            parts = [Document(*fields) for fields in documents], [Turn(*fields) for fields in turns]
             return Conversation(self.tokenizer, system, *parts)

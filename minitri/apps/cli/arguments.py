@@ -148,7 +148,11 @@ positive = whole(1)
 def token_bias(text: str) -> tuple[int, float]:
     """Parses `ID:BIAS`, a token id and the number to add to its logit."""
     token, _, bias = text.partition(":")
-    return int(token), float(bias)
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        problem = f"{shorten(repr(text), 60)} is not a token id and a number, as in 42:-1.5"
+        raise argparse.ArgumentTypeError(problem) from None
 
 
 class GrammarFlag(argparse.Action):
