@@ -151,14 +151,14 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-0]
     TreeLevel.walk: start + torch.tensor(_)
     => start + torch.tensor(proposal.shape.depths) + len(proposal.shape)
 # Filters and grammars are part of the distribution
-text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribution[sizes1-params0-words0]
+text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribution[sizes1-penalties]
   counts without the guesses | paths_of: [*start, *_] => start
 text/test_text_filters.py::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
   bias after top-p
     ModelRunner._output: probs_of_rows(filtered_BNV, _, _)
     => filtered_logits(probs_of_rows(logits_BNV, self.sampling).log(), self.text_filters,
         paths).softmax(-1)
-text/test_grammars.py::test_both_levels_together_give_the_masked_distribution[sizes0]
+text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribution[sizes0-grammar]
   mask of the position before | TextFilters.apply: self.matcher.forbidden(_) => self.matcher.forbidden(path[:-1])
   a matcher that is not rolled back | GrammarMatcher._read: self._matcher.rollback(_) => None
 text/test_grammars.py::test_forced_text_is_a_guess_about_how_it_is_cut[sizes1-verify_block]

@@ -1,7 +1,7 @@
 """GGUF files for tests, as llama.cpp's converter writes them: neighbouring rotary pairs."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 import gguf
@@ -36,7 +36,44 @@ def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
     return blocks.reshape(len(values), -1)
 
 
-def _header(path: Path, config: ModelConfig, architecture: str = "llama") -> gguf.GGUFWriter:
+def _add_words(writer: gguf.GGUFWriter, pipeline: tokenizers.Tokenizer, pre: str) -> None:
+    content = json.loads(pipeline.to_str())
+    vocab = pipeline.get_vocab(with_added_tokens=True)
+    special = {token["content"] for token in content["added_tokens"]}
+    tokens = sorted(vocab, key=vocab.__getitem__)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
+    writer.add_add_bos_token(False)
+
+
+def _add_pieces(writer: gguf.GGUFWriter, model: Path) -> None:
+    pieces = sentencepiece.SentencePieceProcessor(str(model))
+    ids = range(pieces.vocab_size())
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([pieces.id_to_piece(i) for i in ids])
+    writer.add_token_scores([pieces.get_score(i) for i in ids])
+    kinds = {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}
+    types = [next((kind for kind, it_is in kinds.items() if it_is(i)), 1) for i in ids]
+    writer.add_token_types(types)
+
+
+def write_gguf(
+    path: Path,
+    config: ModelConfig,
+    words: tokenizers.Tokenizer | Path,
+    weights: dict[str, torch.Tensor] | None = None,
+    kind: str = "F32",
+    changes: Mapping[str, object] | None = None,
+    pre: str = "gpt-2",
+    architecture: str = "llama",
+    **kinds: str,
+) -> Path:
+    """A file with a byte-level BPE that cuts words in the way `pre`, or with the pieces of a
+    sentencepiece model, and `changes` of metadata and tensors. `weights` are under Hugging Face
+    names; without them there is only an embedding. `kinds` of parts such as `v_proj` may differ."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
@@ -49,69 +86,29 @@ def _header(path: Path, config: ModelConfig, architecture: str = "llama") -> ggu
     writer.add_rope_freq_base(config.rope.theta)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
-    return writer
-
-
-def _finish(
-    writer: gguf.GGUFWriter, config: ModelConfig, weights: dict[str, torch.Tensor] | None, kind: str
-) -> None:
+    if isinstance(words, Path):
+        _add_pieces(writer, words)
+    else:
+        _add_words(writer, words, pre)
+    add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[np.ndarray] = writer.add_tensor
+    for key, value in (changes or {}).items():
+        writer.kv_data[0].pop(key, None)
+        if value is not None:
+            add[type(value)](key, value)
     if weights is None:
         weights = {"model.embed_tokens.weight": torch.zeros(config.vocab_size, config.hidden_size)}
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
     for name, tensor in weights.items():
         values = tensor.float().numpy()
         part = name.split(".")[-2]
-        if writer.arch == "llama" and part in heads:
+        if architecture == "llama" and part in heads:
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
-        quantization = gguf.GGMLQuantizationType[kind if values.ndim == 2 else "F32"]
-        stored = quantized(values, quantization)
-        writer.add_tensor(stored_name(name), stored, raw_dtype=quantization)
+        stored_as = gguf.GGMLQuantizationType[kinds.get(part, kind) if values.ndim == 2 else "F32"]
+        writer.add_tensor(stored_name(name), quantized(values, stored_as), raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-
-
-def write_gguf(
-    path: Path,
-    config: ModelConfig,
-    pipeline: tokenizers.Tokenizer,
-    weights: dict[str, torch.Tensor] | None = None,
-    kind: str = "F32",
-    add: Callable[[gguf.GGUFWriter], object] | None = None,
-    pre: str = "gpt-2",
-    architecture: str = "llama",
-) -> Path:
-    """A file with a byte-level BPE that cuts words in the way `pre`, and what `add` puts into the
-    writer. `weights` are under Hugging Face names; without them there is only an embedding."""
-    content = json.loads(pipeline.to_str())
-    vocab = pipeline.get_vocab(with_added_tokens=True)
-    special = {token["content"] for token in content["added_tokens"]}
-    tokens = sorted(vocab, key=vocab.__getitem__)
-    writer = _header(path, config, architecture)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(pre)
-    writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
-    writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
-    writer.add_add_bos_token(False)
-    if add is not None:
-        add(writer)
-    _finish(writer, config, weights, kind)
-    return path
-
-
-def write_gguf_with_sentencepiece(path: Path, config: ModelConfig, model: Path) -> Path:
-    """A file with the pieces of a sentencepiece model and no weights but an embedding."""
-    pieces = sentencepiece.SentencePieceProcessor(str(model))
-    ids = range(pieces.vocab_size())
-    writer = _header(path, config)
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list([pieces.id_to_piece(i) for i in ids])
-    writer.add_token_scores([pieces.get_score(i) for i in ids])
-    kinds = {2: pieces.is_unknown, 3: pieces.is_control, 6: pieces.is_byte}
-    types = [next((kind for kind, it_is in kinds.items() if it_is(i)), 1) for i in ids]
-    writer.add_token_types(types)
-    _finish(writer, config, None, "F32")
     return path

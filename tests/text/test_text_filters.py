@@ -1,8 +1,10 @@
-"""Penalties, bias, bad words and the least number of tokens: the distribution of the real cascade
-under them, summed over every random number, is that of their definitions in plain Python."""
+"""Penalties, bias, bad words, the least number of tokens and grammars: the distribution of the real
+cascade, summed over every random number, is that of their definitions in plain Python."""
 
 import functools
+import json
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Proposal, verify_block
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams
+from minitri.text.grammar import Grammar
+from minitri.text.matcher import GrammarMatcher, compile_grammar, compiled
 from tests.conftest import tiny_model
 from tests.core import exactness
 from tests.core.exactness import PROMPT, Table, exactly
@@ -23,6 +27,7 @@ ROUNDING = 1e-12
 PENALTIES = SamplingParams(
     1.0, repetition_penalty=1.7, presence_penalty=0.6, frequency_penalty=0.5, logit_bias={0: 4.0}
 )
+UNLIKELY = SamplingParams(1.0, presence_penalty=0.9, logit_bias={3: -1.5})
 WORDS = [[2], [1, 0], [0, 1, 1]]
 FORBIDDEN = SamplingParams(1.0, presence_penalty=-0.8, min_tokens=2)
 END = 1
@@ -62,51 +67,87 @@ class Shaped:
         return kept if max(kept) > -math.inf else scores
 
 
+LETTERS = {0: "a", END: "", 2: "b", 3: "ab"}
+"""The vocabulary of the grammar: `ab` is one token or two, `aab` has two spellings, too."""
+TEXTS = ["ab", "b", "aab", "abab"]
+TOY_CONFIG = tiny_config(vocab_size=4, eos_token_ids=(END,))
+
+
+TOY = Mock(num_tokens=4)
+TOY.lexicon.return_value = [word.encode() for word in LETTERS.values()]
+
+
+def make_matcher():
+    start = compiled(Grammar("choice", json.dumps(TEXTS)), TOY, TOY_CONFIG)
+    return GrammarMatcher(start, TOY_CONFIG)
+
+
+def is_allowed(output: tuple[int, ...], token: int) -> bool:
+    """Whether a token may follow, by the definition of the grammar."""
+    text = "".join(LETTERS[word] for word in output)
+    if END in output or not any(word.startswith(text) for word in TEXTS):
+        return token == END
+    if token == END:
+        return text in TEXTS
+    return any(word.startswith(text + LETTERS[token]) for word in TEXTS)
+
+
+KINDS = {
+    "penalties": {"params": PENALTIES},
+    "words": {"params": FORBIDDEN, "words": WORDS},
+    "grammar": {"params": UNLIKELY, "make_matcher": make_matcher, "allowed": is_allowed, "V": 4},
+}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+
+
 def error(
+    *gammas,
     params,
-    *sizes,
     words=(),
     make_matcher=lambda: None,
     allowed=None,
+    V=3,
+    horizon=4,
     largest_error=exactness.largest_error,
     **settings,
 ) -> float:
+    compile_grammar.cache_clear()  # by code that a mutant may have changed
+
     def make_filters():
         options = {"end_tokens": [END], "bad_words": words, "matcher": make_matcher()}
-        return TextFilters(params, PROMPT, sizes[0], **options)
+        return TextFilters(params, PROMPT, V, **options)
 
     def by_definition(table: Table) -> Shaped:
-        return Shaped(table.V, lambda text: table.row(text).log().tolist(), params, words, allowed)
+        return Shaped(V, lambda text: table.row(text).log().tolist(), params, words, allowed)
 
     settings |= {"make_filters": make_filters, "by_definition": by_definition}
-    return largest_error(*sizes, **settings)
+    return largest_error(V, *gammas, horizon=horizon, **settings)
 
 
-KINDS = pytest.mark.parametrize(("params", "words"), [(PENALTIES, ()), (FORBIDDEN, WORDS)])
+@every_kind
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 2), (2, 0), (0, 2)])
+def test_both_levels_together_give_the_filtered_distribution(sizes, kind):
+    """Forcing text that a grammar leaves no choice about, cut in one way, would bend it."""
+    assert error(*sizes, **kind) < ROUNDING
 
 
-@KINDS
-@pytest.mark.parametrize("sizes", [(3, 1, 1), (3, 2, 2), (4, 2, 0), (4, 0, 2), (4, 0, 0)])
-def test_both_levels_together_give_the_filtered_distribution(sizes, params, words):
-    assert error(params, *sizes, words=words) < ROUNDING
+@every_kind
+@pytest.mark.parametrize("sizes", [(3, 0), (2, 1)])
+def test_blocks_give_the_filtered_distribution(sizes, kind):
+    assert error(*sizes, rule=verify_block, **kind) < ROUNDING
 
 
-@KINDS
-@pytest.mark.parametrize("sizes", [(3, 4, 0), (3, 2, 1)])
-def test_blocks_give_the_filtered_distribution(sizes, params, words):
-    assert error(params, *sizes, words=words, horizon=4, rule=verify_block) < ROUNDING
-
-
-@KINDS
-@pytest.mark.parametrize("sizes", [(3, 1, 0), (3, 1, 1)])
-def test_nodes_of_trees_are_filtered_by_their_own_paths(sizes, params, words):
+@every_kind
+@pytest.mark.parametrize("gamma2", [0, 1])
+def test_nodes_of_trees_are_filtered_by_their_own_paths(gamma2, kind):
     settings = {"shape": SHAPES["lopsided"], "largest_error": largest_error_of_trees}
-    assert error(params, *sizes, words=words, horizon=2, **settings) < ROUNDING
+    assert error(1, gamma2, horizon=3, **settings, **kind) < ROUNDING
 
 
-def test_nothing_leaks_from_one_step_into_the_next():
+@pytest.mark.parametrize("kind", [KINDS["penalties"] | {"V": 2}, KINDS["grammar"]])
+def test_nothing_leaks_from_one_step_into_the_next(kind):
     """After a step those tokens count that the target accepted."""
-    assert error(PENALTIES, 3, 1, 1, num_steps=2) < ROUNDING
+    assert error(1, 1, num_steps=2, **kind) < ROUNDING
 
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"min_p": 0.2}])

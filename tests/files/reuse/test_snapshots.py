@@ -1,52 +1,59 @@
-"""KV snapshots: what is loaded is what was saved, or nothing."""
+"""KV snapshots: what is loaded is what was saved, or nothing; whoever saves and ends in any way
+leaves the old file or a new one."""
 
+import contextlib
+import itertools
 import json
+import multiprocessing
 import os
 import shutil
+import signal
 import stat
+import sys
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri import InputError
+from minitri.files import snapshots
+from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from tests.cascades import tiny_engine
 from tests.conftest import edit_json
 from tests.files.refused import refused
-from tests.files.reuse.conftest import say
+from tests.files.reuse.conftest import files_may_not_grow, say
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_text_after_a_restart_is_the_text_without_one(folder, prompt, dtype, tmp_path):
+def test_a_text_after_a_restart_is_the_text_without_one(engine, folder, prompt, text, tmp_path):
     """The file holds K and V and hardly more, and is the same when it is saved again."""
-    first, again = (minitri.load(folder, dtype=dtype, device="cpu") for _ in range(2))
+    again = minitri.load(folder, dtype="float32", device="cpu")
     path, longer = tmp_path / "x", [*prompt, 3, 4, 5]
-    text, _ = say(first, prompt)
-    num_saved = first.save_kv(path, "a note")
+    num_saved = engine.save_kv(path, "a note")
     assert again.load_kv(path) == num_saved == len(again.held_tokens)
     assert again.snapshot_note == "a note"
     assert again.held_tokens[:119] == prompt[:119]
-    num_bytes = num_saved * first.config.kv_values_per_token * first.model.dtype.itemsize
+    num_bytes = num_saved * engine.config.kv_values_per_token * 4
     assert path.stat().st_size - num_bytes < 0.02 * num_bytes + 700
     again.save_kv(tmp_path / "again", "a note")
     assert (tmp_path / "again").read_bytes() == path.read_bytes()
     assert say(again, prompt) == (text, 120 - 1 - 16)
     again.release()
     again.load_kv(path)
-    text, cached = say(again, longer)
+    answer, cached = say(again, longer)
     assert cached > 100
-    first.release()
-    assert say(first, longer) == (text, 0)
+    engine.release()
+    assert say(engine, longer) == (answer, 0)
 
 
 def test_a_snapshot_outlives_runs_of_other_texts(saved, engine, prompt):
-    path, text = saved
-    engine.load_kv(path)
+    engine.load_kv(saved[0])
     for other in (5, 6):
         say(engine, [other] * 130)
-    assert say(engine, prompt) == (text, 120 - 1 - 16)
+    assert say(engine, prompt) == (saved[1], 120 - 1 - 16)
     engine.release()
-    assert say(engine, prompt) == (text, 0)
+    assert say(engine, prompt) == (saved[1], 0)
 
 
 def test_what_cannot_be_saved_is_refused_and_stays(engine, prompt, tmp_path):
@@ -56,7 +63,7 @@ def test_what_cannot_be_saved_is_refused_and_stays(engine, prompt, tmp_path):
         engine.save_kv(tmp_path / "x")
     made = tiny_engine()
     say(made, [1, 2, 3])
-    with pytest.raises(InputError, match="not read from a file"):
+    with refused("not read from a file"):
         made.save_kv(tmp_path / "x")
     say(engine, prompt)
     os.mkfifo(tmp_path / "pipe")
@@ -67,43 +74,27 @@ def test_what_cannot_be_saved_is_refused_and_stays(engine, prompt, tmp_path):
     assert engine.held_tokens
 
 
-def with_header(edit):
-    def damage(data: bytes) -> bytes:
-        size = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + size])
-        edit(header)
-        text = json.dumps(header).encode()
-        return len(text).to_bytes(8, "little") + text + data[8 + size :]
-
-    return damage
-
-
-def flip(data: bytes, where: float) -> bytes:
-    """With another bit after the header."""
-    size = int.from_bytes(data[:8], "little") + 8
-    place = size + int((len(data) - size) * where)
-    return data[:place] + bytes([data[place] ^ 64]) + data[place + 1 :]
-
-
 DAMAGE = {
-    "cut": lambda data: data[:-1],
-    "empty": lambda data: b"",
-    "longer": lambda data: data + b"\0" * 8,
-    "a bit of the tokens": lambda data: flip(data, 0.01),
-    "a bit of the last layer": lambda data: flip(data, 0.98),
-    "a shape that lies": with_header(lambda header: header["kv"]["shape"].reverse()),
-    "a dtype that lies": with_header(lambda header: header["kv"].update(dtype="I32")),
-    "no tokens": with_header(lambda header: header.pop("tokens")),
-    "another note": with_header(lambda header: header["__metadata__"].update(note="more")),
-    "no metadata": with_header(lambda header: header.pop("__metadata__")),
-    "a huge header": lambda data: b"\xff" * 7 + b"\x7f" + data,
+    "cut": lambda header, body: body.pop(),
+    "a bit of the tokens": lambda header, body: body.__setitem__(5, body[5] ^ 64),
+    "a bit of the last layer": lambda header, body: body.__setitem__(-99, body[-99] ^ 64),
+    "a shape that lies": lambda header, body: header["kv"]["shape"].reverse(),
+    "a dtype that lies": lambda header, body: header["kv"].update(dtype="I32"),
+    "no tokens": lambda header, body: header.pop("tokens"),
+    "another note": lambda header, body: header["__metadata__"].update(note="more"),
+    "no metadata": lambda header, body: header.pop("__metadata__"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_file_is_one_line_and_the_engine_goes_on(saved, engine, prompt, damage):
     path, text = saved
-    path.write_bytes(DAMAGE[damage](path.read_bytes()))
+    data = bytearray(path.read_bytes())
+    size = int.from_bytes(data[:8], "little") + 8
+    header, body = json.loads(data[8:size]), data[size:]
+    DAMAGE[damage](header, body)
+    new = json.dumps(header).encode()
+    path.write_bytes(len(new).to_bytes(8, "little") + new + body)
     with refused("KV snapshot"):
         engine.load_kv(path)
     assert say(engine, prompt) == (text, 0)
@@ -144,3 +135,91 @@ def test_a_file_is_its_owners_and_a_link_is_followed(saved, engine, tmp_path):
     for missing in (tmp_path / "missing", tmp_path):
         with refused("KV snapshot"):
             engine.load_kv(missing)
+
+
+@pytest.fixture
+def path(saved, engine, tmp_path) -> Path:
+    """A file alone in a folder; the engine holds a text to save there."""
+    engine.load_kv(saved[0])
+    (tmp_path / "folder").mkdir()
+    return tmp_path / "folder" / "x"
+
+
+def forked(*given):
+    process = multiprocessing.get_context("fork").Process(target=save_all, args=given, daemon=True)
+    process.start()
+    return process
+
+
+def save_all(path, source, origin, notes, most=None):
+    """An engine refuses to save in a forked process. Killed after `most` calls of functions and
+    returns from them."""
+    held, _ = read_snapshot(str(source), origin)
+    moments = itertools.count()
+
+    def count(*_):
+        if next(moments) == most:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(count)
+    for note in notes:
+        write_snapshot(str(path), held, origin, note)
+    sys.setprofile(None)
+
+
+@pytest.mark.parametrize("num_pieces", [0, 1, 4])
+def test_a_write_that_is_interrupted_leaves_the_old_file(path, engine, num_pieces, monkeypatch):
+    """Before tokens, or K and V of two layers; or as there is no room."""
+    path.write_text("old")
+    with files_may_not_grow(), refused("cannot write", "too large"):
+        engine.save_kv(path)
+    pieces = Mock(side_effect=[b""] * num_pieces + [KeyboardInterrupt])
+    monkeypatch.setattr(snapshots, "as_bytes", pieces)
+    with pytest.raises(KeyboardInterrupt):
+        engine.save_kv(path, "a note")
+    assert path.read_bytes() == b"old"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt):
+    """At any moment: others load the old file or the new one, never what is left of one."""
+    engine.save_kv(path, "old")
+    codes, notes = [], []
+    while {*codes} <= {-signal.SIGKILL}:
+        writer = forked(path, saved[0], origin_of(engine.model), ["new"], 99 * len(codes))
+        writer.join(60)
+        codes.append(writer.exitcode)
+        assert engine.load_kv(path)
+        notes.append(engine.snapshot_note)
+    assert codes[-1] == 0
+    assert (notes[0], notes[-1]) == ("old", "new")
+    assert say(engine, prompt)[0] == saved[1]
+    left = [file for file in path.parent.iterdir() if file != path]
+    assert left, "no process was killed while it wrote"
+    for unfinished in left:
+        with contextlib.suppress(InputError):  # unless it was killed just before the end
+            assert engine.load_kv(unfinished) == engine.load_kv(path)
+
+
+def test_of_two_who_save_at_once_one_file_stays_whole(path, engine, saved):
+    """Processes; who reads meanwhile has the whole file of one, or an error if it is replaced."""
+    notes, seen, origin = ["1" * 9999, "2"], set(), origin_of(engine.model)
+    writers = [forked(path, saved[0], origin, [note] * 40) for note in notes]
+    while any(writer.is_alive() for writer in writers):
+        with contextlib.suppress(InputError):
+            engine.load_kv(path)
+            seen.add(engine.snapshot_note)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert seen <= {*notes}
+    engine.load_kv(path)
+    assert engine.snapshot_note in notes
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_a_file_that_is_overwritten_while_it_is_in_use_changes_nothing(saved, engine, prompt):
+    path, text = saved
+    engine.load_kv(path)
+    with path.open("r+b") as file:
+        file.write(b"\xff" * path.stat().st_size)
+        file.truncate(9)
+    assert say(engine, prompt) == (text, 120 - 1 - 16)
