@@ -80,7 +80,6 @@ def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     [("mistral", {"sliding_window": None}), ("qwen2", {}), ("qwen3", {"attention_bias": True})],
 )
 def test_a_gguf_file_of_a_relative_is_the_same_model(kind, changes, tmp_path):
-    """Files of Qwen keep the halves of a rotated head where they are."""
     folder = write_hf_folder(tmp_path / "model", model_type=kind, head_dim=32, **changes)
     architecture = "llama" if kind == "mistral" else kind
     path = as_gguf(folder, tmp_path / "x.gguf", architecture=architecture)

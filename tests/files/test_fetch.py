@@ -64,9 +64,8 @@ def hub(monkeypatch, tmp_path):
     return state
 
 
-def test_a_whole_snapshot_on_disk_is_used_at_once_and_another_fetched_again(
-    hub, pip, folder, tmp_path
-):
+def test_a_whole_snapshot_is_used_at_once_and_another_fetched_again(hub, pip, folder, tmp_path):
+    assert (locate("smollm2-135m-draft").path / "config.json").is_file()  # of the checkout
     hub.disk = folder
     assert locate("llama-68m") == ("llama-68m", folder)
     assert hub.calls == [("JackFram/llama-68m", "*.safetensors", True)]
@@ -147,7 +146,3 @@ NO_PATHS = ["./missing", "/nowhere/x", "~nobody/x", "org/", "w/a.gguf", ".org/na
 def test_what_is_no_model_is_refused_and_a_path_is_no_repository(name):
     with refused("there is no file or folder" if name in NO_PATHS else ""):
         locate(name)
-
-
-def test_a_drafter_of_the_checkout_is_found_by_its_name():
-    assert (locate("smollm2-135m-draft").path / "config.json").is_file()

@@ -14,7 +14,6 @@ from pathlib import Path
 import gguf
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -42,8 +41,9 @@ def loaded(path: Path) -> minitri.Engine | None:
 
 
 def assert_same(engine: minitri.Engine, config: dict, folder: Path) -> None:
-    """Against `transformers`."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config)).eval()
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**config)).eval()
     keys = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert not keys.unexpected_keys
     assert set(keys.missing_keys) <= {"lm_head.weight"}
@@ -60,7 +60,9 @@ def work(folder, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module", autouse=True)
 def memory_of_a_good_run(work):
-    transformers.logging.set_verbosity_error()
+    from transformers import logging
+
+    logging.set_verbosity_error()
     config = json.loads((work / "config.json").read_text())
     assert_same(load(work), config, work)
     good = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

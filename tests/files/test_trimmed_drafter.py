@@ -18,7 +18,7 @@ from tools import distill_data, distill_draft
 pytestmark = pytest.mark.slow
 
 FLAGS = shlex.split(
-    "--text-tokens 4096 --own-tokens 1 --held-out-tokens 2048 --head-tokens 200 "
+    "--text-tokens 1280 --own-tokens 1 --held-out-tokens 640 --head-tokens 200 "
     "--train-tokens 6000 --batch 4 --dtype float32 --device cpu --quiet"
 )
 
@@ -41,7 +41,11 @@ def distill(target, long_text, tmp_path_factory):
         argv = [f"--{flag}={path}" for flag, path in (files | {"out": out}).items()]
         distill_draft.make_drafter(distill_draft.build_parser().parse_args([*argv, *FLAGS]))
 
-    return distill
+    with pytest.MonkeyPatch.context() as patch:
+        for tool in (distill_data, distill_draft):
+            patch.setattr(tool, "W", 320)
+            patch.setattr(tool, "BATCH", 4)
+        yield distill
 
 
 @pytest.fixture(scope="module")

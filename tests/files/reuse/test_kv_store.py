@@ -116,10 +116,8 @@ def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text
     assert ask(engine, prompt, tmp_path) == (text, 3 * BLOCK)
 
 
-def test_a_block_of_the_same_tokens_in_another_place_is_not_used(
-    engine, prompt, text, tmp_path, caplog
-):
-    """It has another name there; and if somebody copies it, its header tells."""
+def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, caplog):
+    """Of the same tokens: it has another name; and if somebody copies it, its header tells."""
     ask(engine, prompt, tmp_path / "ours")
     assert ask(engine, [*prompt[BLOCK:], *prompt], tmp_path / "later")[1] == 0
     ours, later = (by_tokens(tmp_path / name) for name in ("ours", "later"))
@@ -164,11 +162,14 @@ def test_a_block_that_cannot_be_copied_is_one_line_and_takes_no_room(
     engine, prompt, tmp_path, monkeypatch, caplog
 ):
     monkeypatch.setattr(kv_store, "WAITING_BYTES", 0)
+    engine.release()
+    engine.open_kv_store(str(tmp_path), LARGE)
     with monkeypatch.context() as patch:
         patch.setattr(kv_store, "HeldRow", None)
-        ask(engine, [7] * 120, tmp_path)
+        say(engine, [7] * 120)
     assert len(caplog.records) == 1
-    ask(engine, prompt, tmp_path)
+    say(engine, prompt)
+    engine.release()
     assert blocks(tmp_path)
 
 
@@ -194,7 +195,6 @@ def test_what_was_used_last_stays(engine, other, tmp_path):
 
 
 def test_tokens_do_not_wait_for_a_slow_store(engine, prompt, text, tmp_path, monkeypatch):
-    """With no more blocks on their way than there is room for."""
     may_write, write = threading.Event(), kv_store.write_snapshot
     late = lambda *arguments: may_write.wait(60) and write(*arguments)  # noqa: E731
     monkeypatch.setattr(kv_store, "write_snapshot", late)

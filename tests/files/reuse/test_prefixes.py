@@ -68,10 +68,9 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
 @pytest.mark.parametrize(
     ("num_other", "length", "num_rows", "num_cached"),
     [(30, 150, 3, 145), (100, 60, 4, 55)],
-    ids=["in its row", "for another"],
 )
 def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
-    """Passes of the rows before and after write to the first slots of one that has ended."""
+    """In their place or for another: passes of other rows write to the first slots of them."""
     before, after = (random_prompt(engine.config, n, seed=n) for n in (40, 200))
     prompt = document[:length]  # if short, too short to take the place of the first
     texts = ((before, num_other), (document, 2), (after, 50), (prompt, 8))

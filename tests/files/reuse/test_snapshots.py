@@ -152,8 +152,7 @@ def forked(*given):
 
 
 def save_all(path, source, origin, notes, most=None):
-    """An engine refuses to save in a forked process. Killed after `most` calls of functions and
-    returns from them."""
+    """Without an engine, which may not save after a fork; killed after `most` calls or returns."""
     held, _ = read_snapshot(str(source), origin)
     moments = itertools.count()
 
@@ -186,7 +185,7 @@ def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt
     engine.save_kv(path, "old")
     codes, notes = [], []
     while {*codes} <= {-signal.SIGKILL}:
-        writer = forked(path, saved[0], origin_of(engine.model), ["new"], 99 * len(codes))
+        writer = forked(path, saved[0], origin_of(engine.model), ["new"], 149 * len(codes))
         writer.join(60)
         codes.append(writer.exitcode)
         assert engine.load_kv(path)
