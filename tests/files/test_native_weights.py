@@ -145,19 +145,17 @@ def test_matrices_stay_quantized_where_a_product_has_one_form(
 def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     engine = load(file, dtype="bfloat16")
     prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
-    methods = ("autoregressive", "triforce")
-    ways = [settings_of(method, 30, WARM, coupled=True, **SMALL) for method in methods]
+    ways = [settings_of(m, 30, WARM, coupled=True, **SMALL) for m in ("autoregressive", "triforce")]
     wanted, got = (texts_of(engine.generate(prompts, **way)) for way in ways)
     assert got == wanted
 
 
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
     """The copy shares the LM head, which has 8 bits in both."""
-    weights = folders["untied"]
-    path = as_gguf(weights, tmp_path / "4.gguf", kind="Q4_1")
+    path = as_gguf(folders["untied"], tmp_path / "4.gguf", kind="Q4_1")
     engine = load(path, draft_weights="int4")
     assert engine.models.retrieval is engine.model
-    path = as_gguf(weights, tmp_path / "8.gguf", kind="Q8_0", v_proj="F16")
+    path = as_gguf(folders["untied"], tmp_path / "8.gguf", kind="Q8_0", v_proj="F16")
     engine = load(path)
     twin = engine.models.retrieval
     assert twin.lm_head.weight is engine.model.lm_head.weight
@@ -201,6 +199,8 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeyp
         assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
         assert (engine.model.lm_head.form == Form.Q4_K) == is_native
         assert (engine.models.retrieval is engine.model) == (is_native or copy == "same")
+    dense = as_gguf(wide, tmp_path / "dense.gguf", kind="F16")
+    assert load(dense, "auto").model.lm_head.form == Form.PLAIN
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):

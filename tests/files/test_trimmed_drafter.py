@@ -95,7 +95,6 @@ def test_an_interrupted_distillation_goes_on_where_it_was(distill, drafter, tmp_
 
 
 def test_a_drafter_that_does_not_fit_is_refused(target, drafter, tmp_path):
-    """As a model, for another target, or with a head for tokens that are not there."""
     with refused("is a drafter for target, not a model"):
         minitri.load(str(drafter))
     for name, changes in (("other", {"seed": 7}), ("smaller", {"hidden_size": 32})):
