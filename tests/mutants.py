@@ -14,13 +14,13 @@ from tests.mutation import read_table
 
 TABLE = r"""
 # Every emitted token follows p
-core/decoding/test_enumeration.py::test_both_levels_together_give_the_target_distribution[3-1-1]
+core/decoding/test_enumeration.py::test_any_stages_give_the_target_distribution[sizes0]
   * resample from p-hat | _sample_next: (scale_B1 * p_BV - q_BV).clamp_min(0) => p_BV
   * biased acceptance numbers | verification:verify: uniforms_BN[:, :-1] => uniforms_BN[:, :-1]**1.001
   q without top-p | Level.propose: row.probs_NV => 0.8 * row.probs_NV + 0.2 / row.probs_NV.shape[1]
   greedy draft scored with soft q | RandomSource.sample: sample_by_number(_, _) => probs_BV.argmax(1)
   acceptance number reused for the recovered token | _sample_next: -1 => last - 1
-core/decoding/test_enumeration.py::test_a_residual_that_vanishes_falls_back_to_p
+core/decoding/test_enumeration.py::test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p[verify]
   * a guess of probability 0 accepted by the number 0 | verification:verify: _ < p_BN => uniforms_BN[:, :-1] * q_BN <= p_BN
 core/decoding/test_enumeration.py::test_blocks_give_the_target_distribution[3-2-1-4]
   * a block ends at the first test that fails
@@ -37,7 +37,7 @@ core/test_runner.py::test_a_drafters_vocabulary_is_cut_before_the_softmax_and_pa
   a drafter's vocabulary cut after the softmax
     Passes.head: _[..., : self.vocab_size] => self.model.logits(hidden_BNE)
 # The random source
-engine/test_random_source.py::test_all_numbers_of_a_run_are_distinct[triforce]
+engine/test_random_source.py::test_all_numbers_of_a_run_are_distinct[speculation2]
   reused noise | IndependentSource.uniforms: self._by_row[b] => self._by_row[b].manual_seed(7)
   * float32 uniforms
     IndependentSource.uniforms: torch.rand(count, dtype=_, generator=_)
@@ -51,7 +51,7 @@ core/decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_anothe
 test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-0]
   coupled: one noise for a whole block | CoupledSource.numbers: start + _ => start + 0 * places_N
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
-  * one generator for all rows | IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
+  one generator for all rows | IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
 # Caches
 core/decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
   * rejected guesses left in the cache | Level._append: _ - bool(new.tokens) => len(sequence)
@@ -82,7 +82,7 @@ test_properties.py::test_a_text_ends_at_every_place_of_a_block
     => row.push(token, origin, () if origin == 'bonus' else eos, *score)
 # Batches and runs
 test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
-  * a new text is sampled by the old one's filters
+  a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
 test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
   a part of the rows draws the numbers of others
@@ -93,16 +93,16 @@ engine/test_drafters_that_fail.py::test_one_row_of_four_fails_alone_and_leaves_n
 trees/test_tree_enumeration.py::test_a_tree_that_the_target_verifies_gives_its_distribution[forks]
   siblings share the number of their tests | walk: uniforms[child] => uniforms[node + 1]
   a younger sibling tested against p, not the residual | walk: rest_V[token] => probs_NV[node][token]
-  children drawn with replacement | draw_children: left_V[token] = 0 => left_V[token] += 0
+  * children drawn with replacement | draw_children: left_V[token] = 0 => left_V[token] += 0
 trees/test_shape.py::test_a_node_sees_itself_and_its_ancestors
   a node sees its elder siblings
     TreeShape.rule_TT: rule_TT[node] |= rule_TT[parent] => rule_TT[node, :node] = True
 core/caches/test_caches_after_steps.py
-::test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace[naive tree 3x2 0.02 retrieval-greedy]
+::test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace[naive tree 3x2 0.02 retrieval]
   a tree's tokens numbered by node, not by depth
     TreeLevel.read_tree: shape.depths[first:first + T] => range(first, first + T)
 core/caches/test_caches_after_steps.py
-::test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace[naive tree 7 0.02 retrieval-greedy]
+::test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace[naive tree 7 0.02 retrieval]
   a path gathered in the wrong order | gather_path: torch.tensor(path) => torch.tensor(path[::-1])
 test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-0]
   noise of a tree by node, not by position
