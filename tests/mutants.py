@@ -25,7 +25,7 @@ core/decoding/test_enumeration.py::test_equal_distributions_accept_everything_an
 core/decoding/test_enumeration.py::test_blocks_give_the_target_distribution[3-2-1-4]
   * a block ends at the first test that fails
     verify_block: (passes_BN * lengths_N).amax => passes_BN.cumprod(1).sum
-core/decoding/test_reference.py::test_the_cascade_equals_algorithm_1
+core/decoding/test_reference.py::test_the_cascade_equals_algorithm_1[0]
   a block is one token short | Level.propose: len(block) < _ => len(block) + 1 < self.gamma
 core/decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
@@ -109,7 +109,7 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[naive, tree 7-coupled-0]
     TreeLevel.walk: start + torch.tensor(_)
     => start + torch.tensor(proposal.shape.depths) + len(proposal.shape)
 # Filters and grammars are part of the distribution
-text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribution[sizes1-params0-words0]
+text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribution[sizes0-params0-words0]
   counts without the guesses | paths_of: [*start, *_] => start
 text/test_text_filters.py::test_bias_and_penalties_come_before_temperature_and_other_filters[filters0]
   bias after top-p
