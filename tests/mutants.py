@@ -25,7 +25,7 @@ core/decoding/test_enumeration.py::test_equal_distributions_accept_everything_an
 core/decoding/test_enumeration.py::test_blocks_give_the_target_distribution[3-2-1-4]
   * a block ends at the first test that fails
     verify_block: (passes_BN * lengths_N).amax => passes_BN.cumprod(1).sum
-core/decoding/test_reference.py::test_the_cascade_equals_algorithm_1[0]
+core/decoding/test_reference.py::test_the_cascade_equals_algorithm_1[1]
   a block is one token short | Level.propose: len(block) < _ => len(block) + 1 < self.gamma
 core/decoding/test_sampling.py
 ::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]

@@ -39,30 +39,25 @@ DRAFTERS = {
 }
 
 
-def cases() -> dict[str, tuple[SamplingParams, str, SpeculationConfig]]:
-    """By name: the filters, the drafter, and how it is used."""
-
-    def case(sampling, method, drafter="", gamma1=1, **settings):
-        settings = {"gamma1": gamma1, "gamma2": 2, **SMALL, **settings}
-        return sampling, drafter, SpeculationConfig(method, **settings)
-
-    methods = "autoregressive", "retrieval", "triforce", "auto"
-    found = {method: case(FILTERED, method) for method in methods}
-    for drafter in DRAFTERS:
-        found[f"{drafter}, naive"] = case(OTHERWISE, "naive", drafter, 2)
-    return found | {
-        "trimmed head, triforce": case(OTHERWISE, "triforce", "trimmed head", 2),
-        "lookup, auto": case(OTHERWISE, "auto", "lookup", 2),
-        "longer guesses": case(OTHERWISE, "triforce", gamma1=2),
-        "by token": case(OTHERWISE, "triforce", gamma1=2, verification="token"),
-        "coupled": case(OTHERWISE, "triforce", coupled=True),
-        "tree": case(FILTERED, "naive", gamma1=2, tree="4"),
-        "tree below": case(OTHERWISE, "triforce", gamma1=None, tree="2x2"),
-        "coupled tree": case(OTHERWISE, "naive", gamma1=None, tree="2x2", coupled=True),
-    }
+def case(sampling, method, drafter="", gamma1=1, **settings):
+    """The filters, the drafter, and how it is used."""
+    settings = {"gamma1": gamma1, "gamma2": 2, **SMALL, **settings}
+    return sampling, drafter, SpeculationConfig(method, **settings)
 
 
-CASES = cases()
+METHODS = "autoregressive", "retrieval", "triforce", "auto"
+CASES = {method: case(FILTERED, method) for method in METHODS}
+CASES |= {f"{drafter}, naive": case(OTHERWISE, "naive", drafter, 2) for drafter in DRAFTERS}
+CASES |= {
+    "trimmed head, triforce": case(OTHERWISE, "triforce", "trimmed head", 2),
+    "lookup, auto": case(OTHERWISE, "auto", "lookup", 2),
+    "longer guesses": case(OTHERWISE, "triforce", gamma1=2),
+    "by token": case(OTHERWISE, "triforce", gamma1=2, verification="token"),
+    "coupled": case(OTHERWISE, "triforce", coupled=True),
+    "tree": case(FILTERED, "naive", gamma1=2, tree="4"),
+    "tree below": case(OTHERWISE, "triforce", gamma1=None, tree="2x2"),
+    "coupled tree": case(OTHERWISE, "naive", gamma1=None, tree="2x2", coupled=True),
+}
 
 
 @pytest.mark.slow
