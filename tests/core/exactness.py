@@ -247,7 +247,8 @@ def largest_error(
         cascade = toy_cascade(source, len(paths), tables, schedule, **settings)
         for _ in range(num_steps):
             cascade.step()
-        assert plans or all(stage.stats.num_rounds for stage in cascade.stages)
+        if not plans and "make_filters" not in settings:  # a grammar may leave nothing to guess
+            assert all(stage.stats.num_rounds for stage in cascade.stages)
         longer = []
         for b, (weight, script) in enumerate(paths):
             if b in source.frontier:
