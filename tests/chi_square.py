@@ -5,7 +5,6 @@ Marginals can be right while the joint is wrong (numbers used twice), so whole t
 """
 
 import itertools
-import math
 import random
 from collections.abc import Callable
 
@@ -18,14 +17,16 @@ from minitri.core.drafters.plugin import Drafter
 from minitri.core.memory import Models
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
+from minitri.core.prefill import prefill
 from minitri.core.requests import Request
 from minitri.core.stack import Stack
 from minitri.core.stats import Stats
+from minitri.devices.gpu.attention_backends import attend_masked
 from tests.conftest import tiny_model
 from tests.core.rigs import new_cache, tiny_config
 from tools.runs import begin
 
-V, NUM_TOKENS, ROWS = 4, 3, 500
+V, NUM_TOKENS, ROWS = 4, 3, 250
 PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
 SMALL = {"budget": 4, "chunk_size": 2, "num_sink_tokens": 1, "num_recent_tokens": 3}
 """Caches for four tokens of a prompt of 16, so that the retrieval level is often wrong."""
@@ -49,19 +50,15 @@ def other_model(vocab_size: int = V) -> Llama:
 
 
 def attend_together(
-    q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, prefix_lengths: list[int], *_: object
+    q_BTHD: Tensor,
+    keys_BKSD: Tensor,
+    values_BKSD: Tensor,
+    prefix_lengths: list[int],
+    rule_TT: Tensor | None = None,
+    *_: object,
 ) -> Tensor:
-    """Causal attention by the textbook, for rows of different lengths in one go."""
-    T, D = q_BTHD.shape[1], q_BTHD.shape[3]
-    S = max(prefix_lengths) + T
-    last_BT1 = torch.tensor(prefix_lengths)[:, None, None] + torch.arange(T)[:, None]
-    is_seen_BTS = torch.arange(S) <= last_BT1
-    values_BKSD = values_BKSD[:, :, :S].where(is_seen_BTS[:, -1, None, :, None], 0.0)
-    q_BKGTD = q_BTHD.transpose(1, 2).unflatten(1, (keys_BKSD.shape[1], -1))
-    scores_BKGTS = q_BKGTD @ keys_BKSD[:, :, None, :S].transpose(-1, -2) / math.sqrt(D)
-    scores_BKGTS = scores_BKGTS.where(is_seen_BTS[:, None, None], -math.inf)
-    out_BKGTD = scores_BKGTS.softmax(-1) @ values_BKSD[:, :, None]
-    return out_BKGTD.flatten(1, 2).transpose(1, 2)
+    """Rows of different lengths in one go."""
+    return attend_masked(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(prefix_lengths), rule_TT)
 
 
 def exact_probs(model: Llama, sampling: SamplingParams) -> Tensor:
@@ -94,7 +91,7 @@ def count_texts(
         is_model = draft is None or isinstance(draft, Llama)
         models = Models(target, target, *(draft, None) if is_model else (None, draft))
         session = begin(models, requests, speculation)
-        read_prompt_once(session)
+        read_prompt_once(session, target)
         cascade = session.cascade
         session.start(list(range(ROWS)))
         while any(cascade.active):
@@ -108,22 +105,15 @@ def count_texts(
     return counts, stats
 
 
-def read_prompt_once(session: Stack) -> None:
+def read_prompt_once(session: Stack, target: Llama) -> None:
     """Reads the prompt for the first row, and copies what came of it to the others."""
-    memory = session.memory
-    full, cache, seen = memory.full, memory.retrieval_cache, []
-    if cache is not None:
-        observe = cache.observe
-        cache.observe = lambda b, queries: (seen.append(queries.clone()), observe(b, queries))
-    for _ in session.prefill(0):
-        pass
-    full.keys[:, 1:], full.values[:, 1:] = full.keys[:, :1], full.values[:, :1]
-    full.advance([0 if b == 0 else full.lengths[0] for b in range(len(full.lengths))])
-    if cache is not None:
-        cache.observe = observe
-        for b in range(1, len(full.lengths)):
-            for queries in seen:
-                observe(b, queries)
+    full, cache, seen = session.memory.full, session.memory.retrieval_cache, list[Tensor]()
+    list(prefill(target, PROMPT, full, 0, chunk=len(PROMPT), watch=seen.append))
+    for slots in (full.keys, full.values):
+        slots[:, 1:] = slots[:, :1]
+    full.advance([0, *[len(PROMPT) - 1] * (ROWS - 1)])
+    for b in range(ROWS) if cache is not None else ():
+        cache.observe(b, seen[0])
 
 
 RUN = {"first seed": 0}

@@ -8,10 +8,11 @@ import ast
 import contextlib
 import importlib
 import inspect
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import FunctionType
 
 import pytest
 
@@ -56,14 +57,16 @@ def read_table(table: str) -> list[Mutant]:
 @contextlib.contextmanager
 def mutated(mutant: Mutant) -> Iterator[None]:
     """The product with this bug."""
-    module, tree, node = find(mutant.function)
+    function = find(mutant.function)
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    tree.body[0].decorator_list = []
     replacer = Replacer(mutant.old, mutant.new)
-    replacer.visit(node)
+    replacer.visit(tree)
     assert replacer.count == 1, f"{mutant.name}: the code is there {replacer.count} times"
-    function = function_at(module, mutant.function.rpartition(":")[2])
+    found: dict[str, FunctionType] = {}
+    exec(compile(ast.fix_missing_locations(tree), PACKAGE, "exec"), function.__globals__, found)
     healthy = function.__code__
-    compiled = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec")
-    function.__code__ = code_of(compiled, healthy.co_qualname)
+    function.__code__ = found[function.__name__].__code__
     try:
         yield
     finally:
@@ -103,42 +106,23 @@ def vars_of(node: ast.AST) -> Iterator[object]:
     return (getattr(node, name, None) for name in node._fields if name != "ctx")
 
 
-def find(name: str) -> tuple[str, ast.Module, ast.AST]:
-    """Module, its syntax tree and in that the function of a name: FUNCTION, or FILE:FUNCTION."""
+def find(name: str) -> FunctionType:
+    """The function or method of a name, FUNCTION or FILE:FUNCTION, without decorators."""
     place, _, qualname = name.rpartition(":")
-    found = []
-    for file in PACKAGE.rglob("*.py"):
-        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+    outer, _, last = qualname.rpartition(".")
+    found = set()  # a module may import what another one defines
+    for file in PACKAGE.rglob(f"{place or '*'}.py"):
         text = file.read_text()
-        if module.endswith(place) and f"def {qualname.rpartition('.')[2]}(" in text:
-            tree = node = ast.parse(text)
+        if f"def {last}(" in text and f"class {outer}" in text + "class ":
+            parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+            function = importlib.import_module(".".join(parts))
             for part in qualname.split("."):
-                inner = getattr(node, "body", [])
-                node = next((it for it in inner if getattr(it, "name", "") == part), None)
-            found += [(module, tree, node)] if node else []
-    [only] = found
-    return only
-
-
-def function_at(module: str, qualname: str) -> FunctionType:
-    """A function or method, without decorators."""
-    function = importlib.import_module(module)
-    for part in qualname.split("."):
-        function = inspect.getattr_static(function, part)
+                function = inspect.getattr_static(function, part, None)
+            found.add(function)
+    [function] = found - {None}
     for wrapped in ("__func__", "fget", "func"):
         function = getattr(function, wrapped, function)
     return inspect.unwrap(function)
-
-
-def code_of(code: CodeType, qualname: str) -> CodeType:
-    """The code of a function inside that of its module."""
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            if inner.co_qualname == qualname:
-                return inner
-            if qualname.startswith(inner.co_qualname + "."):
-                return code_of(inner, qualname)
-    raise LookupError(qualname)
 
 
 @dataclass

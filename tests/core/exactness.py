@@ -150,8 +150,7 @@ class ScriptedSource(IndependentSource):
 
     def __init__(self, scripts: list[list[list[float]]], rule=verify) -> None:
         super().__init__("block" if rule is verify_block else "token")
-        self.scripts, self.step = scripts, [0] * len(scripts)
-        self.rule = rule
+        self.scripts, self.rule = [iter(script) for script in scripts], rule
         self.frontier: dict[int, list[tuple[float, list[float]]]] = {}
 
     def sample(self, probs_BV, starts, active):
@@ -167,20 +166,18 @@ class ScriptedSource(IndependentSource):
 
     def script(self, proposal, probs_BNV, active):
         uniforms_BN = torch.zeros(len(active), max(proposal.counts) + 1, dtype=torch.float64)
-        textbook = functools.partial(outcomes, proposal, probs_BNV, rule=self.rule)
         for b, n in enumerate(proposal.counts):
-            if active[b] and (found := self.next_numbers(b, functools.partial(textbook, b))):
+            textbook = functools.partial(outcomes, proposal, probs_BNV, b, rule=self.rule)
+            if active[b] and (found := self.next_numbers(b, textbook)):
                 uniforms_BN[b, [*range(n), -1]] = exactly(found)
         return uniforms_BN
 
     def next_numbers(self, b, textbook):
         """What the script says; notes the outcomes of a decision that it says nothing of."""
-        self.step[b] += 1
-        if self.step[b] <= len(self.scripts[b]):
-            return self.scripts[b][self.step[b] - 1]
-        if b not in self.frontier:
+        found = next(self.scripts[b], None)
+        if found is None and b not in self.frontier:
             self.frontier[b] = textbook()
-        return None
+        return found
 
 
 PROMPT = [0, 1]
@@ -196,13 +193,6 @@ class ScheduledTuner(Autotuner):
     def choose(self):
         self.plan = next(self._schedule)
         return self.plan
-
-
-def plan_of(gamma1: int, gamma2: int, tree: str = "") -> StepPlan:
-    """The plan of these gammas; 0 leaves a stage out."""
-    methods = {(False, False): "autoregressive", (True, False): "naive"}
-    methods |= {(False, True): "retrieval", (True, True): "triforce"}
-    return StepPlan(methods[gamma1 > 0, gamma2 > 0], gamma1, gamma2, tree)
 
 
 def chain_level(table, text_filters, source, stats, meter) -> Level:
@@ -253,10 +243,12 @@ def largest_error(
     while paths:
         source = make_source([script for _, script in paths], rule)
         tables = target, middle, draft
-        wanted_plans = plans or [plan_of(gamma1, gamma2)]
-        cascade = toy_cascade(source, len(paths), tables, wanted_plans, **settings)
+        schedule = plans or [StepPlan("all stages", gamma1, gamma2)]
+        cascade = toy_cascade(source, len(paths), tables, schedule, **settings)
         for _ in range(num_steps):
             cascade.step()
+        if not plans and "make_filters" not in settings:  # a grammar may leave nothing to guess
+            assert all(stage.stats.num_rounds for stage in cascade.stages)
         longer = []
         for b, (weight, script) in enumerate(paths):
             if b in source.frontier:

@@ -52,24 +52,6 @@ def new_cache(
     return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
 
 
-def begin(
-    models: Models,
-    requests: list[Request],
-    speculation: SpeculationConfig,
-    *,
-    make_filters=lambda request: None,
-    **memory,
-) -> Stack:
-    """A stack over memory of its own, one row for each request, whose prompts are token ids."""
-    first = requests[0]
-    lengths = tuple(len(request.prompt) for request in requests)
-    shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
-    stack = Stack(allocate(models, shape, **memory), shape)
-    for b, request in enumerate(requests):
-        stack.admit(b, request.prompt, request, make_filters(request))
-    return stack
-
-
 class Rig:
     """One run, step by step; a row that has `num_new` tokens is retired."""
 
@@ -89,26 +71,23 @@ class Rig:
         prefill_chunk: int = 16,
         full: FullCache | None = None,
         graphs: GraphPool | None = None,
-        make_filters=lambda request: None,
         **speculation,
     ) -> None:
         self.prompts, self.num_new = prompts, num_new
         self.speculation = SpeculationConfig(**speculation)
         generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
-        requests = [
-            Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
-        ]
         models = Models(target, retrieval_model or target, draft, level_type=self.level_type)
-        memory = {"full": full, "graphs": graphs, "make_filters": make_filters}
-        self.session = begin(models, requests, self.speculation, **memory)
-        memory = self.memory = self.session.memory
-        self.full, self.cascade = memory.full, self.session.cascade
-        self.sequences, self.stats = self.session.sequences, self.session.stats
-        self.small = memory.retrieval_cache
+        shape = MemoryShape(tuple(map(len, prompts)), sampling, generation, self.speculation)
+        memory = self.memory = allocate(models, shape, full=full, graphs=graphs)
+        self.session = session = Stack(memory, shape)
+        self.full, self.small = memory.full, memory.retrieval_cache
+        self.cascade, self.sequences, self.stats = session.cascade, session.sequences, session.stats
         runners = {"target": memory.target, "retrieval": memory.retrieval, "draft": memory.draft}
         self.runners = {name: runner for name, runner in runners.items() if runner is not None}
+        for b, prompt in enumerate(prompts):
+            session.admit(b, prompt, Request(prompt, seed + b, sampling, generation))
         for b in range(len(prompts)):
-            for _ in self.session.prefill(b):
+            for _ in session.prefill(b):
                 pass
 
     def start(self) -> dict[int, Emitted]:

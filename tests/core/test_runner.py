@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from minitri.core.decoding.sampling import probs_from_logits
+from minitri.core.decoding.verification import Proposal
 from minitri.core.model.block import read_block
 from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
@@ -58,3 +59,16 @@ def test_a_prompt_is_read_but_for_its_last_token(length):
     assert cache.lengths == [0, length - 1]
     sizes = [min(5, end - start) for start, end in zip([0, *ends], ends, strict=False)]
     assert [queries_LTHD.shape[1] for queries_LTHD in seen] == sizes
+
+
+def test_a_row_of_a_ragged_block_is_what_it_is_alone():
+    """Though there is no place in the block for all the guesses that another row has."""
+    model = tiny_model(tiny_config())
+    texts, guesses = [random_prompt(model.config, 7), [5, 6]], [[], [1, 2]]
+    runner = ModelRunner(model, new_cache(model.config, 2), FILTERED, vocab_size=64)
+    proposal = Proposal.of(guesses, torch.ones(2, 2, 1), guesses)
+    probs_BNV = runner.next_probs(texts, [True] * 2, proposal).probs_BNV
+    for probs_NV, text, own in zip(probs_BNV, texts, guesses, strict=True):
+        for n in range(len(own) + 1):
+            _, wanted = after(model, text + own[:n], FILTERED, 64)
+            assert torch.allclose(probs_NV[n], wanted[0], atol=1e-6)

@@ -17,7 +17,7 @@ SIZES = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 4}
 
 def texts(run, prompts) -> dict[int, object]:
     """What an open run gives for prompts at once: tokens, or what went wrong."""
-    generation = GenerationConfig(16, ignore_eos=True)
+    generation = GenerationConfig(8, ignore_eos=True)
     numbers = [run.submit(Request(prompt, 3, WARM, generation)) for prompt in prompts]
     events = []
     while len(ends_of(events)) < len(prompts):
@@ -30,9 +30,7 @@ def texts(run, prompts) -> dict[int, object]:
     ("method", "tree", "damaged"),
     [
         ("autoregressive", "", "model"),
-        ("retrieval", "", "model"),
         ("retrieval", "4", "model"),
-        ("naive", "", "draft"),
         ("triforce", "", "draft"),
         ("naive", "4", "draft"),
     ],

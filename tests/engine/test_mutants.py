@@ -33,7 +33,3 @@ def test_a_mutant_dies(mutant):
         sick = run_tests(mutant.killer)
     assert len(sick.errors) == 1
     assert issubclass(sick.errors[0], CLEAR)
-
-
-def test_names_of_mutants_differ():
-    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60

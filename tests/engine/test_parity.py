@@ -17,12 +17,10 @@ OWN = {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
 KINDS = {
     "MHA": {"num_key_value_heads": 4},
     "GQA": {},
-    "one KV head": {"num_key_value_heads": 1},
     "tied": {"tie_word_embeddings": True},
     "attention bias": {"attention_bias": True},
     "Mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
     "Qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64},
-    "Qwen2, tied": {"model_type": "qwen2", "tie_word_embeddings": True},
     "Qwen3": {"model_type": "qwen3", "head_dim": 32},
     "Qwen3, bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
     "own head dim": {"head_dim": 32},

@@ -3,11 +3,12 @@
 import torch
 
 from minitri.core.decoding.text_filters import paths_of
+from minitri.core.settings import StepPlan
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape
 from minitri.trees.walk import MISSING, draw_children, walk
 from tests.core import exactness
-from tests.core.exactness import EDGE, UPPER, ScriptedSource, TableRunner, cells, exactly
+from tests.core.exactness import EDGE, ScriptedSource, TableRunner, cells, exactly
 
 
 def draws(probs_V, num_children, reached=1.0, numbers=()):
@@ -25,7 +26,7 @@ def draws(probs_V, num_children, reached=1.0, numbers=()):
     return found
 
 
-def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=None):
+def walks(shape, tokens, q_NV, p_NV, node=0, reached=1.0, numbers=None):
     """Every way through a tree, by the textbook: its probability, and a number for the token after
     it, then one for the test of each node."""
     found, rest_V = [], p_NV[node]
@@ -41,7 +42,7 @@ def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=N
         if accept > 0:
             passed = [*numbers]
             passed[child] = accept * (1 - EDGE)
-            found += walks(shape, tokens, q_NV, p_NV, edges, child, reached * accept, passed)
+            found += walks(shape, tokens, q_NV, p_NV, child, reached * accept, passed)
         if accept == 1:
             return found
         numbers[child] = accept + (1 - accept) * EDGE
@@ -49,7 +50,7 @@ def walks(shape, tokens, q_NV, p_NV, edges=UPPER, node=0, reached=1.0, numbers=N
         left_V = (rest_V - own_V).clamp_min(0)
         rest_V = left_V / left_V.sum()
         q_V[token] = 0
-    for share, number in cells(rest_V, edges):
+    for share, number in cells(rest_V):
         found.append((reached * share, [number, *numbers[1:]]))
     return found
 
@@ -105,6 +106,6 @@ def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings
         level.shape = lambda: shape if meter.tuner.plan.tree else None
         return level
 
-    plans = plans or [exactness.plan_of(gamma1, gamma2, "1")]
+    plans = plans or [StepPlan("all stages", gamma1, gamma2, "1")]
     how = {"make_level": make_level, "make_source": ScriptedTrees, "plans": plans}
     return exactness.largest_error(V, gamma1, gamma2, **how, **settings)

@@ -3,18 +3,10 @@
 import pytest
 import torch
 
-from minitri import SamplingParams
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape, sequences
-from minitri.trees.walk import (
-    MISSING,
-    TreeProposal,
-    draw_children,
-    likeliest,
-    walk,
-)
-from tests.cascades import settings_of, tiny_engine
+from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
 from tests.core.exactness import exactly
 
 PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
@@ -82,17 +74,3 @@ def test_coupled_children_share_the_noise_of_their_position():
     proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
     path, _ = level_of(source).walk(proposal, 0, q_V.expand(4, 50), 17)
     assert path == [3]
-
-
-def test_every_child_and_every_test_has_a_number_of_its_own(monkeypatch):
-    drawn, real = [], IndependentSource.uniforms
-
-    def noting(source, b, count):
-        numbers = real(source, b, count)
-        drawn.extend(numbers.tolist())
-        return numbers
-
-    monkeypatch.setattr(IndependentSource, "uniforms", noting)
-    settings = settings_of("naive", 60, SamplingParams(1.1), gamma1=2, tree="5")
-    list(tiny_engine().generate([[5, 6, 7], [8, 9]], **settings))
-    assert len(set(drawn)) == len(drawn) > 200

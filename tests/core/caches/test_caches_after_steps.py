@@ -81,13 +81,11 @@ def check_caches(rig: Rig, *, has_begun: bool) -> None:
                 assert torch.allclose(ours_LKSD, theirs_LKSD, atol=1e-5)
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=["greedy", "warm"])
 @pytest.mark.parametrize("stack", STACKS, ids=[" ".join(map(str, stack)) for stack in STACKS])
-def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(
-    stack, sampling, monkeypatch
-):
+def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack, monkeypatch):
     """With NaN in all other slots from the start, after every step, and whenever a level has taken
     guesses back within one: the same tokens, and the same guesses on the way."""
+    sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
     clean, poisoned = (new_rig(*stack, sampling) for _ in range(2))
     num_steps, num_crops, crop = 0, 0, ModelRunner.crop
 
@@ -111,5 +109,5 @@ def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(
     ours, theirs = ([level.as_dict() for level in rig.stats.levels] for rig in (poisoned, clean))
     assert ours == theirs
     assert min(num_steps, num_crops) >= 3
-    if sampling is GREEDY and ours:
+    if ours:
         assert ours[-1]["num_accepted_tokens"] > 0

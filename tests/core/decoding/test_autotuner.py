@@ -1,6 +1,5 @@
 """The autotuner finds the fastest plan, tries again what it misjudged, and wastes little on it."""
 
-import functools
 import itertools
 
 import pytest
@@ -22,12 +21,8 @@ SLOPE = 0.04
 """What a guess more adds to a round."""
 
 
-def cost_with_slope(costs, slope: float, stage: str, num_guesses: float) -> float:
-    return costs[stage] * (1 + slope * num_guesses)
-
-
-def prior_of(costs: dict[str, float]):
-    return functools.partial(cost_with_slope, costs, SLOPE)
+def prior_of(costs: dict[str, float], slope: float = SLOPE):
+    return lambda stage, num_guesses: costs[stage] * (1 + slope * num_guesses)
 
 
 def tuner_after(costs, rates, plans=PLANS, *, prior=COSTS, use_clock=True) -> Autotuner:
@@ -93,8 +88,7 @@ def test_a_tree_is_taken_only_while_its_nodes_cost_little():
     """It reads more tokens, here and there, than a chain of its depth; else they are alike."""
     chain, tree = StepPlan("naive", 2), StepPlan("naive", 2, 0, "8")
     for slope, best in ((0.0, tree), (0.5, AR)):
-        costs = {"draft": 0.2, "target": 1.0}
-        prior = functools.partial(cost_with_slope, costs, slope)
+        prior = prior_of({"draft": 0.2, "target": 1.0}, slope)
         tuner = Autotuner([AR, tree, chain], prior, use_clock=False)
         of_tree, of_chain = tuner.tokens_per_second(tree), tuner.tokens_per_second(chain)
         assert of_tree < of_chain if slope else of_tree == of_chain

@@ -40,12 +40,3 @@ def test_a_row_does_not_depend_on_its_neighbours_nor_on_what_pads_it(padding):
             own = Proposal.of(proposal.tokens[b : b + 1], proposal.probs_BNV[b : b + 1, :n], [[]])
             numbers = torch.cat((uniforms_BN[b : b + 1, :n], uniforms_BN[b : b + 1, -1:]), 1)
             assert decide(verify_block, own, p_BNV[b : b + 1, : n + 1], numbers) == [together[b]]
-
-
-def test_equal_distributions_accept_everything_and_a_vanished_residual_falls_back_to_p():
-    p_BNV = torch.full((1, 4, 4), 0.25)
-    proposal = Proposal.of([[2, 0, 1]], p_BNV[:, :3], [["draft"] * 3])
-    numbers = torch.tensor([[1 - 2**-53] * 3 + [0.6]], dtype=torch.float64)
-    assert decide(verify_block, proposal, p_BNV, numbers) == [[2, 0, 1, 2]]
-    numbers[0, :3] = 1.0  # by force
-    assert decide(verify_block, proposal, p_BNV, numbers) == [[2]]

@@ -86,6 +86,7 @@ def test_a_row_has_filters_of_its_own():
     ("logits", "params", "kept"),
     [
         ([0.1, 5.0, 4.999], SamplingParams(0.0), [1]),
+        ([*range(17), *[20.0] * 40_000], SamplingParams(0.0), [17]),
         ([1e4, 1e4 - 1, -1e4], SamplingParams(1e-6), [0]),
         ([1.0, 3.0, 2.0], SamplingParams(1.0, top_p=1e-50), [1]),
         ([2.0, 1.0, 1.0, 1.0, 0.0], SamplingParams(1.0, top_k=2), [0, 1, 2, 3]),
@@ -96,12 +97,6 @@ def test_what_is_kept_at_the_extremes_and_of_ties_at_a_border(logits, params, ke
     [probs] = probs_from_logits(torch.tensor([logits]), params)
     assert probs.nonzero().flatten().tolist() == kept
     assert probs.sum() == pytest.approx(1)
-
-
-def test_greedy_ties_go_to_the_lowest_id():
-    logits = torch.zeros(1, 40000)
-    logits[0, [17, 9000, 39999]] = 2.5
-    assert probs_from_logits(logits, SamplingParams()).nonzero().tolist() == [[0, 17]]
 
 
 def test_top_p_looks_further_when_its_first_tokens_do_not_reach_the_mass(monkeypatch):
@@ -124,4 +119,4 @@ def test_a_token_of_probability_zero_is_never_drawn():
 def test_sums_by_parts_are_the_sums_of_whole_rows(V):
     """As on a GPU; float32 rows are added up in float64."""
     probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
-    torch.testing.assert_close(sums_by_parts(probs), running_sums(probs), rtol=1e-15, atol=0)
+    assert torch.allclose(sums_by_parts(probs), running_sums(probs), rtol=1e-15, atol=0)

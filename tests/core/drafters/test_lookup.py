@@ -85,25 +85,22 @@ def test_rejected_guesses_are_never_learnt():
     assert drafter.propose([[1, 2, 3, 4, 5, 6, 9, 8]], [True]).tokens == [[]]
 
 
-def test_rows_look_each_into_its_own_text_and_leave_it_as_it_was():
+def test_rows_look_each_into_its_own_text_until_it_ends_and_leave_it_as_it_was():
     """What they guess has one-hot distributions."""
     rows = [[1, 2, 3, 1, 2], [1, 2, 9, 8, 7, 6, 1, 2], [5, 1, 2], [1, 2, 4, 1, 2]]
     before = [[*row] for row in rows]
-    proposal = new_drafter(*rows).propose(rows, [True, True, True, False])
+    drafter = new_drafter(*rows)
+    proposal = drafter.propose(rows, [True, True, True, False])
     assert proposal.tokens == [[3, 1, 2], [9, 8, 7], [], []]
     assert proposal.origins == [["draft"] * 3, ["draft"] * 3, [], []]
     for b, tokens in enumerate(proposal.tokens):
         wanted = torch.nn.functional.one_hot(torch.tensor(tokens, dtype=torch.int64), V)
         assert torch.equal(proposal.probs_BNV[b, : len(tokens)], wanted.float())
     assert rows == before
-
-
-def test_a_row_that_ended_is_forgotten():
-    drafter = new_drafter([1, 2, 3, 4], [7, 8])
-    rows = [[9, 1, 2], [7, 8, 1, 2]]
     drafter.reset(0)
-    drafter.prepare(rows, [True, True])
-    assert drafter.propose(rows, [True, True]).tokens == [[], []]
+    rows[0] = [9, 1, 2]
+    drafter.prepare(rows, [True] * 4)
+    assert drafter.propose(rows, [True] * 4).tokens == [[], [9, 8, 7], [], [4, 1, 2]]
 
 
 def test_a_long_match_and_past_success_allow_more_guesses():
