@@ -44,9 +44,11 @@ def module_name(file: Path) -> str:
 CORE = [file for file in FILES if room_of(module_name(file)) == "core"]
 
 
-@functools.cache
+parsed = functools.cache(lambda file: [*ast.walk(ast.parse(file.read_bytes()))])
+
+
 def nodes_of(file: Path, kind: type[ast.AST]) -> list:
-    return [node for node in ast.walk(ast.parse(file.read_bytes())) if isinstance(node, kind)]
+    return [node for node in parsed(file) if isinstance(node, kind)]
 
 
 def imported(file: Path) -> set[str]:

@@ -2,10 +2,9 @@
 
 import pytest
 
-from tools.paper.costs import A100, PAPER, RATES, bound, on_chip, speedup
+from tools.paper.costs import PAPER, RATES, bound, on_chip, speedup
 from tools.paper.items.offloading import PAPER as OFFLOADED
 from tools.paper.items.offloading import predicted
-from tools.paper.items.trees import gpu_speedup, plans
 
 
 def test_the_papers_bound_is_that_of_guesses_that_cost_nothing():
@@ -20,11 +19,3 @@ def test_the_papers_times_follow_from_bytes_and_its_acceptance():
     assert 2.31 < speedup(on_chip(122_880), [PAPER]) < 4
     for flags, ms, _, _ in OFFLOADED.values():
         assert ms == 0 or predicted(flags)["ms"] == pytest.approx(ms, rel=0.1)
-
-
-def test_a_chain_takes_a_pass_of_the_drafter_for_each_guess_and_a_tree_no_less():
-    named, work = plans("naive"), on_chip(122_880)
-    target, draft = (work.seconds(A100, stage, 0) for stage in ("target", "draft"))
-    chain = gpu_speedup(named["chain"], 2.0)
-    assert chain == pytest.approx(2 * target / (4 * draft + target), rel=1e-6)
-    assert all(gpu_speedup(plan, 2.0) <= chain for plan in named.values())
