@@ -1,5 +1,6 @@
 """Tiny seeded models for the CPU, and the real weights where they can be had."""
 
+import functools
 import json
 import os
 from pathlib import Path
@@ -13,9 +14,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
-from minitri.core.model.llama import Llama
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
 from minitri.trees.tree_level import level_type
@@ -62,10 +61,9 @@ def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", *
     config = AutoConfig.for_model(model_type, **{**SHAPE, **changes})
     model = AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
-        if "norm" in name or "bias" in name:
-            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.2)
-        else:  # so that distributions are far from uniform
-            torch.nn.init.normal_(parameter, std=0.15)
+        # Distributions are far from uniform.
+        std = 0.2 if "norm" in name or "bias" in name else 0.15
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=std)
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
@@ -78,9 +76,8 @@ def edit_json(file: Path, **changes) -> None:
     file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
 
 
-def tiny_model(config: ModelConfig, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Llama:
-    """A random model with the attention of a CPU."""
-    return rigs.tiny_model(config, seed=seed, dtype=dtype, attend=attend_cpu)
+tiny_model = functools.partial(rigs.tiny_model, attend=attend_cpu)
+"""A random model with the attention of a CPU."""
 
 
 def fill(cache, other):

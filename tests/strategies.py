@@ -20,10 +20,10 @@ from tests.core.policies import NAMES
 from tests.core.rigs import near_copy, trimmed_copy
 
 VOCAB = 320
-DRAFTERS = ["lookup", "near copy", "the target itself", "unrelated", "larger vocabulary"]
+DRAFTERS = ["lookup", "plug-in", "near copy", "the target itself", "unrelated", "larger vocabulary"]
 DRAFTERS += ["smaller vocabulary", "trimmed head", "short context"]
 TREES = ["1", "2", "5", "12", "2x1", "3x2", "4x4", "64", "1x64"]
-MAX_PASSES = 200
+MAX_PASSES = 120
 """Passes of the small models that a run may take where every guess is rejected."""
 SCHEMA = """{"type": "object", "properties": {"name": {"enum": ["She", "the sea", "é"]}, "n": {
 "type": "integer"}}, "required": ["name"], "additionalProperties": false}"""
@@ -35,31 +35,25 @@ GRAMMARS = [
     Grammar("choice", '["She had", "She had been", "the sea", "日本"]'),
 ]
 WRONG = {
-    "speculation": {
-        "method": ["triforc", None],
-        "policy": ["lru", ["h2o"], object()],
-        "tree": ["0", "4x", "65", "8x9", "4 x 3", 16, "9" * 99],
-        "gamma1": [0, 65, 10**12, 2.0, "3", True],
-        "budget": [0, 7.5, 12],
-        "rebuild_stride": [0, 2**31, "often"],
-        "coupled": [1, None],
-    },
-    "sampling": {
-        "temperature": [-1, 1e-9, 101, math.nan, "1", None, True],
-        "top_k": [-1, 2.5],
-        "logit_bias": [{-1: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
-        "bad_words": [("",), 3, ("\ud800",)],
-        "grammar": ["x", {}],
-    },
-    "generation": {
-        "max_new_tokens": [0, 8.0, 2**31, None],
-        "stop": [("",), ("\ud800",), (3,), 3, {"END"}],
-        "logprobs": [-1, 21],
-        "offload": [1],
-        "on_chip": [-1, 1.5],
-    },
+    "method": ["triforc", None],
+    "policy": ["lru", ["h2o"], object()],
+    "tree": ["0", "4x", "65", "8x9", "4 x 3", 16, "9" * 99],
+    "gamma1": [0, 65, 10**12, 2.0, "3", True],
+    "budget": [0, 7.5, 12],
+    "rebuild_stride": [0, 2**31, "often"],
+    "coupled": [1, None],
+    "temperature": [-1, 1e-9, 101, math.nan, "1", None, True],
+    "top_k": [-1, 2.5],
+    "logit_bias": [{-1: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
+    "bad_words": [("",), 3, ("\ud800",)],
+    "grammar": ["x", {}],
+    "max_new_tokens": [0, 8.0, 2**31, None],
+    "stop": [("",), ("\ud800",), (3,), 3, {"END"}],
+    "logprobs": [-1, 21],
+    "offload": [1],
+    "on_chip": [-1, 1.5],
 }
-"""Values to be refused, of every kind of field."""
+"""Values to be refused, by field."""
 
 
 @dataclass(frozen=True)
@@ -69,73 +63,75 @@ class Case:
     drafter: str
     ids: list[list[int]]
     seed: int
-    sampling: dict[str, Any]
-    generation: dict[str, Any]
-    speculation: dict[str, Any]
-    plan_seed: int
-    """Plans of a step are chosen at random, where they are open."""
-    row: int
-    """One of the rows, to be looked at closely."""
+    settings: dict[str, Any]
+    number: int
+    """Chooses the plan of each step, where it is open, and a row to be looked at closely."""
 
 
-def case_of(seed: int) -> Case:
+def case_of(number: int) -> Case:
     """Any greedy or coupled run."""
-    rng = random.Random(seed)
+    rng = random.Random(number)
 
     def rarely(odds: int = 6) -> bool:
         return rng.randrange(odds) == 0
 
-    def number(most: int, *rare: Any, least: int = 1) -> Any:
+    def small(most: int, *rare: Any, least: int = 1) -> Any:
         return rng.choice(rare) if rare and rarely() else rng.randint(least, most)
 
     ids = []
     for _ in range(rng.randint(1, 4)):
         kinds = [rng.randrange(VOCAB) for _ in range(rng.choice([VOCAB, VOCAB, 1, 2, 5]))]
-        ids.append([rng.choice(kinds) for _ in range(number(150, 1, 400))])
+        ids.append([rng.choice(kinds) for _ in range(small(100, 1, 300))])
     drafter = rng.choice(DRAFTERS)
     chunk = rng.choice([4, 8, 1, 2, 3, 5, 16, 64])
     has_wide_windows = drafter == "lookup" or rarely(10)  # else some would be refused
-    speculation = {
+    settings = {
         "method": rng.choice(["triforce", *METHODS]),
         "policy": rng.choice(["retrieval", *NAMES]),
         "verification": rng.choice(VERIFICATIONS),
-        "gamma1": number(6, None, 64),
-        "gamma2": number(6, None, 64),
+        "gamma1": small(6, None, 64),
+        "gamma2": small(6, None, 64),
         "tree": rng.choice(TREES) if rarely(4) else "",
-        "budget": chunk * number(max(32 // chunk, 2), 10**9),
+        "budget": chunk * small(max(32 // chunk, 2), 10**9),
         "chunk_size": chunk,
-        "num_sink_tokens": number(6, *(300, MAX_COUNT) if has_wide_windows else (4,), least=0),
-        "num_recent_tokens": number(40, *(10**5, MAX_COUNT) if has_wide_windows else (252,)),
-        "observation_window": number(20, 64, 1024),
-        "rebuild_stride": number(30, MAX_COUNT),
+        "num_sink_tokens": small(6, *(300, MAX_COUNT) if has_wide_windows else (4,), least=0),
+        "num_recent_tokens": small(40, *(10**5, MAX_COUNT) if has_wide_windows else (252,)),
+        "observation_window": small(20, 64, 1024),
+        "rebuild_stride": small(30, MAX_COUNT),
     }
-    if "x" in speculation["tree"]:
-        speculation["gamma1"] = None
+    if "x" in settings["tree"]:
+        settings["gamma1"] = None
     is_greedy = rarely(2)
-    speculation["coupled"] = not is_greedy or rarely(2)
-    sampling = {
+    num_passes = (settings["gamma1"] or 4) * (settings["gamma2"] or 6)
+    settings |= {
+        "coupled": not is_greedy or rarely(2),
         "temperature": 0.0 if is_greedy else rng.choice([0.8, 1.0, 1e-6, 100, rng.random() + 0.01]),
         "top_k": rng.choice([0, 40, 1, 2, 5, VOCAB - 1, VOCAB, 10**6]),
         "top_p": rng.choice([1.0, 0.95, 0.5, 1e-9, rng.random() + 1e-9]),
         "min_p": rng.choice([0.0, 0.0, 0.05, 1.0, rng.random()]),
         "presence_penalty": rng.uniform(-2, 2) if rarely(3) else 0.0,
         "grammar": rng.choice(GRAMMARS) if rarely(8) else None,
+        "max_new_tokens": min(small(40, 80), max(MAX_PASSES // num_passes, 3)),
+        "prefill_chunk": small(100, 3, MAX_COUNT),
     }
-    num_passes = (speculation["gamma1"] or 4) * (speculation["gamma2"] or 6)
-    num_new = min(number(40, 80), max(MAX_PASSES // num_passes, 3))
-    generation = {"max_new_tokens": num_new, "prefill_chunk": number(100, 1, 5, MAX_COUNT)}
-    settings = {"sampling": sampling, "generation": generation, "speculation": speculation}
     if rarely(20):
-        part = rng.choice([*WRONG])
-        name = rng.choice([*WRONG[part]])
-        settings[part][name] = rng.choice(WRONG[part][name])
-    first = number(2**31, 0, MAX_SEED - len(ids) + 1)
-    return Case(drafter, ids, first, **settings, plan_seed=seed, row=rng.randrange(len(ids)))
+        name = rng.choice([*WRONG])
+        settings[name] = rng.choice(WRONG[name])
+    seed = small(2**31, 0, MAX_SEED - len(ids) + 1)
+    return Case(drafter, ids, seed, settings, number)
+
+
+class Echo:
+    """A drafter from outside: the token before the last one."""
+
+    def guess(self, tokens: list[int], row: int) -> int:
+        return tokens[-2] if len(tokens) > 1 else tokens[0]
 
 
 @functools.cache
-def engine_of(drafter: str) -> Engine:
-    """The engine with the drafter of a name in DRAFTERS."""
+def engine_of(drafter: str, *, is_exact: bool = True) -> Engine:
+    """The engine with the drafter of a name in DRAFTERS, all with one target; unless `is_exact` the
+    retrieval level has other weights."""
     engine = tiny_engine()
     target, config = engine.model, replace(engine.config, eos_token_ids=(2,))
     target.config = config
@@ -151,4 +147,6 @@ def engine_of(drafter: str) -> Engine:
     if drafter == "short context":
         draft = near_copy(target, 0.02)
         draft.config = replace(config, context_length=100)
-    return Engine(target, engine.tokenizer, draft)
+    proposing = None if is_exact else near_copy(target, 0.03, seed=3)
+    plugged = Echo() if drafter == "plug-in" else None
+    return Engine(target, engine.tokenizer, draft, proposing, plugged)

@@ -2,7 +2,6 @@
 
 Equal texts are in `tests/test_matrix.py`."""
 
-import itertools
 import math
 from unittest.mock import Mock
 
@@ -18,30 +17,22 @@ GREEDY = minitri.SamplingParams(), False
 COUPLED = minitri.SamplingParams(0.8, top_p=0.9), True
 
 
-class Bigrams:
-    """A drafter: what followed the last token in the text, as often as it did so."""
+class Sometimes:
+    """A drafter: the last token again, after two of three lengths."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size = vocab_size
-
-    def guess(self, tokens: list[int], row: int) -> torch.Tensor | None:
-        after = [b for a, b in itertools.pairwise(tokens) if a == tokens[-1]]
-        counts = torch.tensor(after, dtype=torch.int64).bincount(minlength=self.vocab_size)
-        return counts / counts.sum() if after else None
+    def guess(self, tokens: list[int], row: int) -> int | None:
+        return tokens[-1] if len(tokens) % 3 else None
 
 
-class Visited(minitri.Policy):
-    """A policy: chunks that scored well at earlier rebuilds of this text score better."""
+class Weighted(minitri.Policy):
+    """A policy: the best chunks by their mean keys, or with a weight below 0 the worst."""
 
-    def __init__(self, memory: float = 0.5) -> None:
-        self.memory, self.seen = memory, {}
+    def __init__(self, weight: float = 1.0) -> None:
+        self.weight, self.seen = weight, set()
 
     def scores(self, layer, b, q_KRD, chunks_KNMD):
-        scores_KN = (q_KRD @ chunks_KNMD.mean(2).mT).amax(1).softmax(1)
-        before = self.seen.get((b, layer), scores_KN[:, :0])
-        scores_KN[:, : before.shape[1]] += self.memory * before
-        self.seen[b, layer] = scores_KN
-        return scores_KN
+        self.seen.add((layer, b))
+        return self.weight * (q_KRD @ chunks_KNMD.mean(2).mT).amax(1)
 
 
 def with_drafter(engine, drafter) -> minitri.Engine:
@@ -55,10 +46,10 @@ def complete(engine, distribution, method, prompt=PROMPT, **settings) -> minitri
 
 
 def test_a_drafter_is_given_to_load(folder):
-    engine = minitri.load(str(folder), drafter=Bigrams(320), dtype="float32", device="cpu")
+    engine = minitri.load(str(folder), drafter=Sometimes(), dtype="float32", device="cpu")
     assert complete(engine, GREEDY, "naive").stats.levels[0].num_draft_tokens
-    assert engine.models.drafter_name == "Bigrams"
-    for wrong in ({"drafter": 5}, {"drafter": Bigrams(320), "draft": "suffix"}):
+    assert engine.models.drafter_name == "Sometimes"
+    for wrong in ({"drafter": 5}, {"drafter": Sometimes(), "draft": "suffix"}):
         with pytest.raises(minitri.InputError, match="drafter"):
             minitri.load(str(folder), device="cpu", **wrong)
 
@@ -110,7 +101,7 @@ def test_a_drafter_that_breaks_its_protocol_is_named(engine, answer):
 
 
 def test_what_a_policy_scores_decides_what_is_guessed_and_no_text(engine):
-    policies = "retrieval", Visited(), Visited(memory=50.0)
+    policies = "retrieval", Weighted(), Weighted(-1.0)
     done = [complete(engine, COUPLED, "retrieval", policy=policy) for policy in policies]
     assert len({it.token_ids for it in done}) == 1
     assert all(it.stats.num_rebuilds > 1 for it in done)
@@ -119,16 +110,16 @@ def test_what_a_policy_scores_decides_what_is_guessed_and_no_text(engine):
 
 def test_every_run_has_a_policy_of_its_own(engine):
     """Two runs at a time with one object; nothing of either stays in it."""
-    policy = Visited()
+    policy = Weighted()
     settings = settings_of("retrieval", 30, gamma2=3, budget=24, policy=policy)
     alone = engine.complete(PROMPT, **settings)
     runs = [engine.generate(PROMPT, **settings) for _ in range(2)]
     *_, ends = zip(*runs, strict=True)
     assert [end.token_ids for end in ends] == [alone.token_ids] * 2
-    policy.memory = "not for the runs before"
-    with pytest.raises(minitri.InputError, match="policy Visited"):
+    policy.weight = "not for the runs before"
+    with pytest.raises(minitri.InputError, match="policy Weighted"):
         engine.complete(PROMPT, **settings)
-    assert policy.seen == {}
+    assert not policy.seen
 
 
 BROKEN = [("observe", ValueError("no")), ("reset", ValueError("a\nb"))]

@@ -7,64 +7,48 @@ them, and others, which repeat too:
     MINITRI_FUZZ_SEED=7 MINITRI_FUZZ_EXAMPLES=2000 python -m pytest tests/test_properties.py
 """
 
-import contextlib
 import dataclasses
 import itertools
 import os
 import random
-from collections.abc import Iterator
+from unittest.mock import patch
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from minitri import (
-    End,
-    GenerationConfig,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import End, InputError, Request, SpeculationConfig, Token
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.text.text_stream import StopScanner
 from tests.cascades import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.strategies import Case, case_of, engine_of
 
-NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "40"))
+NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "24"))
 FUZZ_SEED = int(os.environ.get("MINITRI_FUZZ_SEED", "0"))
 GROUP = 4
+SPECULATION = {field.name for field in dataclasses.fields(SpeculationConfig)}
 Output = tuple[tuple[int, ...], str, str]
 """What is to be equal of a row: tokens, text, reason to end."""
-
-
-@contextlib.contextmanager
-def random_plans(seed: int, config: SpeculationConfig) -> Iterator[None]:
-    rng = random.Random(seed)
-
-    def choose(tuner):
-        tuner.plan = rng.choice(config.plans)
-        return tuner.plan
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Autotuner, "choose", choose)
-        yield
 
 
 def run(case: Case, rows: slice = slice(None), **speculation) -> list[Output] | str:
     """The outputs of a case, or of some of its rows; or the message of its error."""
     engine = engine_of(case.drafter)
     engine.release()
-    events, refusal = [], ""
+    events, refusal, rng = [], "", random.Random(case.number)
+    fields = {**case.settings, **speculation}
+    fields["policy"] = policy_of(fields["policy"])
+
+    def choose(tuner):
+        tuner.plan = rng.choice(config.plans)
+        return tuner.plan
+
     try:
-        wanted = {**case.speculation, **speculation}
-        config = SpeculationConfig(**{**wanted, "policy": policy_of(wanted["policy"])})
-        generation, sampling = GenerationConfig(**case.generation), SamplingParams(**case.sampling)
-        how = {"generation": generation, "speculation": config, "sampling": sampling}
-        with random_plans(case.plan_seed, config):
-            for event in engine.generate(case.ids[rows], seed=case.seed + (rows.start or 0), **how):
+        config = SpeculationConfig(**{it: fields.pop(it) for it in SPECULATION & fields.keys()})
+        with patch.object(Autotuner, "choose", choose):
+            seed = case.seed + (rows.start or 0)
+            for event in engine.generate(case.ids[rows], speculation=config, seed=seed, **fields):
                 events.append(event)
     except InputError as error:
         refusal = str(error)
@@ -101,7 +85,8 @@ def test_greedy_and_coupled_runs_equal_autoregressive_ones_or_are_refused(group)
         got = run(case)
         if isinstance(got, list):
             assert got == run(case, method="autoregressive")
-            assert run(case, slice(case.row, case.row + 1)) == [got[case.row]]
+            row = case.number % len(got)
+            assert run(case, slice(row, row + 1)) == [got[row]]
 
 
 def cut_at_stop(text: str, stops: tuple[str, ...]) -> str | None:
@@ -116,28 +101,27 @@ def test_a_text_ends_at_every_place_of_a_block():
     """At an end token and at a stop string, be it a guess, a recovered or a bonus token."""
     engine = tiny_engine()
     sizes = {"budget": 16, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3, "coupled": True}
-    warm = SamplingParams(0.8, 40, 0.95)
+    text = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "max_new_tokens": 18}
 
     def ends(eos=(), stops=((),)):
         engine.model.config = dataclasses.replace(engine.model.config, eos_token_ids=eos)
-        settings = [GenerationConfig(18, stop=stop) for stop in stops]
-        requests = [Request([*range(5, 45)], 3, warm, generation) for generation in settings]
+        requests = [Request([*range(5, 45)], 3, stop=stop, **text) for stop in stops]
         return engine.stream(requests, method="triforce", **sizes).results()
 
     [free] = ends()
     origins = set()
     for place, token in enumerate(free.tokens):
-        first = free.token_ids.index(token.token_id)
-        [end] = ends((token.token_id,))
-        assert (end.token_ids, end.finish_reason) == (free.token_ids[: first + 1], "eos")
-        origins |= {token.origin} if first == place else set()
+        if token.token_id not in free.token_ids[:place]:
+            [end] = ends((token.token_id,))
+            assert (end.token_ids, end.finish_reason) == (free.token_ids[: place + 1], "eos")
+            origins.add(token.origin)
     assert origins == {"draft", "retrieval", "recovered", "bonus"}
     stops = [(free.text[start : start + 3],) for start in range(0, len(free.text) - 3, 3)]
     for stop, end in zip(stops, ends(stops=stops), strict=True):
         assert (end.text, end.finish_reason) == (cut_at_stop(free.text, stop), "stop")
 
 
-@settings(max_examples=300, derandomize=True, deadline=None)
+@settings(max_examples=100, derandomize=True, deadline=None)
 @given(
     st.text("ab", max_size=12),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=4),

@@ -5,31 +5,22 @@ from pathlib import Path
 import pytest
 import torch
 
-from minitri.apps.selftest import __main__ as selftest
-from minitri.generate import main
+import minitri
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 YARN4 = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}
 YARN4["rope_theta"] = 100000.0
+LENGTH = 700
+SIZES = {"gamma1": 2, "gamma2": 4, "budget": 256, "rebuild_stride": 16, "max_new_tokens": 40}
 
 
-@pytest.fixture
-def prompt(long_text, tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_text(long_text, encoding="utf-8")
-    return path
+def ours(text: str, **settings) -> tuple[minitri.Engine, list[int]]:
+    engine = minitri.load("smollm2-135m", dtype="float32", device="cpu", **settings)
+    return engine, engine.tokenizer.encode(text)[:LENGTH]
 
 
-def ours(prompt_file, call, num_prompt: int, *flags: str) -> dict:
-    words = f"--model smollm2-135m --prompt-file {prompt_file} --json --quiet --max-new-tokens 32 "
-    words += f"--max-prompt-tokens {num_prompt} --temperature 0 --dtype float32"
-    done = call(main, *words.split(), *flags)
-    assert done.code == 0
-    return done.json
-
-
-def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
+def theirs(path, text: str, rope: dict | None) -> list[int]:
     import transformers
 
     where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
@@ -39,41 +30,34 @@ def theirs(path, text: str, num_prompt: int, rope: dict | None) -> list[int]:
     if hasattr(transformers, "GgufConfig"):  # else they stay quantized
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
-    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(text)[:num_prompt]
+    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(text)[:LENGTH]
     settings = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
     out = model.generate(torch.tensor([ids]), max_new_tokens=32, **settings)
-    return out[0, num_prompt:].tolist()
+    return out[0, LENGTH:].tolist()
 
 
-@pytest.mark.parametrize(
-    ("num_prompt", "flags", "rope"),
-    [
-        (1000, (), None),
-        (1000, ("--weights", "native"), None),
-        (8400, ("--rope-scaling", "yarn:4"), YARN4),
-    ],
-)
-def test_the_command_gives_the_tokens_of_transformers(
-    real_weights, long_text, prompt, call, num_prompt, flags, rope
-):
-    report = ours(prompt, call, num_prompt, *flags)
-    assert report["token_ids"] == theirs(real_weights, long_text, num_prompt, rope)
+FORMS = [({}, None), ({"weights": "native"}, None), ({"rope_scaling": "yarn:4"}, YARN4)]
 
 
-@pytest.mark.parametrize("draft", ["ngram", "auto"])
-def test_every_method_gives_the_autoregressive_tokens(real_weights, call, draft):
-    """With a budget far below the prompt, so that every level accepts and rejects."""
-    flags = f"--model smollm2-135m --dtype float32 --draft {draft} --quiet --max-prompt-tokens 700 "
-    flags += "--max-new-tokens 48 --budget 256 --rebuild-stride 16 --num-samples 0 "
-    flags += "--method auto --method naive --method retrieval --method triforce --json"
-    done = call(selftest.main, *flags.split())
-    assert (done.code, done.json["num_equal"]) == (0, 8)
+@pytest.mark.parametrize(("settings", "rope"), FORMS)
+def test_tokens_are_those_of_transformers(real_weights, long_text, settings, rope):
+    engine, prompt = ours(long_text, **settings)
+    done = engine.complete(prompt, temperature=0, max_new_tokens=32)
+    assert [*done.token_ids] == theirs(real_weights, long_text, rope)
 
 
 @pytest.mark.usefixtures("real_weights")
-def test_the_drafter_of_the_default_model_is_used_and_often_right(prompt, call):
-    report = ours(prompt, call, 1000, "--method=naive", "--gamma1=2", "--max-new-tokens=64")
-    assert report["draft"] == "smollm2-135m-draft"
-    assert report["levels"][0]["acceptance_rate"] > 0.3
-    folder = Path(__file__).parent.parent / "weights" / "smollm2-135m-draft"
-    assert sum(file.stat().st_size for file in folder.iterdir()) <= 32e6
+@pytest.mark.parametrize("draft", ["suffix", "auto"])
+def test_every_method_gives_the_autoregressive_tokens(long_text, draft):
+    """With a budget far below the prompt. The model's own drafter is small and often right."""
+    engine, prompt = ours(long_text, draft=draft)
+    for how in ({"temperature": 0}, {"temperature": 0.8, "coupled": True, "seed": 3}):
+        alone = engine.complete(prompt, method="autoregressive", **how, **SIZES)
+        for method in ("auto", "naive", "retrieval", "triforce"):
+            done = engine.complete(prompt, method=method, **how, **SIZES)
+            assert done.token_ids == alone.token_ids, method
+    if draft == "auto":
+        folder = Path(__file__).parent.parent / "weights" / engine.models.drafter_name
+        assert sum(file.stat().st_size for file in folder.iterdir()) <= 32e6
+        done = engine.complete(prompt, method="naive", temperature=0, **SIZES)
+        assert done.stats.levels[0].acceptance_rate > 0.3

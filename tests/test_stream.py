@@ -2,7 +2,7 @@
 
 import pytest
 
-from minitri import End, GenerationConfig, InputError, Request, SamplingParams, Token
+from minitri import End, InputError, Request, SamplingParams, Token
 from minitri.core.requests import PrefillProgress
 from tests.cascades import texts_of
 
@@ -12,24 +12,20 @@ METHODS = ("autoregressive", "naive", "retrieval", "triforce")
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 8}
 
 
-def requests(num: int = 9) -> list[Request]:
+def requests() -> list[Request]:
     """Prompts of 1 to 70 tokens, long and short ones mixed; each ends elsewhere."""
-    return [
-        Request(
-            [(7 * i + 3 * j * j) % 320 for j in range(1 + (i * 23) % 70)],
-            seed=100 + i,
-            sampling=SAMPLINGS[i % 3],
-            generation=GenerationConfig(max_new_tokens=3 + (i * 5) % 17, ignore_eos=i % 2 == 0),
-        )
-        for i in range(num)
-    ]
+    made = []
+    for i in range(9):
+        prompt = [(7 * i + 3 * j * j) % 320 for j in range(1 + (i * 23) % 70)]
+        length = {"max_new_tokens": 3 + (i * 5) % 17, "ignore_eos": i % 2 == 0}
+        made.append(Request(prompt, 100 + i, SAMPLINGS[i % 3], **length))
+    return made
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("batch_size", [2, 4])
-def test_every_request_gets_what_it_gets_alone(engine, method, batch_size):
+def test_every_request_gets_what_it_gets_alone(engine, method):
     settings = {"method": method, "prefill_chunk": 16, **SIZES}
-    run = engine.stream(requests(), batch_size=batch_size, **settings)
+    run = engine.stream(requests(), batch_size=3, **settings)
     events = list(run)
     assert texts_of(events) == [texts_of(engine.stream([it], **settings))[0] for it in requests()]
     done = {e.row: e.num_done for e in events if isinstance(e, PrefillProgress)}
@@ -64,8 +60,7 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
 
     with engine.open(batch_size=4, reserve=200, method=method, **SIZES) as run:
         for prompt, num_new in (([1, 2, 3], 2), ([7, 8, 9] * 20, 60)):
-            generation = GenerationConfig(num_new, ignore_eos=True)
-            run.submit(Request(prompt, 5, WARM, generation))
+            run.submit(Request(prompt, 5, WARM, max_new_tokens=num_new, ignore_eos=True))
         while not isinstance(next(run), End):
             pass
         monkeypatch.setattr(engine.model, "logits", logits)
@@ -74,23 +69,26 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
     assert sizes == {1}
 
 
-@pytest.mark.parametrize(
-    ("wanted", "message"),
-    [
-        ([], "no requests"),
-        ([Request("fine"), Request("")], "request 1: .*empty"),
-        ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
-        ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
-        (["fine"], "'fine'; give a Request"),
-    ],
-)
+WRONG = [
+    ([], "no requests"),
+    ([Request("fine"), Request("")], "request 1: .*empty"),
+    ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
+    ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
+    (["fine"], "'fine'; give a Request"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "message"), WRONG)
 def test_a_wrong_request_is_named(engine, wanted, message):
     with pytest.raises(InputError, match=message):
         engine.stream(wanted)
+
+
+@pytest.mark.parametrize("batch_size", [0, "2", 1.5, True])
+def test_a_wrong_batch_size_is_named(engine, batch_size):
     for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
-        for batch_size in (0, "2", 1.5, True):
-            with pytest.raises(InputError, match="batch_size"):
-                start(batch_size=batch_size, reserve=64)
+        with pytest.raises(InputError, match="batch_size"):
+            start(batch_size=batch_size, reserve=64)
 
 
 def test_no_text_begins_with_what_another_owner_left(engine):

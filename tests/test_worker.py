@@ -5,6 +5,7 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import patch
 
 import pytest
 
@@ -25,15 +26,11 @@ async def ask(engine):
 
 
 @pytest.mark.parametrize("method", ["submit", "__next__"])
-def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, monkeypatch, caplog):
-    def fail(*args):
-        raise RuntimeError("broken")
-
+def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, caplog):
+    broken = patch.object(Generation, method, side_effect=RuntimeError("broken"))
     with tiny_engine() as engine:
-        with monkeypatch.context() as patching:
-            patching.setattr(Generation, method, fail)
-            with pytest.raises(RuntimeError, match="broken"):
-                asyncio.run(ask(engine))
+        with broken, pytest.raises(RuntimeError, match="broken"):
+            asyncio.run(ask(engine))
         assert "the run failed: broken" in caplog.text
         assert asyncio.run(ask(engine)).finish_reason == "length"
 
@@ -44,9 +41,9 @@ def test_a_request_that_leaves_opens_no_run(engine):
     async def run():
         worker = Worker(lambda kind: opened.append(kind) or engine.open(reserve=400))
         first, other, last = (Job([Request("She had", **SHORT)], kind) for kind in "aba")
+        other.is_cancelled = True
         worker.submit(first)
         worker.submit(other)
-        other.is_cancelled = True
         await collect(first.events())
         worker.submit(last)
         await collect(last.events())

@@ -46,8 +46,9 @@ def num_texts(coupled: bool) -> int:
     for weight in llama.parameters():
         weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
     words = Tokenizer(TokenizersBackend(tokenizers.Tokenizer(tokenizers.models.BPE())), None)
-    say = partial(minitri.Engine(llama, words, llama).complete, [*range(60)], coupled=coupled)
-    return len({say(method=it, temperature=0.8, seed=1, budget=32).token_ids for it in METHODS})
+    complete = minitri.Engine(llama, words, llama).complete
+    say = partial(complete, [*range(60)], seed=1, max_new_tokens=30, coupled=coupled)
+    return len({say(method=it, temperature=0.8, budget=32).token_ids for it in METHODS})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Guesses of any cache, window or model are held against one continuation, without noise."""
 
-import dataclasses
 import itertools
 import math
 
@@ -24,17 +23,13 @@ def said(engine, long_text) -> Continuation:
     return Continuation(engine, prompt, WARM, NEW)
 
 
-def settings(budget: int) -> SpeculationConfig:
-    return SpeculationConfig("retrieval", gamma2=GAMMA, budget=budget)
-
-
 @pytest.mark.parametrize(
     ("policy", "chunk_size"), [*((name, 8) for name in NAMES), ("retrieval", 1), ("retrieval", 32)]
 )
 def test_a_cache_of_the_whole_text_is_always_accepted_and_a_part_is_not(said, policy, chunk_size):
     def rate(budget: int) -> float:
-        chunked = dataclasses.replace(settings(budget), chunk_size=chunk_size)
-        speculation = speculation_with(policy, chunked)
+        settings = {"gamma2": GAMMA, "budget": budget, "chunk_size": chunk_size}
+        speculation = speculation_with(policy, SpeculationConfig("retrieval", **settings))
         return said.rate(*said.by_cache(speculation, GAMMA, said.model), GAMMA).mean
 
     assert rate(256) == pytest.approx(1, abs=1e-4)

@@ -17,19 +17,15 @@ TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=
 
 
 def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
-    """The definition: all places of all texts, then a vote on what follows the longest match."""
-
-    def common_end(text: list[int]) -> int:
-        pairs = zip(reversed(text), reversed(sequence), strict=False)
-        return min(LONGEST, [*(a == b for a, b in pairs), False].index(False))
-
-    places = [(text, i) for text in texts for i in range(1, len(text) + 1)]
-    lengths = [common_end(text[:i]) for text, i in places]
-    best = max(lengths, default=0)
-    rests = [[*t[i:], END] for (t, i), n in zip(places, lengths, strict=True) if n == best]
-    votes = Counter(rest[0] for rest in rests)
-    winner = max(votes, key=lambda token: (votes[token], -token), default=END)
-    return winner if best >= 2 and winner != END else None
+    """The definition: a vote on what follows the longest match, at all places of all texts."""
+    tokens = [token for text in texts for token in (*text, END)]
+    for n in range(min(LONGEST, len(sequence)), 1, -1):
+        ends = range(n, len(tokens))
+        votes = Counter(tokens[end] for end in ends if tokens[end - n : end] == sequence[-n:])
+        if votes:
+            winner = max(votes, key=lambda token: (votes[token], -token))
+            return winner if winner != END else None
+    return None
 
 
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=12))

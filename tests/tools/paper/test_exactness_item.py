@@ -1,43 +1,24 @@
-"""The published rule's distribution, by formula: against every outcome, and against toys whose
-texts are all enumerated."""
+"""The published rule's distribution, by formula, for single tokens and for toys whose texts are all
+enumerated."""
 
 import pytest
 import torch
 
-from tools.paper.items.exactness import RULES, next_token, residual, toy_distance
-
-V = 4
+from tools.paper.items.exactness import next_token, toy_distance
 
 
-def three_rows(seed: int) -> list[torch.Tensor]:
-    """Distributions of drafter, middle and target, (V,) each; some probabilities are 0."""
-    generator = torch.Generator().manual_seed(seed)
-    rows_NV = torch.rand(3, V, generator=generator, dtype=torch.float64) - 0.25
-    rows_NV = rows_NV.clamp_min(0) + 1e-3 * torch.eye(V, dtype=torch.float64)[seed % V]
-    return [*(rows_NV / rows_NV.sum(1, keepdim=True))]
-
-
-def verified(tokens_V, proposer_V, verifier_V, correction_V) -> torch.Tensor:
-    """Distribution after a verdict on a token of the first, every outcome added up."""
-    probs_V = torch.zeros(V, dtype=torch.float64)
-    for token, weight in enumerate(tokens_V.tolist()):
-        passes = float(verifier_V[token] / proposer_V[token]) if proposer_V[token] > 0 else 0.0
-        probs_V[token] += weight * min(1.0, passes)
-        probs_V += weight * (1 - min(1.0, passes)) * correction_V
-    return probs_V
-
-
-@pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("seed", range(6))
-def test_the_formula_adds_up_every_outcome(seed, rule):
-    """A draft, a verdict, a correction by the rule; and the target's verdict on what that gives,
-    as if it had been drawn from the middle level's own distribution."""
-    q_V, phat_V, p_V = three_rows(seed)
-    correction_V = phat_V if rule == "published" else residual(phat_V, q_V)
-    middle_V = verified(q_V, q_V, phat_V, correction_V)
-    wanted_V = verified(middle_V, phat_V, p_V, residual(p_V, phat_V))
-    [summed_V] = next_token(q_V[None], phat_V[None], p_V[None], rule)
-    assert summed_V.tolist() == pytest.approx(wanted_V.tolist(), abs=1e-12)
+def test_a_token_follows_the_target_with_the_residual_and_the_published_formula_without(seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows_3V = torch.rand(3, 4, generator=generator, dtype=torch.float64) - 0.25
+    rows_3V = rows_3V.clamp_min(0) + 1e-3 * torch.eye(4, dtype=torch.float64)[seed % 4]
+    q_1V, phat_1V, p_1V = (rows_3V / rows_3V.sum(1, keepdim=True)).split(1)
+    torch.testing.assert_close(next_token(q_1V, phat_1V, p_1V, "ours"), p_1V)
+    common_1V, left_1V = torch.minimum(q_1V, phat_1V), (p_1V - phat_1V).clamp_min(0)
+    middle_1V = common_1V + (1 - common_1V.sum()) * phat_1V
+    accepted_1V = middle_1V * (p_1V / phat_1V).nan_to_num(0).clamp_max(1)
+    wanted_1V = accepted_1V + (1 - accepted_1V.sum()) * left_1V / left_1V.sum()
+    torch.testing.assert_close(next_token(q_1V, phat_1V, p_1V, "published"), wanted_1V)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.6, 1.2])
