@@ -12,7 +12,7 @@ from tests.core.rigs import GREEDY
 from tests.devices.cpu.test_kernels import random
 
 ALL = SamplingParams(0.8, 20, top_p=0.9, min_p=0.01)
-every_size = pytest.mark.parametrize("V", [1, 15, 50, 49152])
+every_size = pytest.mark.parametrize("V", [1, 15, 50, 20000])
 
 
 def rows_of(V: int) -> torch.Tensor:

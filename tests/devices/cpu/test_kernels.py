@@ -1,8 +1,10 @@
 """The compiled kernels against plain formulas, on this processor's instructions and on others."""
 
+import copy
 import ctypes
 import itertools
 import math
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,10 +167,18 @@ def failing(tmp_path_factory):
         (first, f'{first}\n#include <atomic>\nextern "C" {{ std::atomic<int> failing; }}'),
         ("std::thread(&Pool::work", f"{no_thread} std::thread(&Pool::work"),
         (task, no_memory + task),
-        level=0,
     )
 
 
+@pytest.mark.parametrize(("code", "kind"), [(1, MemoryError), (2, RuntimeError)])
+def test_a_kernel_that_fails_is_an_error(code, kind):
+    failing = copy.copy(load_kernels())
+    failing.library = Mock(**{"minitri_linear.return_value": code})
+    with pytest.raises(kind, match="CPU kernel"):
+        failing.linear(random(1, 32), random(9, 32))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "kind"), [(1, RuntimeError), (2, MemoryError), (3, MemoryError)]
 )

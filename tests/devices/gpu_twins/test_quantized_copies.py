@@ -86,7 +86,7 @@ def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied, bits):
 @pytest.mark.parametrize(("method", "bits"), [("retrieval", 8), ("triforce", 4)])
 @pytest.mark.usefixtures("lengths_on_the_device")
 def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
-    """Greedy and coupled, by eager and by static steps, of a copy that has little to do with its
+    """Greedy and coupled, by eager or by static steps, of a copy that has little to do with its
     model. It is asked, and reads no prompt."""
     target, lengths = as_on_a_gpu(tiny_model(CONFIG)), set()
     twin = copy_in_few_bits(target, bits)
@@ -99,14 +99,13 @@ def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
         if isinstance(layer, QuantizedLinear):
             layer.scales *= 1 + 0.5 * random(*layer.scales.shape, seed=number)
             layer.multiply = multiply
-    settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
+    settings = {"sampling": sampling, "coupled": True, "num_new": 16, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
     settings |= {"draft": draft, "retrieval_model": twin, "method": method, **SMALL}
-    for graphs in (None, GraphPool(CPU)):
-        rig = Rig(target, PROMPTS, graphs=graphs, **settings)
-        assert rig.run() == exact
-        assert rig.stats.stages[-1].acceptance_rate < 0.6
+    rig = Rig(target, PROMPTS, graphs=GraphPool(CPU) if draft else None, **settings)
+    assert rig.run() == exact
+    assert rig.stats.stages[-1].acceptance_rate < 0.6
     assert 0 < max(lengths) <= 1 + 2 + 3
 
 
