@@ -36,7 +36,7 @@ def models_of(kind: str, dtype: torch.dtype):
     draft = type(target)(config, dtype=dtype, device=target.device, target=lender)
     generator = torch.manual_seed(5)
     for parameter in draft.parameters():
-        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        parameter.normal_(0, 0.3, generator=generator)
     if "lent" in kind:
         draft.lm_head.token_ids.copy_(torch.randperm(size, generator=generator)[:40])
     for model in (target, draft):
@@ -56,7 +56,7 @@ def check_rounds(models, sampling=FILTERED, **options) -> None:
     for rig in rigs:
         rig.runners["draft"].sampling[1] = replace(sampling, top_k=7)
         rig.start()
-    for number in range(30):
+    for number in range(20):
         if number == 6:
             for rig in rigs:
                 rig.cascade.retire(1)
