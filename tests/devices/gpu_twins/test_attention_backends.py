@@ -1,8 +1,9 @@
 """Every backend for short blocks equals the oracle: on a CPU the Triton kernel is run by Triton's
 interpreter, and FlashAttention has a stand-in; on a GPU ours is compiled."""
 
-import contextlib
+import math
 import mmap
+from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
 
@@ -29,7 +30,7 @@ D = 64 if ON_GPU else 16
 TILE = 16
 """Keys of a tile of the kernel, in float32."""
 BACKENDS = dict(TWINS)
-with contextlib.suppress(ImportError):
+with suppress(ImportError):
     from minitri.devices.gpu.kernels import flash_decoding
 
     BACKENDS["triton"] = flash_decoding.attend_short_block
@@ -91,8 +92,8 @@ def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processor
     assert error_of(flash_decoding.attend_short_block, *case) < 1
 
 
-def forgets_rules(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT):
-    return attend_masked(q_BTHD, keys_BKSD, values_BKSD, lengths_B)
+def forgets_rules(*inputs):
+    return attend_masked(*inputs[:4])
 
 
 ABSENT = NotImplementedError("range must be a power of 2")
@@ -150,13 +151,10 @@ def test_kernels_reach_rows_that_are_far_apart():
     """A stride of 32 bits times a row is an offset of 64. Six rows of the real size: the last of
     them begins after 2^31 numbers, though none is as large. They are in the middle of more memory:
     a wrong offset finds zeros, not a fault."""
-    K, S, D = 32, 122_880, 128
-    q, *near, lengths = random_case(
-        2, (0, 3, 70, 1, 17, 66), H=4, K=2, D=D, S=80, dtype=torch.float16
-    )
-    num, far = 6 * K * S * D, []
+    shape, far = (6, 32, 122_880, 128), []
+    q, *near, lengths = random_case(2, (0, 3, 70, 1, 17, 66), 4, 2, 128, S=80, dtype=torch.float16)
     for here in near:
-        rows = sparse(3 * num, torch.float16)[num : 2 * num].view(6, K, S, D)[:, ::31]
+        rows = sparse(3 * math.prod(shape), torch.float16).chunk(3)[1].view(shape)[:, ::31]
         rows[:, :, :80] = here
         far.append(rows)
     found = [flash_decoding.attend_short_block(q, *far, torch.tensor(lengths))]
