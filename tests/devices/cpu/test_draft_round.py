@@ -24,8 +24,7 @@ FILTERED = SamplingParams(1.0, 20, top_p=0.9, min_p=0.02)
 
 
 def models_of(kind: str, dtype: torch.dtype):
-    """A target and its drafter, on kernels; the drafter may have another vocabulary, or a head over
-    a part of it and its target's embeddings."""
+    """A target and its drafter, on kernels; vocabulary, head and embeddings may be others."""
     config = replace(CONFIG, tie_word_embeddings="tied" in kind)
     target = tiny_model(config, dtype=dtype)
     size = {"smaller": 50, "larger": 77}.get(kind, config.vocab_size)
@@ -45,8 +44,8 @@ def models_of(kind: str, dtype: torch.dtype):
 
 
 def check_rounds(models, sampling=FILTERED, **options) -> None:
-    """Two runs of three rows with filters of their own, of which the middle one ends first: by
-    rounds in one call, and by single passes. What is said and held is the same in every step."""
+    """Three rows with filters of their own, of which the middle one ends first, say and hold the
+    same by rounds in one call and by single passes."""
     target, draft = models
     single = copy.copy(draft)
     single.execution = replace(draft.execution, round=None)

@@ -141,8 +141,7 @@ def test_a_block_or_cache_that_does_not_fit_is_refused():
 
 
 def read_in_chunks(config, dtype=torch.float32):
-    """Reads a prompt in ways that must leave the same bits of K and V: a text may go on after what
-    an earlier one left."""
+    """Reads a prompt in ways that must leave the same bits of K and V."""
     model = on_kernels(config, dtype)
     prompt = random_prompt(config, 701)
     caches = []

@@ -1,22 +1,14 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
 
-from collections import defaultdict
 from contextlib import suppress
 
 import pytest
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from minitri.core.model.llama import Layers
 from minitri.core.settings import SamplingParams
-from minitri.devices.gpu import fused_modules
-from minitri.devices.gpu.attention_backends import attend_masked
-from minitri.devices.gpu.fused_modules import FusedLayers
-from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
-from tests.core.rigs import GREEDY, Rig, near_copy, plain_tokens, tiny_config
+from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
-from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, TWINS, as_on_a_gpu
+from tests.devices.gpu_twins.conftest import PROMPTS, TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
@@ -25,8 +17,7 @@ GAMMAS = {"gamma1": 2, "gamma2": 3}
 
 
 def tokens(pool, method="triforce", *, lookup=False, **how):
-    """The tokens of a run, and how many guesses were tested and accepted; as on a GPU if steps run
-    in a pool."""
+    """Tokens, tested and accepted guesses; as on a GPU if steps run in a pool."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
     if pool:
@@ -63,35 +54,6 @@ def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give
     assert tokens(pool, method, sampling=sampling, **how) == tokens(
         None, method, sampling=sampling, **how
     )
-    assert pool.num_runs > 2 * pool.num_graphs > 0
-
-
-def test_so_do_steps_with_fused_layers_and_our_attention(lengths_on_the_device, monkeypatch):
-    """What is compiled for a GPU is replaced by plain formulas, whose inside is not watched."""
-    module = pytest.importorskip("minitri.devices.gpu.kernels.flash_decoding")
-    launched = []
-
-    def attend_piece(*given, HAS_RULE, **sizes):
-        launched[:] = given[: 4 + HAS_RULE]
-
-    def merge_pieces(outs, lses, out_BTHD, *counts, **sizes):
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            out_BTHD.copy_(attend_masked(*launched))
-        launched.clear()
-
-    for kernel in (attend_piece, merge_pieces):  # any grid launches the same
-        monkeypatch.setattr(module, kernel.__name__, defaultdict(lambda kernel=kernel: kernel))
-    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
-    target = tiny_model(CONFIG)
-    settings = {"sampling": WARM, "coupled": True, "num_new": 12}
-    plain = plain_tokens(target, PROMPTS, **settings)
-    target, draft = (
-        as_on_a_gpu(replace_modules(model, {Layers: FusedLayers}), module.attend_short_block)
-        for model in (target, near_copy(target, 0.02))
-    )
-    pool = LintedPool()
-    settings |= {"method": "triforce", "graphs": pool, "draft": draft, **SMALL}
-    assert Rig(target, PROMPTS, **settings).run() == plain
     assert pool.num_runs > 2 * pool.num_graphs > 0
 
 

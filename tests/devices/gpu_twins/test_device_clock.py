@@ -1,5 +1,4 @@
-"""On a GPU seconds are read from events, late, and charged to the stage that spent them; here the
-device is a made-up one."""
+"""Seconds of a GPU, here a made-up one, are charged late to the stage that spent them."""
 
 import torch
 
@@ -36,8 +35,7 @@ class Event:
 
 
 def test_every_stage_is_charged_for_its_own_work(monkeypatch):
-    """All of it, the last step's too: a rebuild that the device does during the next guesses is not
-    charged to them, and the first one belongs to the prefill."""
+    """Not for a rebuild that the device does during the next guesses."""
     monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: Event())
     monkeypatch.setattr(minitri.core.stack, "clock_of", lambda _: CudaClock())
 

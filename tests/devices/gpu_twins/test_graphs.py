@@ -1,5 +1,4 @@
-"""Steps over static buffers give what eager ones give, see `test_capture_lint.py`, too. On a CPU no
-graph is captured; all around it is the same."""
+"""Steps over static buffers give what eager ones give; see `test_capture_lint.py`, too."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -37,8 +36,7 @@ def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():
 
 
 def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
-    """The draft and the small cache of the target are captured, the pass over the full cache is
-    not."""
+    """All but the pass over the full cache is captured."""
     target = tiny_model(CONFIG)
     how = {"method": "triforce", "num_new": 16, "graphs": GraphPool(CPU), **SMALL}
     how |= {"draft": as_on_a_gpu(near_copy(target, 0.02)), "full": offloaded(1, config=CONFIG)}

@@ -16,8 +16,7 @@ class Borrower: ...
 
 
 def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
-    """Only the latest is kept, and a larger one takes its place. It can be written outside of
-    inference mode, too."""
+    """Only the latest is kept, and a larger one takes its place; writable outside of inference."""
     host, borrowers = HostMemory(CPU), [Borrower(), Borrower()]
     with torch.inference_mode():
         tensors = [host.lend(it, (70,), torch.uint8) for it in borrowers]

@@ -1,8 +1,5 @@
-"""How often a step of decoding waits for the device: once for every verdict, and for nothing else.
-
-What would be a wait on a GPU is counted on a CPU: whatever asks a tensor for its numbers, or makes
-a tensor whose shape depends on them.
-"""
+"""A step of decoding waits for the device once for every verdict, and for nothing else: what asks a
+tensor for its numbers, or makes one of a size that depends on them, is counted on a CPU."""
 
 import traceback
 

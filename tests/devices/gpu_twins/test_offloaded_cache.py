@@ -147,16 +147,14 @@ def test_trees_need_no_other_events():
     with recorder:
         full = offloaded(3, stream=recorder)
         recorder.watch(full)
-        for _ in range(3):
-            for layer in range(5):
-                full.update(layer, random_block(full, 4))
+        for layer in [*range(5)] * 3:
+            full.update(layer, random_block(full, 4))
         settings = {"method": "naive", "tree": "6", "num_new": 8, "num_recent_tokens": 60}
         Rig(target, PROMPTS, draft=near_copy(target, 0.02), full=full, **settings).run()
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
-    """The point of two buffers: when the computation waits for layer l, the copy of layer l + 1 has
-    been queued; after a pass nobody waits."""
+    """When the computation waits for layer l, layer l + 1 is queued; after a pass nobody waits."""
     cache, seen = offloaded(1, batch_size=1), []
     for layer in range(1, 5):
         buffer = cache.buffers[(layer - 1) % 2]
@@ -181,8 +179,7 @@ def said(emitted):
     ],
 )
 def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_size):
-    """What each step emits, and after it all that is held, ragged rows that end at different times
-    included."""
+    """What each step emits and holds, ragged rows that end at different times included."""
     target = tiny_model(CONFIG)
     settings = {"draft": near_copy(target, 0.02), "method": method, "policy": policy_of(policy)}
     settings |= {"chunk_size": chunk_size, "num_new": 24, "sampling": WARM, **SMALL}
@@ -205,8 +202,7 @@ def test_offload_equals_the_full_cache_bitwise(method, policy, on_chip, chunk_si
     ("policy", "on_chip"), [("retrieval", 0), ("retrieval", 2), ("topk", 0), ("streaming", 2)]
 )
 def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip):
-    """In every step here; each layer travels once, because the rebuild is made while the pass of
-    the target has it on the device."""
+    """In every step here: the pass of the target has each layer on the device anyway."""
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
     settings = {"policy": policy_of(policy), "budget": 24, "rebuild_stride": 1, "gamma2": 2}
     settings |= {"full": full, "method": "retrieval", "num_new": 20}

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -158,16 +158,13 @@ def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engi
 def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
     """What is to be said, and is, where the ranks, or a model, do not fit."""
 
-    def fail() -> None:
-        raise InputError(f"rank {rank} cannot read it")
-
     def load_other(name: str) -> None:
         """A model of which this rank finds other files than it should."""
         right = open_models.open_checkpoint
         with patch.object(open_models, "open_checkpoint", lambda _: right(folder / name)):
             load(folder, "plain")
 
-    found = []
+    found, unread = [], InputError(f"rank {rank} cannot read it")
     for part, attempt in (
         ("split over 2 ranks", lambda: load(folder, "odd")),
         ("different models", lambda: load(folder, "plain", weights=["auto", "native"][rank])),
@@ -177,7 +174,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
         ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
         ("draft_weights=int4", lambda: load(folder, "plain", draft_weights="int4")),
         ("one GPU for 2 ranks", lambda: load(folder, "plain", device="cuda:0")),
-        ("rank 0 cannot read it", lambda: join().ask_first(fail)),
+        ("rank 0 cannot read it", lambda: join().ask_first(Mock(side_effect=unread))),
     ):
         with pytest.raises(InputError) as caught:
             attempt()
