@@ -1,5 +1,5 @@
-"""Everything in this folder needs a CUDA device, and is skipped without one. Each test says what it
-takes there: seconds by reckoning, compilation included, and GiB of free memory."""
+"""Everything here needs a CUDA device. Each test says what it takes there: seconds by reckoning,
+compilation included, and GiB of free memory."""
 
 import contextlib
 import warnings

@@ -1,5 +1,4 @@
-"""The default mode, independent random numbers at a temperature above 0, samples from the model's
-distribution on a CUDA device, through captured steps and the verification that runs there."""
+"""Independent samples at a temperature above 0 follow the model's distribution on a CUDA device."""
 
 import pytest
 

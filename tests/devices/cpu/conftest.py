@@ -10,15 +10,14 @@ import pytest
 from minitri.devices.cpu.kernels import SOURCE, Kernels, load_kernels
 
 BUILT = load_kernels()
-INSTRUCTIONS = ["native"]
-if platform.machine() == "x86_64":
-    INSTRUCTIONS += ["x86-64"]  # SSE2, like any other 16-byte vectors
-    if BUILT is not None and BUILT.instructions != "AVX2":
-        INSTRUCTIONS += ["x86-64-v3"]
+OTHERS = ["x86-64"] if platform.machine() == "x86_64" else []
+"""Instruction sets that this processor has, too: SSE2, like any other 16-byte vectors."""
+if OTHERS and BUILT is not None and BUILT.instructions != "AVX2":
+    OTHERS.append("x86-64-v3")
 
 
 def compiled(
-    folder: Path, *changes: tuple[str, str], instructions: str = "native", level: int = 1
+    folder: Path, *changes: tuple[str, str], instructions: str = "native", level: int = 0
 ) -> Kernels:
     """Kernels on two threads; texts of their source are replaced."""
     texts = {file.name: file.read_text() for file in SOURCE.parent.glob("*.[ch]*")}
@@ -34,11 +33,15 @@ def compiled(
     return Kernels(ctypes.CDLL(str(library)), num_threads=2)
 
 
-@pytest.fixture(scope="session", params=INSTRUCTIONS)
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OTHERS]
+
+
+@pytest.fixture(scope="session", params=["native", *SLOW])
 def kernels(request, tmp_path_factory):
     """Kernels on two threads; those of this processor are the built ones."""
     if BUILT is None:
         pytest.skip("there is no C++ compiler here")
     if request.param == "native":
         return Kernels(BUILT.library, num_threads=2)
-    return compiled(tmp_path_factory.mktemp("kernels"), instructions=request.param)
+    folder = tmp_path_factory.mktemp("kernels")
+    return compiled(folder, instructions=request.param, level=1)

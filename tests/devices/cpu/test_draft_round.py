@@ -24,8 +24,7 @@ FILTERED = SamplingParams(1.0, 20, top_p=0.9, min_p=0.02)
 
 
 def models_of(kind: str, dtype: torch.dtype):
-    """A target and its drafter, on kernels; the drafter may have another vocabulary, or a head over
-    a part of it and its target's embeddings."""
+    """A target and its drafter, on kernels; vocabulary, head and embeddings may be others."""
     config = replace(CONFIG, tie_word_embeddings="tied" in kind)
     target = tiny_model(config, dtype=dtype)
     size = {"smaller": 50, "larger": 77}.get(kind, config.vocab_size)
@@ -36,7 +35,7 @@ def models_of(kind: str, dtype: torch.dtype):
     draft = type(target)(config, dtype=dtype, device=target.device, target=lender)
     generator = torch.manual_seed(5)
     for parameter in draft.parameters():
-        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+        parameter.normal_(0, 0.3, generator=generator)
     if "lent" in kind:
         draft.lm_head.token_ids.copy_(torch.randperm(size, generator=generator)[:40])
     for model in (target, draft):
@@ -45,8 +44,8 @@ def models_of(kind: str, dtype: torch.dtype):
 
 
 def check_rounds(models, sampling=FILTERED, **options) -> None:
-    """Two runs of three rows with filters of their own, of which the middle one ends first: by
-    rounds in one call, and by single passes. What is said and held is the same in every step."""
+    """Three rows with filters of their own, of which the middle one ends first, say and hold the
+    same by rounds in one call and by single passes."""
     target, draft = models
     single = copy.copy(draft)
     single.execution = replace(draft.execution, round=None)
@@ -56,7 +55,7 @@ def check_rounds(models, sampling=FILTERED, **options) -> None:
     for rig in rigs:
         rig.runners["draft"].sampling[1] = replace(sampling, top_k=7)
         rig.start()
-    for number in range(30):
+    for number in range(20):
         if number == 6:
             for rig in rigs:
                 rig.cascade.retire(1)

@@ -12,12 +12,11 @@ from tests.core.rigs import GREEDY
 from tests.devices.cpu.test_kernels import random
 
 ALL = SamplingParams(0.8, 20, top_p=0.9, min_p=0.01)
-every_size = pytest.mark.parametrize("V", [1, 15, 50, 49152])
+every_size = pytest.mark.parametrize("V", [1, 15, 50, 20000])
 
 
 def rows_of(V: int) -> torch.Tensor:
-    """Scores far from 0; many ties; all equal; a trimmed head. Multiples of 1/64: what differs here
-    differs by more than a rounding."""
+    """Scores far from 0; ties; all equal; a trimmed head. Multiples of 1/64, unlike roundings."""
     logits = (3 * random(4, V) * 64).round() / 64
     logits[0] += 1000
     logits[1].clamp_(-1, 1).round_()

@@ -21,8 +21,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ 
 @pytest.mark.parametrize("E", [32, 96, 576])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatch):
-    """And by the rounding of scales and offsets to float16; numbers of groups are odd and even, and
-    groups of equal weights and of zeros keep them. The size of the slices changes nothing."""
+    """Groups of equal weights and of zeros keep them; sizes of slices change nothing."""
     weight_NE = random(40, E)
     weight_NE[7], weight_NE[8] = 0, 1.5
     groups_NGQ = weight_NE.unflatten(1, (-1, GROUP))
@@ -86,6 +85,3 @@ def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied,
     assert forms_of(theirs) == ({Form.PLAIN}, Form.PLAIN)
     assert ours.num_bytes == sum(weight.nbytes for weight in ours.parameters())
     assert ours.num_bytes < theirs.num_bytes * (0.3 if tied else 0.6)
-    how = {"method": "naive", "coupled": True, "temperature": 0.9, "max_new_tokens": 40, "seed": 3}
-    texts = [it.complete([*range(5, 65)], **how).token_ids for it in (small, plain)]
-    assert texts[0] == texts[1]

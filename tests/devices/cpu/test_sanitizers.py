@@ -14,7 +14,7 @@ pytestmark = [
 
 
 def run(folder: Path, sanitizer: str, program: Path) -> subprocess.CompletedProcess[str]:
-    flags = ["-std=c++17", "-O1", "-g", "-march=native", "-pthread", "-w"]
+    flags = ["-std=c++17", "-O1", "-march=native", "-pthread", "-w"]
     built = folder / "program"
     headers = ["-I", SOURCE.parent]
     command = ["c++", *flags, f"-fsanitize={sanitizer}", *headers, program, "-o", built]

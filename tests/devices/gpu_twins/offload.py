@@ -54,18 +54,14 @@ def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
         pairs = [(ours.tokens(b, *span), theirs.tokens(b, *span)) for span in spans]
         for layers in (ours.held_layers(b), ours.layers(b)):
             for got, exact in zip(layers, theirs.layers(b), strict=True):
-                cut = ([slots[:, :length].clone() for slots in pair] for pair in (got, exact))
-                pairs.append(tuple(cut))
-        for got, exact in pairs:
-            assert all(map(torch.equal, got, exact))
+                pairs.append([[slots[:, :length] for slots in pair] for pair in (got, exact)])
+        assert all(torch.equal(*slots) for pair in pairs for slots in zip(*pair, strict=True))
 
 
 def random_block(cache: FullCache, size: int, *, has_slots: bool = False) -> BlockKV:
     """New K and V after what a cache holds, by lengths on the host or by slots on the device."""
     _, B, K, _, D = cache.shape
-    keys, values = torch.randn(
-        2, B, size, K, D, dtype=cache.keys.dtype, device=cache.device
-    ).unbind()
+    keys, values = cache.keys.new_empty(2, B, size, K, D).normal_()
     starts_B1 = torch.tensor(cache.lengths, device=cache.device).unsqueeze(1)
     slots_BT = starts_B1 + torch.arange(size, device=cache.device) if has_slots else None
     return BlockKV(keys, keys, values, slots_BT)

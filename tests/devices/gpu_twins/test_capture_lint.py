@@ -1,114 +1,59 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
 
-from collections import defaultdict
 from contextlib import suppress
 
 import pytest
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from minitri.core.model.llama import Layers
 from minitri.core.settings import SamplingParams
-from minitri.devices.gpu import fused_modules
-from minitri.devices.gpu.attention_backends import attend_masked
-from minitri.devices.gpu.fused_modules import FusedLayers
-from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
-from tests.core.rigs import GREEDY, Rig, near_copy, plain_tokens, tiny_config
+from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
-from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, TWINS, as_on_a_gpu
+from tests.devices.gpu_twins.conftest import PROMPTS, TWINS, as_on_a_gpu
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
+GAMMAS = {"gamma1": 2, "gamma2": 3}
 
 
-def tokens(pool, backend=None, *, method, sampling=GREEDY, coupled=False, lookup=False, **more):
-    """The tokens of a run, and how many guesses were tested and accepted."""
+def tokens(pool, method="triforce", *, lookup=False, **how):
+    """Tokens, tested and accepted guesses; as on a GPU if steps run in a pool."""
     target = tiny_model(CONFIG)
     draft = near_copy(target, 0.02)
-    if backend is not None:
+    if pool:
         for model in (target, draft):
-            as_on_a_gpu(model, backend)
-    settings = {"method": method, "sampling": sampling, "coupled": coupled, "num_new": 20, **more}
-    rig = Rig(target, PROMPTS, draft=None if lookup else draft, graphs=pool, **settings)
+            as_on_a_gpu(model, TWINS["flash"])
+    how = {"num_new": 14, "budget": 24, "num_recent_tokens": 60, "method": method, **how}
+    rig = Rig(target, PROMPTS, draft=None if lookup else draft, graphs=pool, **how)
     new = rig.run()
     assert rig.stats.num_graphs == (pool.num_graphs if pool else 0)
-    stages = [] if method == "auto" else rig.stats.stages  # auto follows the clock
-    return new, [(stage.num_tested_tokens, stage.num_accepted_tokens) for stage in stages]
+    return new, [(it.num_tested_tokens, it.num_accepted_tokens) for it in rig.stats.stages]
 
 
 @pytest.mark.parametrize(
-    ("method", "sampling", "coupled"),
+    ("method", "sampling", "how"),
     [
-        ("auto", GREEDY, False),
-        ("autoregressive", WARM, True),
-        ("naive", WARM, False),
-        ("retrieval", SamplingParams(0.7, top_p=0.8), False),
-        ("triforce", GREEDY, False),
-        ("triforce", WARM, True),
+        ("auto", GREEDY, {"tree": "3"}),
+        ("autoregressive", WARM, {"coupled": True}),
+        ("naive", GREEDY, {"tree": "5"}),
+        ("naive", WARM, {"lookup": True, "gamma1": 4, "coupled": True}),
+        ("naive", SamplingParams(0.7, top_p=0.8), GAMMAS),
+        ("retrieval", WARM, {"tree": "2x3", "coupled": True}),
+        ("triforce", GREEDY, GAMMAS),
+        ("triforce", WARM, {"coupled": True, **GAMMAS}),
+        ("triforce", WARM, {"tree": "2x2"}),
+        ("triforce", WARM, {"lookup": True}),
     ],
 )
 def test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give(
-    method, sampling, coupled, lengths_on_the_device
+    method, sampling, how, lengths_on_the_device, monkeypatch
 ):
-    """Ragged rows, every method and twin of a backend."""
-    how = {"method": method, "sampling": sampling, "coupled": coupled, **SMALL}
-    plain = tokens(None, **how)
-    for backend in TWINS.values():
-        pool = LintedPool()
-        assert tokens(pool, backend, **how) == plain
-        assert pool.num_runs > 2 * pool.num_graphs > 0
-
-
-@pytest.mark.parametrize(
-    ("method", "how", "sampling", "coupled"),
-    [
-        ("naive", {"tree": "5"}, GREEDY, False),
-        ("retrieval", {"tree": "2x3"}, WARM, True),
-        ("triforce", {"tree": "2x2"}, WARM, False),
-        ("auto", {"tree": "3"}, GREEDY, False),
-        ("naive", {"lookup": True, "gamma1": 4}, WARM, True),
-        ("triforce", {"lookup": True}, WARM, False),
-    ],
-)
-def test_so_do_trees_and_guesses_of_no_fixed_length(
-    method, how, sampling, coupled, lengths_on_the_device, monkeypatch
-):
+    """Ragged rows, every method, chains, trees and guesses of no fixed length."""
     monkeypatch.setattr("minitri.core.stack.may_use_clock", lambda *_, **__: False)
-    small = {"budget": 24, "num_recent_tokens": 60}
-    how = {"method": method, "sampling": sampling, "coupled": coupled, **small, **how}
     pool = LintedPool()
-    assert tokens(pool, TWINS["math"], **how) == tokens(None, **how)
-    assert pool.num_runs > 2 * pool.num_graphs > 0
-
-
-def test_so_do_steps_with_fused_layers_and_our_attention(lengths_on_the_device, monkeypatch):
-    """What is compiled for a GPU is replaced by plain formulas, whose inside is not watched."""
-    module = pytest.importorskip("minitri.devices.gpu.kernels.flash_decoding")
-    launched = []
-
-    def attend_piece(*given, HAS_RULE, **sizes):
-        launched[:] = given[: 4 + HAS_RULE]
-
-    def merge_pieces(outs, lses, out_BTHD, *counts, **sizes):
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            out_BTHD.copy_(attend_masked(*launched))
-        launched.clear()
-
-    for kernel in (attend_piece, merge_pieces):  # any grid launches the same
-        monkeypatch.setattr(module, kernel.__name__, defaultdict(lambda kernel=kernel: kernel))
-    monkeypatch.setattr(fused_modules, "compiled", lambda function: function)
-    target = tiny_model(CONFIG)
-    settings = {"sampling": WARM, "coupled": True, "num_new": 12}
-    plain = plain_tokens(target, PROMPTS, **settings)
-    target, draft = (
-        as_on_a_gpu(replace_modules(model, {Layers: FusedLayers}), module.attend_short_block)
-        for model in (target, near_copy(target, 0.02))
+    assert tokens(pool, method, sampling=sampling, **how) == tokens(
+        None, method, sampling=sampling, **how
     )
-    pool = LintedPool()
-    settings |= {"method": "triforce", "graphs": pool, "draft": draft, **SMALL}
-    assert Rig(target, PROMPTS, **settings).run() == plain
     assert pool.num_runs > 2 * pool.num_graphs > 0
 
 
@@ -131,17 +76,15 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
     new = f"self.rope.at(block.positions_BT + ({ADDED[message]}))"
     mutant = Mutant(message, "Llama.forward", "self.rope.at(block.positions_BT)", new, "")
     with mutated(mutant), pytest.raises(CaptureError, match=message):
-        tokens(LintedPool(), TWINS["math"], method="triforce", **SMALL)
+        tokens(LintedPool(), **GAMMAS)
 
 
 def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
     """Distributions that are views of a step's buffer."""
     new = "self.graphs.run(self.passes.probs, filtered_BNV)"
-    how = {"method": "triforce", "sampling": WARM, "coupled": True, **SMALL}
+    how = {"sampling": WARM, "coupled": True, **GAMMAS}
     plain, found = tokens(None, **how), None
-    with (
-        mutated(Mutant("rows not copied", "ModelRunner._output", f"{new}.clone()", new, "")),
-        suppress(ArithmeticError),
-    ):
-        found = tokens(LintedPool(), TWINS["math"], **how)
+    mutant = Mutant("rows not copied", "ModelRunner._output", f"{new}.clone()", new, "")
+    with mutated(mutant), suppress(ArithmeticError):
+        found = tokens(LintedPool(), **how)
     assert found != plain

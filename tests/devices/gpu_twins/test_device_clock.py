@@ -1,5 +1,4 @@
-"""On a GPU seconds are read from events, late, and charged to the stage that spent them; here the
-device is a made-up one."""
+"""Seconds of a GPU, here a made-up one, are charged late to the stage that spent them."""
 
 import torch
 
@@ -10,12 +9,12 @@ from minitri.core.offload.streams import CudaClock
 from minitri.core.runner import ModelRunner
 from tests.conftest import tiny_model
 from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config
+from tests.devices.gpu_twins.conftest import SMALL
 
 COSTS = {"draft": 1.0, "retrieval": 10.0, "target": 100.0}
 REBUILD = 1000.0
 CONFIG = tiny_config(num_layers=1, context_length=512)
-SETTINGS = {"method": "triforce", "gamma1": 2, "gamma2": 3, "budget": 48, "num_recent_tokens": 60}
-SETTINGS["rebuild_stride"] = 1  # in every step
+SETTINGS = {"method": "triforce", "rebuild_stride": 1, **SMALL, "budget": 48}
 
 
 class Event:
@@ -23,9 +22,6 @@ class Event:
 
     queued = done = 0.0
     """When all that the device was given will be done, and what it has done, in seconds."""
-
-    def __init__(self, enable_timing) -> None:
-        assert enable_timing
 
     def record(self) -> None:
         self.place = Event.queued
@@ -39,9 +35,8 @@ class Event:
 
 
 def test_every_stage_is_charged_for_its_own_work(monkeypatch):
-    """All of it, the last step's too: a rebuild that the device does during the next guesses is not
-    charged to them, and the first one belongs to the prefill."""
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    """Not for a rebuild that the device does during the next guesses."""
+    monkeypatch.setattr(torch.cuda, "Event", lambda *, enable_timing: Event())
     monkeypatch.setattr(minitri.core.stack, "clock_of", lambda _: CudaClock())
 
     def wrap(owner, name, seconds=lambda *_: 0.0, *, is_awaited=False):
@@ -56,11 +51,10 @@ def test_every_stage_is_charged_for_its_own_work(monkeypatch):
 
         monkeypatch.setattr(owner, name, call)
 
-    target = tiny_model(CONFIG)
-    prompts, draft = [random_prompt(CONFIG, 120)], near_copy(target, 0.02)
+    target, prompts = tiny_model(CONFIG), [random_prompt(CONFIG, 120)]
     wrap(FullCache, "layers", lambda *_: REBUILD)
     wrap(IndependentSource, "verify", is_awaited=True)
-    rig = Rig(target, prompts, draft=draft, num_new=24, **SETTINGS)
+    rig = Rig(target, prompts, draft=near_copy(target, 0.02), num_new=24, **SETTINGS)
     costs = {id(runner): COSTS[name] for name, runner in rig.runners.items()}
     for name in ("next_probs", "next_probs_after"):
         wrap(ModelRunner, name, lambda runner, *_: costs[id(runner)])

@@ -31,12 +31,8 @@ def test_the_network_adds_and_norms_in_another_order_only(monkeypatch):
 
 
 def test_a_wrong_kernel_fails_the_test_of_every_boot(monkeypatch):
-    def compiled(function):
-        if function is fused_modules.rotate:
-            return lambda x_BTXD, cos, signed_sin: function(x_BTXD, cos, -signed_sin)
-        return function
-
-    monkeypatch.setattr(fused_modules, "compiled", compiled)
+    wrong = {fused_modules.rotate: lambda x_BTXD, cos, sin: fused_modules.rotate(x_BTXD, cos, -sin)}
+    monkeypatch.setattr(fused_modules, "compiled", lambda function: wrong.get(function, function))
     with pytest.raises(AssertionError, match="not close"):
         check_kernels(tiny_model(CONFIG))
 

@@ -1,6 +1,5 @@
 """Host memory that caches borrow, one after another."""
 
-import gc
 from pathlib import Path
 from unittest.mock import Mock, call
 
@@ -13,13 +12,11 @@ from minitri.core.offload.host_memory import HostMemory
 from tests.core.rigs import CPU
 
 
-class Borrower:
-    """Something that may be collected."""
+class Borrower: ...
 
 
 def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
-    """Only the latest is kept, and a larger one takes its place. It can be written outside of
-    inference mode, too."""
+    """Only the latest is kept, and a larger one takes its place; writable outside of inference."""
     host, borrowers = HostMemory(CPU), [Borrower(), Borrower()]
     with torch.inference_mode():
         tensors = [host.lend(it, (70,), torch.uint8) for it in borrowers]
@@ -42,16 +39,12 @@ def test_memory_is_registered_once_and_unregistered_when_it_is_given_up(error, m
     cuda.cudart().cudaHostRegister.return_value = error
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
-    host, borrower = HostMemory(torch.device("cuda")), Borrower()
-    address = host.lend(borrower, (500, 400), torch.float32).data_ptr()
-    del borrower
-    borrower = Borrower()
-    assert host.lend(borrower, (400, 400), torch.float32).data_ptr() == address
-    del borrower
+    host = HostMemory(torch.device("cuda"))
+    address = host.lend(Borrower(), (500, 400), torch.float32).data_ptr()
+    assert host.lend(Borrower(), (400, 400), torch.float32).data_ptr() == address
     cuda.cudart().cudaHostRegister.assert_called_once_with(address, 800_000, 0)
     assert cuda.synchronize.call_count == 2  # for copies of the last borrower
     host.clear()
-    gc.collect()
     unlocked = [call.cudart(), call.cudart().cudaHostUnregister(address)]
     assert (cuda.mock_calls[-2:] == unlocked) is (error == 0)
     assert cuda.synchronize.call_count == 2 + (error == 0)  # before it is unlocked
@@ -59,13 +52,9 @@ def test_memory_is_registered_once_and_unregistered_when_it_is_given_up(error, m
 
 
 def test_memory_that_caches_files_is_free_and_a_number_given_counts_more(tmp_path, monkeypatch):
-    files = {
-        "meminfo": "MemTotal: 999 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n",
-        "memory.max": "60000\n",
-        "memory.stat": "anon 10000\nfile 35000\nshmem 5000\n",
-    }
-    for name, text in files.items():
-        (tmp_path / name).write_text(text)
+    (tmp_path / "meminfo").write_text("MemTotal: 999 kB\nMemAvailable: 50 kB\nHugePages_Total: 0\n")
+    (tmp_path / "memory.max").write_text("60000\n")
+    (tmp_path / "memory.stat").write_text("anon 10000\nfile 35000\nshmem 5000\n")
     monkeypatch.setattr(allocation, "Path", lambda path: tmp_path / Path(path).name)
     assert allocation.free_host_bytes() == 45_000
     (tmp_path / "memory.max").write_text("max\n")

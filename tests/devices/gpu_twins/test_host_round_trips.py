@@ -1,8 +1,5 @@
-"""How often a step of decoding waits for the device: once for every verdict, and for nothing else.
-
-What would be a wait on a GPU is counted on a CPU: whatever asks a tensor for its numbers, or makes
-a tensor whose shape depends on them.
-"""
+"""A step of decoding waits for the device once for every verdict, and for nothing else: what asks a
+tensor for its numbers, or makes one of a size that depends on them, is counted on a CPU."""
 
 import traceback
 
@@ -14,21 +11,21 @@ from minitri.core.graphs import GraphPool
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, GREEDY, WARM, Rig, near_copy, random_prompt, tiny_config
 from tests.devices.gpu_twins.capture_lint import SIZED_BY_DATA, WAITS, is_masked
-from tests.devices.gpu_twins.conftest import as_on_a_gpu
+from tests.devices.gpu_twins.conftest import SMALL, as_on_a_gpu
 
 CONFIG = tiny_config(num_layers=2)
 
 
 class Waits(TorchDispatchMode):
-    """Notes the functions that wait."""
+    """Notes the functions of the package that wait."""
 
     def __init__(self) -> None:
         super().__init__()
         self.places: list[str] = []
 
     def note(self) -> None:
-        frames = [frame for frame in traceback.extract_stack() if "/minitri/" in frame.filename]
-        self.places.append(frames[-1].name)
+        frames = traceback.extract_stack()
+        self.places.append([it.name for it in frames if "/minitri/" in it.filename][-1])
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         name = function.overloadpacket.__name__
@@ -38,19 +35,17 @@ class Waits(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "how", [{"verification": "block"}, {"verification": "token"}, {"coupled": True}]
+    ("sampling", "how"),
+    [(GREEDY, {}), (WARM, {}), (WARM, {"verification": "token"}), (WARM, {"coupled": True})],
 )
-@pytest.mark.parametrize("sampling", [GREEDY, WARM])
 @pytest.mark.parametrize("method", ["autoregressive", "naive", "retrieval", "triforce"])
 def test_a_step_waits_once_for_every_verdict(
     method, sampling, how, lengths_on_the_device, monkeypatch
 ):
     target = as_on_a_gpu(tiny_model(CONFIG))
-    draft = as_on_a_gpu(near_copy(target, 0.02))
-    settings = {"method": method, "sampling": sampling, "gamma1": 2, "gamma2": 4, **how}
-    settings |= {"budget": 32, "num_recent_tokens": 20, "rebuild_stride": 100, "num_new": 60}
-    prompts = [random_prompt(CONFIG, 60)]
-    rig = Rig(target, prompts, draft=draft, graphs=GraphPool(CPU), **settings)
+    how = {"draft": as_on_a_gpu(near_copy(target, 0.02)), "method": method, **SMALL, **how}
+    how |= {"graphs": GraphPool(CPU), "sampling": sampling, "rebuild_stride": 100, "num_new": 60}
+    rig = Rig(target, [random_prompt(CONFIG, 60)], **how)
     tolist = torch.Tensor.tolist
     with torch.inference_mode():
         rig.start()

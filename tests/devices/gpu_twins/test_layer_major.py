@@ -1,5 +1,4 @@
-"""A prompt that is read layer by layer leaves what it would leave chunk by chunk, and nothing
-travels twice."""
+"""A prompt read layer by layer leaves what it would leave chunk by chunk; no byte goes twice."""
 
 import pytest
 import torch
@@ -7,6 +6,7 @@ import torch
 from minitri.core.prefill import prefill
 from tests.conftest import tiny_model
 from tests.core.rigs import WARM, Rig, new_cache, random_prompt
+from tests.devices.gpu_twins.conftest import SMALL
 from tests.devices.gpu_twins.offload import CONFIG, TOKEN, Traffic, assert_same, offloaded
 
 PROMPT = random_prompt(CONFIG, 200)
@@ -33,14 +33,15 @@ def test_nothing_travels_twice(on_chip):
     assert (traffic.to_host, traffic.to_device) == (hosted * 199 * TOKEN, 0)
 
 
-@pytest.mark.parametrize(("window", "chunk"), [(1, 16), (16, 16), (16, 7), (48, 16), (200, 64)])
-@pytest.mark.parametrize("length", [3, 65, 200])
+@pytest.mark.parametrize(
+    ("window", "chunk", "length"),
+    [(1, 16, 65), (16, 16, 65), (16, 7, 200), (48, 16, 3), (48, 16, 200), (200, 64, 200)],
+)
 def test_the_retrieval_cache_is_as_if_it_had_seen_every_chunk(window, chunk, length, monkeypatch):
-    """The latest queries, so the very same slots are chosen, and the drafter's guesses are
-    accepted alike."""
+    """The latest queries, so the same slots are chosen, and guesses are accepted alike."""
     model, rigs = tiny_model(CONFIG), []
-    settings = {"method": "retrieval", "observation_window": window, "budget": 24, "num_new": 12}
-    settings |= {"prefill_chunk": chunk, "num_recent_tokens": 60, "sampling": WARM}
+    settings = {"method": "retrieval", "observation_window": window, "prefill_chunk": chunk}
+    settings |= {"sampling": WARM, "num_new": 12, **SMALL}
     for _ in range(2):
         rigs.append(Rig(model, [PROMPT[:length]], full=offloaded(1, 1), **settings))
         # As other caches are read: every chunk through all layers.
@@ -67,6 +68,5 @@ def test_a_reading_that_was_given_up_leaves_no_trace():
         ours.reset(0)
     for full in (exact, ours):
         for b, prompt in enumerate((other, PROMPT)):
-            for _ in prefill(model, prompt, full, b, chunk=16):
-                pass
+            list(prefill(model, prompt, full, b, chunk=16))
     assert_same(ours, exact)

@@ -96,8 +96,7 @@ def test_an_engine_places_as_many_layers_as_fit():
 
 
 def test_bytes_of_seven_billion_weights_after_122k_tokens():
-    """By hand: 12.55 GiB of weights, 61 GiB of KV in 32 layers of 1.91, twice that to stage, 2 of
-    small caches, 1.2 of activations (0.95 for hidden states of the prompt), 0.5 in reserve."""
+    """By hand, in GiB: weights, drafter, two layers of 61 to stage, small caches, activations."""
     needs = seven_b(speculation=replace(TRIFORCE, budget=4096))
     assert needs.parts(32)["full KV cache"] == 32 * 2 * 32 * 124992 * 128 * 2
     by_hand = 12.55 + 0.13 + 3.88 + 2.04 + 1.19 + 0.5
@@ -116,26 +115,21 @@ def test_what_fits_in_a_plan_fits_at_boot(call):
 
 
 @pytest.mark.parametrize(
-    ("device_gib", "host_gib", "placement", "problem"),
-    [
-        (20, 64, {}, "got 20.0"),
-        (16, 64, {"offload": True, "on_chip": 0}, "got 16.0"),
-        (141, 2, {"offload": True, "on_chip": 0}, "and 2.00"),
-    ],
+    ("device_gib", "host_gib", "problem"), [(16, 64, "got 16.0"), (141, 2, "and 2.00")]
 )
 def test_what_does_not_fit_is_refused_before_it_is_allocated(
-    device_gib, host_gib, placement, problem, monkeypatch
+    device_gib, host_gib, problem, monkeypatch
 ):
     """By the free memory of a card, of which weights have taken a part, and of the host."""
-    shape = MemoryShape((122_880,), SamplingParams(), GenerationConfig(16, **placement), TRIFORCE)
+    offload = GenerationConfig(16, offload=True, on_chip=0)
+    shape = MemoryShape((122_880,), SamplingParams(), offload, TRIFORCE)
     free = device_gib * GIB - Demand(SEVEN_B, DRAFT, shape).num_weight_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 141 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setenv("MINITRI_HOST_GIB", str(host_gib))
     where = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "execution": Execution()}
-    target = SimpleNamespace(config=SEVEN_B, **where)
     with pytest.raises(InputError, match=problem):
-        allocate_full_cache(target, DRAFT, shape)
+        allocate_full_cache(SimpleNamespace(config=SEVEN_B, **where), DRAFT, shape)
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
@@ -152,8 +146,7 @@ def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
 
 @pytest.mark.parametrize("machine", [roofline.CPU, roofline.GPU])
 def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
-    """What the autotuner expects before it has measured, by hand; hosted KV counts where the link
-    is slower."""
+    """What the autotuner expects, by hand; hosted KV counts where the link is slower."""
     work = Workload(SEVEN_B, DRAFT, 10**6, 4096)
     costs = functools.partial(work.seconds, machine)
     alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer

@@ -1,5 +1,5 @@
-"""A copy in 4 or 8 bits guesses with the retrieval cache: its kernel equals the plain formula, and
-no text depends on it. On a CPU Triton's interpreter runs the kernel, which has no bfloat16."""
+"""A copy in 4 or 8 bits guesses with the retrieval cache: its kernel, here interpreted, equals the
+plain formula, and no text depends on it."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -42,8 +42,7 @@ def before_nan(tensor):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32] + [torch.bfloat16] * ON_GPU)
 @pytest.mark.parametrize("bits", [4, 8])
 def test_the_kernel_equals_the_formula(bits, dtype):
-    """Every tile, with rows, columns, groups and numbers that do not fill it; nothing after is
-    read."""
+    """Rows, columns, groups and numbers that do not fill a tile; nothing after is read."""
     from minitri.devices.gpu.kernels import weights
 
     for M, N, E in ((1, 70, 1040), (5, 64, 512), (8, 1, 1), (9, 16, 130), (21, 33, 96)):
@@ -86,8 +85,7 @@ def test_a_copy_is_as_large_as_planned_and_shares_the_rest(tied, bits):
 @pytest.mark.parametrize(("method", "bits"), [("retrieval", 8), ("triforce", 4)])
 @pytest.mark.usefixtures("lengths_on_the_device")
 def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
-    """Greedy and coupled, by eager and by static steps, of a copy that has little to do with its
-    model. It is asked, and reads no prompt."""
+    """By eager or static steps; the copy has little to do with its model, and reads no prompt."""
     target, lengths = as_on_a_gpu(tiny_model(CONFIG)), set()
     twin = copy_in_few_bits(target, bits)
 
@@ -99,14 +97,13 @@ def test_a_copy_however_wrong_changes_no_text(method, bits, sampling):
         if isinstance(layer, QuantizedLinear):
             layer.scales *= 1 + 0.5 * random(*layer.scales.shape, seed=number)
             layer.multiply = multiply
-    settings = {"sampling": sampling, "coupled": True, "num_new": 24, "seed": 3}
+    settings = {"sampling": sampling, "coupled": True, "num_new": 16, "seed": 3}
     exact = plain_tokens(target, PROMPTS, **settings)
     draft = near_copy(target, 0.02) if method == "triforce" else None
     settings |= {"draft": draft, "retrieval_model": twin, "method": method, **SMALL}
-    for graphs in (None, GraphPool(CPU)):
-        rig = Rig(target, PROMPTS, graphs=graphs, **settings)
-        assert rig.run() == exact
-        assert rig.stats.stages[-1].acceptance_rate < 0.6
+    rig = Rig(target, PROMPTS, graphs=GraphPool(CPU) if draft else None, **settings)
+    assert rig.run() == exact
+    assert rig.stats.stages[-1].acceptance_rate < 0.6
     assert 0 < max(lengths) <= 1 + 2 + 3
 
 

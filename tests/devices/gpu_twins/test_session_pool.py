@@ -42,16 +42,14 @@ def gpu_engine():
     return engine
 
 
-def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=24, **settings) -> tuple:
+def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=16, **settings) -> tuple:
     """What a run over random prompts of these lengths says, and its counts."""
     prompts = [random_prompt(engine.config, n, seed=n + seed) for n in lengths]
     how = {"sampling": sampling, "speculation": speculation, "seed": seed}
     how["generation"] = GenerationConfig(num_new, ignore_eos=True, **settings)
     run = engine.generate(prompts, **how)
-    texts = texts_of(run)
-    counts = [
-        (it.num_rounds, it.num_tested_tokens, it.num_accepted_tokens) for it in run.stats.stages
-    ]
+    texts, stages = texts_of(run), run.stats.stages
+    counts = [(it.num_rounds, it.num_tested_tokens, it.num_accepted_tokens) for it in stages]
     return texts, counts, run.stats.num_rebuilds
 
 
@@ -70,33 +68,32 @@ def spoil(session) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_next_run_takes_over_memory_and_says_what_it_would_have_said_first(method, pools):
-    """Another temperature, other and shorter texts, after whatever the last run left: tokens,
-    acceptance, rebuilds."""
+    """At another temperature, after whatever the last run left: tokens, acceptance, rebuilds."""
     gammas = {} if method == "auto" else GAMMAS
     settings = {"method": method, **gammas, **SETTINGS}
-    engine = gpu_engine()
+    engine, other = gpu_engine(), gpu_engine()
     with torch.inference_mode():  # others outside can use what it leaves
         say(engine, (90, 33), SpeculationConfig(**settings), WARM)
     for lengths, sampling, coupled in (
         ((70, 5), SamplingParams(0.5, 30, top_p=0.8, min_p=0.1), False),
-        ((90, 33), WARM, method != "auto"),  # which would follow the clock
         ((20, 41), SamplingParams(), False),
-        ((20, 41), SamplingParams(3.0, 30, top_p=0.9, min_p=0.001), False),
+        ((90, 33), WARM, method != "auto"),  # which would follow the clock
     ):
         spoil(engine._pool._kept)
+        other.release()
         wanted = SpeculationConfig(coupled=coupled, **settings)
-        again, first = (say(it, lengths, wanted, sampling, seed=3) for it in (engine, gpu_engine()))
+        again, first = (say(it, lengths, wanted, sampling, seed=3) for it in (engine, other))
         assert again[0] == first[0]
         if method != "auto" or sampling.temperature:  # else what is chosen follows the clock
             assert again == first
-        assert len(pools) == 2  # that of the engine, and that of the fresh one
+        assert len(pools) == 2  # that of the engine, and that of the other one
         pools.pop()
 
 
 @pytest.mark.parametrize(
     ("lengths", "changes", "settings"),
     [
-        ((91, 33), {}, {}),  # longer
+        ((200, 33), {}, {}),  # longer
         ((90,), {}, {}),  # fewer
         ((90, 33), {"gamma1": 3}, {}),
         ((90, 33), {"method": "naive"}, {}),
@@ -106,17 +103,19 @@ def test_the_next_run_takes_over_memory_and_says_what_it_would_have_said_first(m
     ],
 )
 def test_what_does_not_suit_is_allocated_again(lengths, changes, settings, pools):
-    engine, speculation = gpu_engine(), replace(TRIFORCE, **changes)
-    say(engine, (90, 33), TRIFORCE, num_new=65)  # up to a whole stride of slots
-    num_new = 128 if lengths[0] > 90 else 24
-    got = say(engine, lengths, speculation, num_new=num_new, **settings)
+    engine = gpu_engine()
+    begin(engine, (90, 33), 1).close()  # up to a whole stride of slots
+    got = say(engine, lengths, replace(TRIFORCE, **changes), **settings)
     assert len(pools) == 2
-    assert got == say(gpu_engine(), lengths, speculation, num_new=num_new, **settings)
+    engine.release()
+    assert got == say(engine, lengths, replace(TRIFORCE, **changes), **settings)
 
 
-def begin(engine, length: int, num_events: int):
+def begin(engine, lengths, num_events: int):
     """A run that is under way."""
-    run = engine.generate(random_prompt(engine.config, length), speculation=TRIFORCE)
+    prompts = [random_prompt(engine.config, n) for n in lengths]
+    how = {"sampling": WARM, "generation": GenerationConfig(65), "speculation": TRIFORCE}
+    run = engine.generate(prompts, **how)
     for _ in range(num_events):
         next(run)
     return run
@@ -125,18 +124,18 @@ def begin(engine, length: int, num_events: int):
 def test_a_run_that_is_left_or_collected_is_kept_and_one_that_fails_is_not(pools):
     """Nor one that is older than what is kept, or that ends after a release."""
     engine = gpu_engine()
-    begin(engine, 60, 12).close()
+    begin(engine, [60], 12).close()
     kept = engine._pool._kept
     assert kept is not None
-    older = begin(engine, 60, 2)
-    newer = begin(engine, 60, 2)
+    older = begin(engine, [60], 2)
+    newer = begin(engine, [60], 2)
     assert engine._pool._kept is None
     del newer
     gc.collect()
     kept = engine._pool._kept
     older.close()
     assert engine._pool._kept is kept is not None
-    left = begin(engine, 20, 1)
+    left = begin(engine, [20], 1)
     engine.release()
     left.close()
     assert engine._pool._kept is None

@@ -23,7 +23,7 @@ SHAPES = {
     "tied": {"tie_word_embeddings": True},
     "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
-SECONDS = 10
+SECONDS = 60
 """After which a rank whose others do not come is alone."""
 
 

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from subprocess import PIPE
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -55,12 +56,10 @@ def run_module(program: list[str], **environment: str) -> subprocess.Popen:
     return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env)
 
 
-def start(program: list[str], num_ranks: int = 1) -> list[subprocess.Popen]:
-    """A process per rank, as torchrun would start them."""
-    shared = {"WORLD_SIZE": str(num_ranks), "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
-    shared["MASTER_ADDR"] = "127.0.0.1"
-    names = map(str, range(num_ranks))
-    return [run_module(program, RANK=name, LOCAL_RANK=name, **shared) for name in names]
+def start(program: list[str]) -> list[subprocess.Popen]:
+    """Two ranks, as torchrun would start them."""
+    shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
+    return [run_module(program, RANK=name, LOCAL_RANK=name, **shared) for name in "01"]
 
 
 def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:
@@ -83,10 +82,11 @@ def models(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(models) -> list[dict]:
-    """What a process alone saw, then rank 0 and rank 1."""
-    program = ["tests.devices.parallel.test_two_ranks", str(models)]
-    codes, messages = finish(start(program) + start(program, 2))
-    assert codes == [0, 0, 0], messages
+    """What this process alone saw, then rank 0 and rank 1."""
+    ranks = start(["tests.devices.parallel.test_two_ranks", str(models)])
+    main(models)
+    codes, messages = finish(ranks)
+    assert codes == [0, 0], messages
     names = ("0 of 1", "0 of 2", "1 of 2")
     return [torch.load(models / f"{name}.pt", weights_only=True) for name in names]
 
@@ -108,7 +108,12 @@ def test_what_does_not_fit_is_one_line_on_all_ranks(seen):
 
 
 @pytest.mark.parametrize(
-    ("how", "which"), [(signal.SIGKILL, 1), (signal.SIGKILL, 0), (signal.SIGINT, 1)]
+    ("how", "which"),
+    [
+        (signal.SIGKILL, 1),
+        pytest.param(signal.SIGKILL, 0, marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow),
+    ],
 )
 def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
     """A killed rank is noticed by the other. If texts end before it, another run is made."""
@@ -117,7 +122,7 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
     codes = [0, 0]
     for _ in range(5):
         if codes == [0, 0]:
-            ranks = start([*program, "--prompt", "She"], 2)
+            ranks = start([*program, "--prompt", "She"])
             assert ranks[0].stdout.read(1)  # it has begun
             ranks[which].send_signal(how)
             codes, messages = finish(ranks)
@@ -153,17 +158,13 @@ def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engi
 def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
     """What is to be said, and is, where the ranks, or a model, do not fit."""
 
-    def fail() -> None:
-        raise InputError(f"rank {rank} cannot read it")
-
     def load_other(name: str) -> None:
         """A model of which this rank finds other files than it should."""
         right = open_models.open_checkpoint
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(open_models, "open_checkpoint", lambda _: right(folder / name))
+        with patch.object(open_models, "open_checkpoint", lambda _: right(folder / name)):
             load(folder, "plain")
 
-    found = []
+    found, unread = [], InputError(f"rank {rank} cannot read it")
     for part, attempt in (
         ("split over 2 ranks", lambda: load(folder, "odd")),
         ("different models", lambda: load(folder, "plain", weights=["auto", "native"][rank])),
@@ -173,7 +174,7 @@ def mistakes(folder: Path, engine: Engine, rank: int) -> list[tuple[str, str]]:
         ("seeds or settings", lambda: engine.generate(PROMPTS[0], seed=rank)),
         ("draft_weights=int4", lambda: load(folder, "plain", draft_weights="int4")),
         ("one GPU for 2 ranks", lambda: load(folder, "plain", device="cuda:0")),
-        ("rank 0 cannot read it", lambda: join().ask_first(fail)),
+        ("rank 0 cannot read it", lambda: join().ask_first(Mock(side_effect=unread))),
     ):
         with pytest.raises(InputError) as caught:
             attempt()
