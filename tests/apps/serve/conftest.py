@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
 import httpx
 import openai
@@ -49,15 +50,17 @@ class Gate(threading.Event):
             self.wait(PATIENCE)
 
 
+@dataclass
 class Server:
     """A running server: its service, address and clients."""
 
-    def __init__(self, service: Service, runs: list, hooks: dict, port: int) -> None:
-        self.service = service
-        self.runs = runs
-        self.hooks = hooks
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
+    service: Service
+    runs: list
+    hooks: dict
+    port: int
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
         self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
         how = {"base_url": self.url + "/v1", "http_client": self.http, "max_retries": 0}
         self.openai = openai.OpenAI(api_key="x", **how)
@@ -65,8 +68,7 @@ class Server:
     def post(self, path="/v1/completions", key="x", source="127.0.0.1", **fields):
         """The response to any body that Python's JSON can spell, sent with a key from an address of
         this machine."""
-        headers = {"authorization": f"Bearer {key}"}
-        headers["content-type"] = "application/json; charset=utf-8"
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
         sent = {"content": json.dumps(fields), "headers": headers, "timeout": PATIENCE}
         if source == "127.0.0.1":
             return self.http.post(path, **sent)
@@ -171,10 +173,9 @@ def serving(
 
 def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0, **fields) -> str:
     """The text of the engine itself, without a server or speculation."""
-    speculation = SpeculationConfig("autoregressive", coupled=True)
-    sampling = SamplingParams(temperature, **fields)
-    how = {"sampling": sampling, "generation": GenerationConfig(num), "seed": seed}
-    return engine.complete(prompt, speculation=speculation, **how).text
+    how = {"speculation": SpeculationConfig("autoregressive", coupled=True), "seed": seed}
+    how |= {"sampling": SamplingParams(temperature, **fields), "generation": GenerationConfig(num)}
+    return engine.complete(prompt, **how).text
 
 
 def complete(server, **fields):

@@ -2,13 +2,12 @@
 
 import contextlib
 import select
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from minitri.apps.serve import app, connections
-from tests.apps.serve.conftest import ENDLESS, PATIENCE, complete, own_text, post_of, serving
+from tests.apps.serve.conftest import ENDLESS, Gate, complete, own_text, post_of, serving
 
 HEAD = post_of(b"").partition(b"Content-Length")[0]
 
@@ -16,13 +15,13 @@ HEAD = post_of(b"").partition(b"Content-Length")[0]
 @pytest.fixture
 def tokenizing(engine, monkeypatch):
     """A gate for the tokenizer, and the texts that came to it."""
-    gate = threading.Event()
+    gate = Gate(0)
     texts = []
     encode = engine.tokenizer.encode
 
     def wait_and_encode(text: str) -> list[int]:
         texts.append(text)
-        gate.wait(PATIENCE)
+        gate()
         return encode(text)
 
     monkeypatch.setattr(engine.tokenizer, "encode", wait_and_encode)
@@ -78,12 +77,13 @@ def test_a_client_that_leaves_frees_its_rows(server, engine, caplog):
     """Clients leave before their rows run, while they read, or close only their side."""
     caplog.set_level("INFO", logger="minitri")
     with server.held(num_free=3):
-        with server.raw(**ENDLESS, n=2) as reader, server.raw(**ENDLESS) as closing:
-            assert reader.recv(12) == b"HTTP/1.1 200"
-            with server.raw(**ENDLESS, n=4):
+        with server.raw(**ENDLESS, n=2) as reader:
+            assert reader.recv(12) == b"HTTP/1.1 200"  # of the free steps others may take all
+            with server.raw(**ENDLESS) as closing, server.raw(**ENDLESS, n=4) as waiting:
                 server.wait_for(num_open=7)
-            closing.shutdown(1)
-            server.wait_for(num_open=2)
+                waiting.close()
+                closing.shutdown(1)
+                server.wait_for(num_open=2)
         server.wait_for(num_open=0)
     num_before = server.runs[-1].run.stats.num_generated_tokens
     assert complete(server).choices[0].text == own_text(engine)
