@@ -48,7 +48,7 @@ class Page:
         return answer["result"].get("value")
 
     def wait(self, script: str) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self.run(script):
             assert time.monotonic() < deadline, script
             time.sleep(0.05)

@@ -6,6 +6,7 @@ import json
 import socket
 import threading
 import time
+from dataclasses import dataclass
 
 import httpx
 import openai
@@ -21,10 +22,12 @@ from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationC
 from minitri.text.chat_template import ChatTemplate
 from minitri.worker import Worker
 from tests.apps.serve.scripted import ScriptedRun
+from tests.apps.serve.templates import QWEN
 from tests.conftest import write_hf_folder
 from tests.files.test_chat_template import CHATML
 
 CONTEXT, NUM_ROWS, MAX_OPEN = 400, 4, 68
+PATIENCE = 60  # seconds; only a test that fails waits for so long
 COUPLED = SpeculationConfig("triforce", gamma1=2, gamma2=4, coupled=True)
 PROMPT = "She had been forced into prudence"
 ENDLESS = {"prompt": PROMPT, "max_tokens": 380, "ignore_eos": True, "stream": True}
@@ -44,33 +47,37 @@ class Gate(threading.Event):
         self.num_free -= 1
         if self.num_free < 0:
             self.is_reached = True
-            self.wait(20)
+            self.wait(PATIENCE)
 
 
+@dataclass
 class Server:
     """A running server: its service, address and clients."""
 
-    def __init__(self, service: Service, runs: list, hooks: dict, port: int) -> None:
-        self.service = service
-        self.runs = runs
-        self.hooks = hooks
-        self.port = port
-        self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx.Client(base_url=self.url, timeout=60)
-        self.openai = openai.OpenAI(base_url=self.url + "/v1", api_key="x", max_retries=0)
+    service: Service
+    runs: list
+    hooks: dict
+    port: int
+
+    def __post_init__(self) -> None:
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.http = httpx.Client(base_url=self.url, timeout=PATIENCE)
+        how = {"base_url": self.url + "/v1", "http_client": self.http, "max_retries": 0}
+        self.openai = openai.OpenAI(api_key="x", **how)
 
     def post(self, path="/v1/completions", key="x", source="127.0.0.1", **fields):
-        """The response to a body, sent with a key from an address of this machine."""
-        headers = {"authorization": f"Bearer {key}"}
+        """The response to any body that Python's JSON can spell, sent with a key from an address of
+        this machine."""
+        headers = {"authorization": f"Bearer {key}", "content-type": "application/json"}
+        sent = {"content": json.dumps(fields), "headers": headers, "timeout": PATIENCE}
         if source == "127.0.0.1":
-            return self.http.post(path, json=fields, headers=headers)
-        transport = httpx.HTTPTransport(local_address=source)
-        with httpx.Client(transport=transport, base_url=self.url, timeout=60) as http:
-            return http.post(path, json=fields, headers=headers)
+            return self.http.post(path, **sent)
+        with httpx.Client(transport=httpx.HTTPTransport(False, local_address=source)) as http:
+            return http.post(self.url + path, **sent)
 
     def connect(self, sent: bytes = b"") -> socket.socket:
         """A connection that has sent these bytes."""
-        connection = socket.create_connection(("127.0.0.1", self.port), 20)
+        connection = socket.create_connection(("127.0.0.1", self.port), PATIENCE)
         connection.sendall(sent)
         return connection
 
@@ -79,7 +86,7 @@ class Server:
         return self.connect(post_of(json.dumps(fields).encode()))
 
     def wait(self, is_so) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not is_so():
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -137,8 +144,7 @@ def serving(
     engine, *, speculation=COUPLED, ignored=None, run=None, context=CONTEXT, name="tiny", **access
 ):
     """A server in a thread, which has this run in the place of the engine's, if one is given."""
-    runs = []
-    hooks = {}
+    runs, hooks = [], {}
 
     def open_run(_=None):
         hooks.get("start", lambda: None)()
@@ -148,15 +154,17 @@ def serving(
 
     protocol = Protocol(engine, [name, f"org/{name}"], SamplingParams(1.0), context, ignored)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else answers take 40 ms
     worker = Worker(open_run, open_run())
     with listener, contextlib.closing(worker):
         service = Service(protocol, worker, MAX_OPEN, Access(**access))
-        server = uvicorn.Server(uvicorn.Config(service.app, log_config=None, http=Connection))
+        how = {"log_config": None, "http": Connection, "timeout_keep_alive": 600}  # clients close
+        server = uvicorn.Server(uvicorn.Config(service.app, **how))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         running = Server(service, runs, hooks, listener.getsockname()[1])
         try:
-            with running.http, running.openai:
+            with running.http:
                 yield running
         finally:
             server.should_exit = True
@@ -165,10 +173,9 @@ def serving(
 
 def own_text(engine, prompt=PROMPT, *, seed=7, num=24, temperature=1.0, **fields) -> str:
     """The text of the engine itself, without a server or speculation."""
-    speculation = SpeculationConfig("autoregressive", coupled=True)
-    sampling = SamplingParams(temperature, **fields)
-    how = {"sampling": sampling, "generation": GenerationConfig(num), "seed": seed}
-    return engine.complete(prompt, speculation=speculation, **how).text
+    how = {"speculation": SpeculationConfig("autoregressive", coupled=True), "seed": seed}
+    how |= {"sampling": SamplingParams(temperature, **fields), "generation": GenerationConfig(num)}
+    return engine.complete(prompt, **how).text
 
 
 def complete(server, **fields):
@@ -186,28 +193,22 @@ def roomy(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def server(engine):
+def shared_server(engine):
     with serving(engine) as running:
         yield running
 
 
-@pytest.fixture(scope="session")
-def run(roomy):
-    return ScriptedRun(roomy)
-
-
-@pytest.fixture(scope="session")
-def scripted(roomy, run):
-    """A server whose model says what a test gives to `run`."""
-    with serving(roomy, run=run, context=4096) as running:
-        yield running
-
-
 @pytest.fixture
-def template(engine, monkeypatch) -> ChatTemplate:
-    made = template_of(CHATML)
-    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
-    return made
+def server(shared_server):
+    """A server without any request: what other tests began has ended."""
+    shared_server.wait_for(num_open=0)
+    return shared_server
+
+
+@pytest.fixture(scope="session")
+def roomy_server(roomy):
+    with serving(roomy, run=ScriptedRun(roomy), context=4096) as running:
+        yield running
 
 
 @pytest.fixture
@@ -218,3 +219,24 @@ def use_template(roomy, monkeypatch):
         monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template_of(source))
 
     return use
+
+
+@pytest.fixture
+def run(roomy_server, use_template) -> ScriptedRun:
+    """What `scripted` serves: it says what a test gives it. The template is Hermes'."""
+    use_template(QWEN)
+    run = roomy_server.runs[0].run
+    run.texts.clear()
+    return run
+
+
+@pytest.fixture
+def scripted(roomy_server, run):
+    return roomy_server
+
+
+@pytest.fixture
+def template(engine, monkeypatch) -> ChatTemplate:
+    made = template_of(CHATML)
+    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
+    return made

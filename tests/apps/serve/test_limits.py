@@ -2,13 +2,12 @@
 
 import contextlib
 import select
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from minitri.apps.serve import app, connections
-from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of, serving
+from tests.apps.serve.conftest import ENDLESS, Gate, complete, own_text, post_of, serving
 
 HEAD = post_of(b"").partition(b"Content-Length")[0]
 
@@ -16,19 +15,21 @@ HEAD = post_of(b"").partition(b"Content-Length")[0]
 @pytest.fixture
 def tokenizing(engine, monkeypatch):
     """A gate for the tokenizer, and the texts that came to it."""
-    gate = threading.Event()
+    gate = Gate(0)
     texts = []
     encode = engine.tokenizer.encode
 
     def wait_and_encode(text: str) -> list[int]:
         texts.append(text)
-        gate.wait(20)
+        gate()
         return encode(text)
 
     monkeypatch.setattr(engine.tokenizer, "encode", wait_and_encode)
     return gate, texts
 
 
+KEYS = {"key": "alice"}, {"key": "bob"}
+SOURCES = {"source": "127.0.0.2"}, {"source": "127.0.0.3"}
 ACCESS = [{"host": "0.0.0.0"}, {"max_requests_per_client": 2}, {"api_key": "alice bob"}]
 
 
@@ -37,9 +38,7 @@ def test_no_client_has_more_requests_than_its_share(server, tokenizing, access):
     """A share is half of all by default; clients are keys, or else addresses. Requests count before
     their prompts are tokenized; what is refused is not read."""
     gate, texts = tokenizing
-    first, other = ({"source": "127.0.0.2"}, {"source": "127.0.0.3"})
-    if "api_key" in access:
-        first, other = ({"key": "alice"}, {"key": "bob"})
+    first, other = KEYS if "api_key" in access else SOURCES
     with server.limited(max_open=4, **access), ThreadPoolExecutor(4) as clients:
         asked = [clients.submit(server.post, prompt="She had", **first) for _ in range(2)]
         server.wait_for(num_open=2)
@@ -67,22 +66,24 @@ def test_a_row_is_given_to_clients_in_turn(scripted, run):
         scripted.post(prompt="a", **sender).raise_for_status()
         return run.requests[-1].client
 
-    one, two = ({"source": "127.0.0.2"}, {"source": "127.0.0.3"})
+    one, two = SOURCES
     assert client(**one) == client(**one, user="u") != client(**two)
-    with scripted.limited(api_key="a b"):
-        assert client(key="a", **one) == client(key="a", **two) != client(key="b", **one)
+    with scripted.limited(api_key="alice bob"):
+        alice, bob = KEYS
+        assert client(**alice, **one) == client(**alice, **two) != client(**bob, **one)
 
 
 def test_a_client_that_leaves_frees_its_rows(server, engine, caplog):
     """Clients leave before their rows run, while they read, or close only their side."""
     caplog.set_level("INFO", logger="minitri")
     with server.held(num_free=3):
-        with server.raw(**ENDLESS, n=2) as reader, server.raw(**ENDLESS) as closing:
-            assert reader.recv(12) == b"HTTP/1.1 200"
-            with server.raw(**ENDLESS, n=4):
+        with server.raw(**ENDLESS, n=2) as reader:
+            assert reader.recv(12) == b"HTTP/1.1 200"  # of the free steps others may take all
+            with server.raw(**ENDLESS) as closing, server.raw(**ENDLESS, n=4) as waiting:
                 server.wait_for(num_open=7)
-            closing.shutdown(1)
-            server.wait_for(num_open=2)
+                waiting.close()
+                closing.shutdown(1)
+                server.wait_for(num_open=2)
         server.wait_for(num_open=0)
     num_before = server.runs[-1].run.stats.num_generated_tokens
     assert complete(server).choices[0].text == own_text(engine)
@@ -99,11 +100,11 @@ def is_closed(connection) -> bool:
 
 
 def test_silent_connections_are_closed_but_none_that_has_asked(server, monkeypatch):
-    """Hundreds of silent ones, half with a part of a head, do not stop a request; another waits
-    for longer than a connection may be silent."""
+    """Many silent ones, half with a part of a head, do not stop a request; another waits for longer
+    than a connection may be silent."""
     monkeypatch.setattr(connections, "SECONDS", 1)
     with server.held() as gate, server.raw(prompt="a") as asked, contextlib.ExitStack() as stack:
-        sent = (b"", HEAD) * 150
+        sent = (b"", HEAD) * 50
         silent = [stack.enter_context(server.connect(part)) for part in sent]
         assert server.http.get("/health").status_code == 200
         assert all(map(is_closed, silent))
@@ -125,28 +126,27 @@ def test_what_is_too_long_or_does_not_end_is_refused(server, monkeypatch):
     with server.connect(post_of(b" " * 2_000_000, missing=10**8)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 413"
     assert server.post(prompt="x" * 70_000).status_code == 413  # no prompt that fits is so long
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.2)
+    assert server.post(prompt="She had", max_tokens=1).status_code == 200
+    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     with server.connect(post_of(b'{"prompt"', missing=9)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 408"
-    assert server.post(prompt="She had", max_tokens=1).status_code == 200
 
 
 def test_a_stream_that_is_not_read_ends_and_frees_its_row(engine, monkeypatch, caplog):
-    """Chunks with a long model name are more than sockets hold; the model goes on only when the
-    request has ended."""
-    monkeypatch.setattr(connections, "SECONDS", 1)
+    """Chunks with a long model name are more than sockets hold."""
     caplog.set_level("INFO", logger="minitri")
-    with serving(engine, name="x" * 1_000_000) as server, server.held(num_free=30) as gate:
-        with server.raw(**ENDLESS) as connection:
-            assert connection.recv(12) == b"HTTP/1.1 200"
-            server.wait_for(num_open=0)
+    with serving(engine, name="x" * 1_000_000) as server:
+        with server.held() as gate, server.raw(**ENDLESS):
+            server.wait(lambda: gate.is_reached)
+            monkeypatch.setattr(connections, "SECONDS", 0.1)
             gate.set()
+            server.wait_for(num_open=0)
     assert caplog.text.count(": left after") == 1
 
 
 def test_a_stream_that_waits_gives_signs_of_life(server, monkeypatch):
     monkeypatch.setattr(app, "WAITING_SECONDS", 0.05)
-    fields = {"prompt": PROMPT, "max_tokens": 24, "stream": True}
+    fields = {"prompt": "She had", "max_tokens": 2, "stream": True}
     with server.held() as gate, server.raw(**fields, n=4) as first, server.raw(**fields) as last:
         server.wait_for(num_open=5)
         for connection in (first, last):  # one has all rows, the other waits for one
@@ -154,4 +154,3 @@ def test_a_stream_that_waits_gives_signs_of_life(server, monkeypatch):
             while received.count(b": still at work\n\n") < 3:
                 received += connection.recv(1000)
         gate.set()
-        server.wait_for(num_open=0)

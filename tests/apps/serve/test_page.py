@@ -4,6 +4,8 @@ import base64
 import hashlib
 import re
 
+import pytest
+
 from tests.apps.serve.chromium import browsing
 
 IS_DONE = "document.querySelectorAll('.answer .tools').length === 1 && !running"
@@ -23,6 +25,7 @@ def open_page(page, url: str) -> None:
     page.run("$('max_tokens').value = 24; $('seed').value = 7")
 
 
+@pytest.mark.slow
 def test_a_person_asks_stops_goes_on_and_deletes(tmp_path, server, template):
     """Texts are never markup, and numbers and colors are those of the answer."""
     question = "<img src=x onerror=\"document.title='hacked'\"> Who?"

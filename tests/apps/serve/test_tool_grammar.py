@@ -1,5 +1,7 @@
 """The grammar of calls that a request gets, as the library that is to hold it reads it."""
 
+import re
+
 import pytest
 
 from tests.apps.serve.templates import FAMILIES, QWEN
@@ -54,10 +56,12 @@ class Bytes:
         return list(text if isinstance(text, bytes) else text.encode())
 
 
+LEXICON = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), slices=[])
+
+
 def allowed(grammar: str, text: str | bytes) -> tuple[bool, bool]:
     """Whether all of a text is allowed, and may end."""
-    lexicon = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Bytes()), slices=[])
-    matcher = llguidance.LLMatcher(lexicon, llguidance.LLMatcher.grammar_from_lark(grammar))
+    matcher = llguidance.LLMatcher(LEXICON, llguidance.LLMatcher.grammar_from_lark(grammar))
     text = text if isinstance(text, bytes) else text.encode()
     ids = [{1: 257, 2: 258}.get(byte, byte) for byte in text]
     count = matcher.try_consume_tokens(ids)
@@ -88,12 +92,10 @@ def test_calls_follow_the_grammar_and_other_text_is_free(
     grammar_of, name, end, controls, fields, whole, begun, wrong
 ):
     grammar = grammar_of(FAMILIES[name] + end, controls, **fields)
-    for text in whole:
-        assert allowed(grammar, text) == (True, True), text
-    for text in begun:
-        assert allowed(grammar, text) == (True, False), text
-    for text in wrong:
-        assert allowed(grammar, text)[0] is False, text
+    for texts, wanted in ((whole, (True, True)), (begun, (True, False))):
+        for text in texts:
+            assert allowed(grammar, text) == wanted, text
+    assert not any(allowed(grammar, text)[0] for text in wrong)
     if not fields and end != OPEN:  # bytes that are no text are free: half a character
         for byte in (0, 9, 0x7F, 0x80, 0xC3, 0xFE):
             assert allowed(grammar, bytes([byte])) == (True, True)
@@ -103,9 +105,7 @@ def test_schemas_are_held_where_they_can_be(grammar_of):
     odd = {"name": "f", "parameters": CITY | {"properties": {"city": LOOK_AROUND}}}
     assert allowed(grammar_of(QWEN, functions=[odd]), TOOL) == (True, True)
     refused = grammar_of(QWEN, functions=[odd | {"strict": True}])
-    assert refused.startswith("tools has f, ")
-    assert "leave strict out" in refused
-    assert "\n" not in refused
+    assert re.fullmatch("tools has f, .*leave strict out", refused)
     grammar = grammar_of(QWEN, functions=[{"name": "a.b-c_D9"}, {"name": "f"}])
     assert allowed(grammar, TOOL.replace('"f"', '"a.b-c_D9"')) == (True, True)
     wide = TOOL.replace('{"city"', "{" + " " * 400 + '"city"')

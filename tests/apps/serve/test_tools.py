@@ -38,15 +38,13 @@ WRITTEN = {  # ends of prompts after the call and its result
 
 
 @pytest.fixture
-def ask(scripted, run, use_template):
+def ask(scripted, run):
     """An answer of Hermes' format, unless the test chooses another template."""
-    use_template(QWEN)
-    run.texts.clear()
 
-    def ask(said, *messages, key="x", **fields):
+    def ask(said, *messages, **fields):
         run.texts.append(said)
         fields = {"model": "tiny", "messages": messages or [USER], "tools": TOOLS} | fields
-        return scripted.openai.copy(api_key=key).chat.completions.create(**fields)
+        return scripted.openai.chat.completions.create(**fields)
 
     return ask
 
@@ -62,11 +60,11 @@ def test_calls_are_sent_whole_and_in_pieces(ask, family):
     look = "" if family == "llama3" else "I look.\n"
     wanted = [("get_weather", ARGUMENTS), ("now", "{}")][: 1 + bool(SAID[family][1])]
     state = ChatCompletionStreamState()  # the client's own helper
-    chunks = [*ask(look + "".join(SAID[family]), stream=True)]
-    for chunk in chunks:
+    num_pieces = 0
+    for chunk in ask(look + "".join(SAID[family]), stream=True):
         state.handle_chunk(chunk)
-    pieces = [it for chunk in chunks for it in chunk.choices[0].delta.tool_calls or ()]
-    assert len([piece for piece in pieces if piece.function.arguments]) > 5
+        num_pieces += any(it.function.arguments for it in chunk.choices[0].delta.tool_calls or ())
+    assert num_pieces > 5
     whole = ask(look + "".join(SAID[family]))
     for choice in (whole.choices[0], state.get_final_completion().choices[0]):
         assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", look)
@@ -81,8 +79,7 @@ def test_the_template_sees_tools_calls_and_results(ask, run, family):
     ask("", USER, ANSWER, RESULT | {"content": parts})
     text = run.written(run.prompt)
     assert text.endswith(WRITTEN[family])
-    assert "strict" not in text
-    assert all(it in text for it in ('"now"', '"city"'))
+    assert [it in text for it in ('"now"', '"city"', "strict")] == [True, True, False]
     [choice] = ask(SAID[family][0], tool_choice="none").choices
     assert "now" not in run.written(run.prompt)
     assert (choice.message.content, choice.finish_reason) == (SAID[family][0], "stop")
@@ -105,14 +102,6 @@ def test_a_call_that_is_cut_ends_by_length(ask):
     assert ARGUMENTS.startswith(choice.message.tool_calls[0].function.arguments)
 
 
-def test_an_answer_that_is_begun_by_the_client_goes_on(ask, run):
-    begun = {"role": "assistant", "content": "It is"}
-    [choice] = ask(" warm.", USER, begun, extra_body={"continue_final_message": True}).choices
-    assert choice.message.content == " warm."
-    ids = run.tokenizer.encode_marked("It is")
-    assert run.prompt[-len(ids) :] == ids
-
-
 def test_several_calls_are_one_each_for_templates_that_want_that(ask, run, use_template):
     use_template(FAMILIES["llama3"])
     second = {"id": "y", "function": {"name": "now", "arguments": ""}}
@@ -127,14 +116,13 @@ def test_a_template_that_ignores_tools_says_so(ask, use_template):
     for turns, tools in (([USER], TOOLS), ([USER, ANSWER, RESULT], [])):
         with pytest.raises(openai.BadRequestError, match="chat template leaves tools out"):
             ask("", *turns, tools=tools)
-    assert ask("", tool_choice="none").usage.prompt_tokens > 0
+    ask("", tool_choice="none")
 
 
 def test_without_llguidance_what_must_be_held_is_refused(ask, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     assert ask(SAID["hermes"][0]).choices[0].finish_reason == "tool_calls"
-    fields = [("tool_choice", "required"), ("tool_choice", TOOLS[1])]
-    for name, value in (*fields, ("parallel_tool_calls", False)):
+    for name, value in (("tool_choice", TOOLS[1]), ("parallel_tool_calls", False)):
         with pytest.raises(openai.BadRequestError, match=f"{name} needs .*grammar"):
             ask("", **{name: value})
 
@@ -152,33 +140,31 @@ def real(roomy):
 
 
 def test_calls_of_a_real_model_follow_their_schema(real, family):
-    """Later turns have calls as the client spells them, and what these gave."""
+    """The later turn has the call as the client spells it, and what it gave."""
     messages = [USER]
-    for turn in range(3):
+    for turn in range(2):
         fields = {"messages": messages, "tools": STRICT, "seed": turn, "max_tokens": 400}
         fields |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0.8}
         [choice] = real.openai.chat.completions.create(model="tiny", **fields).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        message = choice.message.model_dump(exclude_none=True)
-        [call] = message["tool_calls"]
-        arguments = json.loads(call["function"]["arguments"])
+        [call] = choice.message.tool_calls
+        arguments = json.loads(call.function.arguments)
         jsonschema.validate(arguments, SCHEMA)
-        call["function"]["arguments"] = json.dumps(arguments, indent=2)
-        result = {"role": "tool", "tool_call_id": call["id"], "content": f"{turn} degrees"}
-        messages += [message, result]
+        call.function.arguments = json.dumps(arguments, indent=2)
+        messages += [choice.message, RESULT | {"tool_call_id": call.id}]
 
 
 def test_text_without_calls_is_what_it_would_be(real, roomy, use_template, monkeypatch):
     """A grammar that waits for a tag takes nothing of the distribution but control tokens, unused
     ones, and a byte that no text has, which are out of it here anyhow."""
     use_template(QWEN)
-    names = {number: roomy.tokenizer.token(number) for number in range(320)}
-    out = [number for number, name in names.items() if name in (None, "<unk>", "<s>", "\u00ff")]
-    fields = {"messages": [USER], "tools": STRICT, "n": 8, "max_tokens": 20, "seed": 1}
-    fields |= {"logit_bias": dict.fromkeys(map(str, out), -100)}
-    answers = []
+    odd = (None, "<unk>", "<s>", "\u00ff")
+    out = [str(number) for number in range(320) if roomy.tokenizer.token(number) in odd]
+    fields = {"messages": [USER], "tools": STRICT, "n": 4, "max_tokens": 20, "seed": 1}
+    fields |= {"logit_bias": dict.fromkeys(out, -100)}
+    texts = []
     for _ in range(2):
-        answers.append(real.openai.chat.completions.create(model="tiny", **fields))
+        answer = real.openai.chat.completions.create(model="tiny", **fields)
+        texts.append([it.message.content for it in answer.choices])
         monkeypatch.setitem(sys.modules, "llguidance", None)
-    texts, free = ([it.message.content for it in answer.choices] for answer in answers)
-    assert texts == free
+    assert texts[0] == texts[1]
