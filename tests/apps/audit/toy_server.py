@@ -123,10 +123,12 @@ class Handler(BaseHTTPRequestHandler):
         self._send(200 if is_here else 400, toy.answer(body) if is_here else {"error": "not here"})
 
     def _send(self, status: int, content: dict) -> None:
+        data = json.dumps(content).encode()
         self.send_response(status)
         self.send_header("Location", "/elsewhere")
+        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
+        self.wfile.write(data)
 
     def log_message(self, *_: object) -> None:
         pass
