@@ -1,9 +1,10 @@
-"""Small servers of OpenAI's API over a Markov chain of words: a sound one, and one for each fault.
+"""Small servers of OpenAI's API over a Markov chain of words: sound ones, and some with faults.
 
 Texts are made by speculative sampling: a drafter's guesses, accepted or corrected.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -14,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 WORDS = [f" {letter}" for letter in "abcdefghijkl"]
 NUM_DRAFTED = 3
+TARGET, DRAFTER = 1, 2
 Probs = dict[str, float]
 
 
@@ -22,50 +24,38 @@ def normalized(weights: Probs) -> Probs:
     return {word: weight / total for word, weight in weights.items()}
 
 
-def chain(seed: int) -> dict[str, Probs]:
-    """By the word before, the distribution of the next."""
-    source = random.Random(seed)
-    return {
-        before: normalized({word: math.exp(1.2 * source.gauss(0, 1)) for word in WORDS})
-        for before in ["", *WORDS]
-    }
-
-
-TARGET, DRAFTER = chain(1), chain(2)
-
-
-def tempered(probs: Probs, temperature: float) -> Probs:
+@functools.cache
+def distribution(model: int, before: str, temperature: float = 1.0) -> Probs:
+    """Of the word after another one."""
+    source = random.Random(f"{model}{before}")
+    logits = {word: 1.2 * source.gauss(0, 1) for word in WORDS}
     if not temperature:
-        return {word: float(prob == max(probs.values())) for word, prob in probs.items()}
-    return normalized({word: prob ** (1 / temperature) for word, prob in probs.items()})
-
-
-def draw(probs: Probs, source: random.Random) -> str:
-    return source.choices(list(probs), list(probs.values()))[0]
+        return {word: float(logit == max(logits.values())) for word, logit in logits.items()}
+    return normalized({word: math.exp(logit / temperature) for word, logit in logits.items()})
 
 
 class Toy:
-    """The server's side of one fault, or of none."""
+    """The server's side, with faults or properties by name."""
 
-    def __init__(self, fault: str) -> None:
-        self.fault = fault
+    def __init__(self, names: str) -> None:
+        self.names = names.split(", ")
         self._numbers = itertools.count()
 
     def answer(self, body: dict) -> dict:
         """The JSON of an answer."""
         temperature, count = body.get("temperature", 1.0), body["max_tokens"]
         number = next(self._numbers)
-        source = random.Random(number // 2 if self.fault == "one random number" else number)
+        source = random.Random(number // 2 if "one random number" in self.names else number)
         words = [""]
         while len(words) <= count:
             words += self._block(words[-1], temperature, source)
         words = words[: count + 1]
-        if self.fault == "silent" or (self.fault == "silent if greedy" and not temperature):
+        if "silent" in self.names or ("silent if greedy" in self.names and not temperature):
             words = words[: 1 + (count == 1)]
         logs = [self._reported(before, temperature) for before in words[:-1]]
         pairs = [(word, top[word]) for word, top in zip(words[1:], logs, strict=True)]
         tops = [sorted(top.items(), key=lambda pair: -pair[1])[:5] for top in logs]
-        if self.fault == "untold":
+        if "untold" in self.names:
             tops[1:2] = [[]] * (count > 1)
         if "messages" in body:
             content = [
@@ -81,39 +71,34 @@ class Toy:
         """Words that one round of drafting and verification adds."""
         block: list[str] = []
         for _ in range(NUM_DRAFTED):
-            p = self._probs(TARGET[before], temperature)
-            q = self._probs(DRAFTER[before], temperature)
-            guess = draw(q, source)
+            p, q = (self._probs(model, before, temperature) for model in (TARGET, DRAFTER))
+            [guess] = source.choices(WORDS, q.values())
             if source.random() * q[guess] >= p[guess]:
-                residual = {word: max(p[word] - q[word], 0.0) for word in p}
-                return [*block, draw(p if self.fault == "recovered" else residual, source)]
+                if "recovered" not in self.names:
+                    p = {word: max(p[word] - q[word], 0.0) for word in p}
+                return [*block, *source.choices(WORDS, p.values())]
             block.append(guess)
             before = guess
-        return [*block, draw(self._probs(TARGET[before], temperature), source)]
+        return [*block, *source.choices(WORDS, self._probs(TARGET, before, temperature).values())]
 
-    def _probs(self, probs: Probs, temperature: float) -> Probs:
-        """The distribution that is sampled instead of `probs` at a temperature."""
-        match self.fault:
-            case "argmax":
-                temperature = 0.0
-            case "greedy" if not temperature:
-                probs = {word: -prob for word, prob in probs.items()}
-            case "temperature" if temperature:
-                temperature = 1.0
-            case "temperature twice":
-                temperature **= 2
-            case "top-k" if temperature:
-                least = sorted(probs.values())[-8]
-                probs = normalized({word: prob * (prob >= least) for word, prob in probs.items()})
-        return tempered(probs, temperature)
+    def _probs(self, model: int, before: str, temperature: float) -> Probs:
+        """The distribution that is sampled at a temperature."""
+        if "greedy" in self.names and not temperature:
+            before = WORDS[0]
+        if "temperature" in self.names and temperature:
+            temperature = 1.0
+        probs = distribution(model, before, temperature)
+        if "top-k" in self.names:
+            least = sorted(probs.values())[-5]
+            probs = normalized({word: prob * (prob >= least) for word, prob in probs.items()})
+        return probs
 
     def _reported(self, before: str, temperature: float) -> Probs:
         """Log-probabilities that the server tells of the word after another."""
-        probs = TARGET[before]
-        if self.fault == "reported after temperature":
-            probs = tempered(probs, temperature)
+        is_after = "reported after temperature" in self.names
+        probs = distribution(TARGET, before, temperature if is_after else 1.0)
         logs = {word: math.log(prob) if prob else -99.0 for word, prob in probs.items()}
-        return dict.fromkeys(logs, 0.0) if self.fault == "zeros" else logs
+        return dict.fromkeys(logs, 0.0) if "zeros" in self.names else logs
 
 
 def entry(token: str, log: float) -> dict:
@@ -127,12 +112,12 @@ class Handler(BaseHTTPRequestHandler):
         if self.path == "/elsewhere":
             self._send(403, {"key": self.headers["Authorization"]})
         else:
-            self._send(302 if self.server.toy.fault == "moved" else 200, {"data": [{"id": "toy"}]})
+            self._send(302 if "moved" in self.server.toy.names else 200, {"data": [{"id": "toy"}]})
 
     def do_POST(self) -> None:
         toy = self.server.toy
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind = "chat/" if toy.fault == "chat" else ""
+        kind = "chat/" if "chat" in toy.names else ""
         num_top = body.get("top_logprobs", body.get("logprobs"))
         is_here = self.path == f"/v1/{kind}completions" and num_top == 5
         self._send(200 if is_here else 400, toy.answer(body) if is_here else {"error": "not here"})
@@ -150,11 +135,11 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def toy_server(fault: str = "") -> Iterator[str]:
+def toy_server(names: str = "") -> Iterator[str]:
     """A server in threads; gives its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.toy = Toy(fault)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        server.toy = Toy(names)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}"
         finally:

@@ -1,5 +1,6 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
+import json
 import logging
 import re
 import sys
@@ -12,7 +13,7 @@ from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3
 
@@ -25,8 +26,7 @@ def instruct(tmp_path_factory):
     """A tiny model with a chat template and a long context."""
     folder = tmp_path_factory.mktemp("chat") / "tiny"
     write_hf_folder(folder, max_position_embeddings=2048, vocab_size=330)
-    (folder / "tokenizer_config.json").write_text("{}")
-    edit_json(folder / "tokenizer_config.json", chat_template=CHATML)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
     return folder
 
 
@@ -62,14 +62,14 @@ def begin(loaded, monkeypatch, capsys):
 def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_path, monkeypatch):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("It was a dark night. " * 20)
-    (tmp_path / "lines").write_text("Who?\n\nAnd why?\n/nonsense\n/reset\n/quit\nnever")
+    (tmp_path / "lines").write_text("Who?\n\nAnd why?\n/nonsense\n/help\n/reset\n/quit\nnever")
     words = f"--model {instruct} --dtype float32 --device cpu -n 12 -v --color {ENDLESS}".split()
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
         code, out, err = call(main, *words, "--document", tmp_path / "a.txt", tmp_path / "b.txt")
     assert (code, "never" in out, "\x1b" in out) == (0, False, True)
-    for message in ("cut after 12 tokens", "temperature 0.7, top_p 0.9, ", "no /nonsense"):
-        assert message in err
+    messages = ["cut after 12 tokens", "temperature 0.7, top_p 0.9, ", "no /nonsense"]
+    assert all(message in err for message in [*messages, *map("/{} ".format, COMMANDS)])
     read = [int(count) for count in re.findall(r"for (\d+) tokens of the prompt", err)]
     assert read[0] > 100 > max(read[1:])  # the documents are read once
 
@@ -125,12 +125,6 @@ def test_a_snapshot_of_something_else_is_refused(loaded, note):
         Conversation(loaded.tokenizer).restored(note)
 
 
-def test_help_lists_all_commands(begin, capsys):
-    begin().obey("/help")
-    lines = capsys.readouterr().err.splitlines()
-    assert [line.split()[0] for line in lines] == [f"/{name}" for name in COMMANDS]
-
-
 def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(begin):
     greedy = f"--temperature 0 {ENDLESS}"
     whole, chat = begin(f"-n 24 {greedy}"), begin(f"-n 12 {greedy}")
@@ -141,20 +135,14 @@ def test_an_answer_that_was_cut_goes_on_as_if_it_had_not_been(begin):
     assert chat.talk.turns == whole.talk.turns
 
 
-def test_an_answer_is_kept_without_its_end_which_the_template_writes(begin):
+def test_an_answer_is_kept_without_its_end_and_replaced_by_that_of_the_next_seed(begin):
     chat = begin("--min-tokens 3 --logit-bias 2:100")
-    chat.obey("Who?")
-    assert len(chat.talk.turns[0].token_ids) == 3
-    assert 2 not in chat.talk.turns[0].token_ids
-
-
-def test_an_answer_is_replaced_by_that_of_the_next_seed(begin):
-    chat = begin()
     chat.obey("Who?")
     chat.obey("Why?")
     first, second = chat.talk.turns
     chat.obey("/regenerate")
     assert [turn.question for turn in chat.talk.turns] == ["Who?", "Why?"]
+    assert all(len(turn.token_ids) == 3 and 2 not in turn.token_ids for turn in chat.talk.turns)
     assert chat.talk.turns[0] == first
     assert chat.talk.turns[1] != second
 
@@ -285,13 +273,7 @@ def test_a_model_without_a_template_gets_plain_questions():
     assert talk.stops == ("\nQuestion: ",)
 
 
-@pytest.mark.parametrize(
-    ("template", "message"),
-    [
-        ("always the same", "leaves questions out"),
-        ("{{ raise_exception('no, thanks') }}", "thanks"),
-    ],
-)
-def test_a_template_that_refuses_or_leaves_out_is_named(template, message):
-    with pytest.raises(InputError, match=message):
-        _ = Conversation(tokenizer(template)).beginning
+def test_a_template_that_refuses_or_leaves_out_is_named():
+    for template, message in (("same", "leaves questions"), ("{{ raise_exception('X') }}", "X")):
+        with pytest.raises(InputError, match=message):
+            _ = Conversation(tokenizer(template)).beginning

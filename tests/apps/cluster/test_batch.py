@@ -1,51 +1,50 @@
 """Prompts on replicas, and the file of answers: all without Ray."""
 
 import fcntl
-import sys
+import json
+import random
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from minitri import generate
 from minitri.apps.cluster import batch
-from tests.apps.cluster.conftest import write_questions
+from tests.conftest import SENTENCES
 
 
-class DiedError(Exception):
-    pass
-
-
-class FakePool:
-    """Replicas that work one after the other."""
-
-    def __init__(self, replicas):
-        self.replicas = replicas
-
-    def map_unordered(self, answer, groups):
-        return [answer(self.replicas[n % len(self.replicas)], g) for n, g in enumerate(groups)]
+def write_questions(file: Path, num: int, num_documents: int) -> None:
+    """Writes questions about documents of 70 words, in a random order."""
+    rng = random.Random(1)
+    words = " ".join(SENTENCES).split()
+    texts = [" ".join(rng.choices(words, k=70)) for _ in range(num_documents)]
+    lines = [{"id": f"q{i}", "prompt": f"{texts[i % num_documents]} {i}?"} for i in range(num)]
+    rng.shuffle(lines)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 class FakeRay:
-    """Ray with replicas in this process, which answer a line with its id, or always die."""
+    """Ray, its pool and all replicas, which answer a line with its id, or always die."""
 
-    exceptions = SimpleNamespace(RayActorError=DiedError)
-    util = SimpleNamespace(ActorPool=FakePool)
+    exceptions = SimpleNamespace(RayActorError=ConnectionError)
 
     def __init__(self, *, dies: bool = False) -> None:
         self.dies = dies
         self.groups: list[list] = []
+        self.util = SimpleNamespace(ActorPool=lambda replicas: self)
+        self.answers = SimpleNamespace(remote=self.answer)
 
     def remote(self, **share):
-        return lambda _: SimpleNamespace(remote=self.start)
+        return lambda _: SimpleNamespace(remote=lambda *settings: self)
 
-    def start(self, *settings):
-        def answers(lines):
-            if self.dies:
-                raise DiedError
-            self.groups.append(lines)
-            return [{"id": line.id, "line": line.number} for line in lines]
+    def map_unordered(self, ask, groups):
+        return [ask(self, group) for group in groups]
 
-        return SimpleNamespace(answers=SimpleNamespace(remote=answers))
+    def answer(self, lines):
+        if self.dies:
+            raise ConnectionError
+        self.groups.append(lines)
+        return [{"id": line.id, "line": line.number} for line in lines]
 
 
 @pytest.fixture
@@ -89,43 +88,21 @@ def test_a_torn_line_is_dropped_and_only_the_rest_is_answered(run):
     assert run.file.read_text(encoding="utf-8") == content
 
 
-@pytest.mark.parametrize("content", ["precious notes", '{"id": 1, "prompt": "a"}', '{"id": 1}\n'])
-def test_a_file_of_something_else_stays_as_it_is(run, content):
+CONTENTS = ["precious notes", '{"id": 1, "prompt": "a"}', '{"id": 1}\n', ""]
+
+
+@pytest.mark.parametrize("content", CONTENTS)
+def test_a_file_of_something_else_or_of_another_program_stays_as_it_is(run, content):
     run.file.write_text(content)
-    done = run(FakeRay())
+    with run.file.open() as file:
+        if not content:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        done = run(FakeRay())
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "cannot be continued" in done.err
     assert run.file.read_text() == content
 
 
-def test_two_programs_do_not_write_to_one_file(run):
-    with run.file.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        done = run(FakeRay())
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert "cannot be continued" in done.err
-
-
-def test_an_id_that_two_lines_have_is_named(run, tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"id": 2, "prompt": "x"}\n{"prompt": "y"}\n')
-    done = run(FakeRay())
-    assert (done.code, "two lines of --prompts have the id 2" in done.err) == (2, True)
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--prompts IN --ray local --output OUT", "--ray needs Ray; install it: pip install"),
-        ("--prompts IN --ray local", "--ray needs --output FILE"),
-        ("Once --ray local", "--ray is for many prompts; give --prompts"),
-        ("Once --output OUT", "are for --ray; add it"),
-        ("Once --replicas 2", "are for --ray; add it"),
-    ],
-)
-def test_flags_of_ray_that_do_not_fit_are_one_line(tmp_path, call, monkeypatch, flags, message):
-    monkeypatch.setitem(sys.modules, "ray", None)
-    (tmp_path / "IN").write_text('{"prompt": "x"}\n')
-    monkeypatch.chdir(tmp_path)
-    done = call(generate.main, *flags.split())
-    assert (done.code, done.out, done.err.count("\n")) == (2, "", 1)
-    assert message in done.err
+def test_without_a_file_for_the_answers_none_is_asked_for(call):
+    done = call(generate.main, "--prompts", "x", "--ray", "local")
+    assert (done.code, "--ray needs --output FILE" in done.err) == (2, True)

