@@ -26,7 +26,6 @@ from minitri.devices.cpu.build import identity
 from minitri.devices.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.packed import can_pack, pack_linears
-from minitri.devices.cpu.products import is_kernel_faster
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.split import SplitLlama, share
@@ -116,7 +115,6 @@ def accelerate(model: Llama) -> Kernels | None:
     if kernels is not None:
         use_kernels(model, kernels)
         computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
-        computed_by += f" {is_kernel_faster(kernels, model.dtype)}"
     model.execution = replace(model.execution, computed_by=computed_by)
     return kernels
 

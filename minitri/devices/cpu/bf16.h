@@ -4,13 +4,12 @@
 // are added in float32 by one instruction. Rows are pairs (M, K / 2); columns are pairs (K / 2, N),
 // contiguous in N. Keys as columns, N = BLOCK slots and K = D, are transposed by pairs of numbers;
 // values as columns, N = D and K = BLOCK, are interleaved: a pair holds the same number of two
-// neighbouring slots. Where K is odd the last pair has a zero. Quantized weights become pairs by
-// lookup tables of bfloat16. Processors without such an instruction widen bfloat16 to float32.
+// neighbouring slots. Where K is odd the last pair has a zero. Processors without such an
+// instruction widen bfloat16 to float32.
 
 #pragma once
 
 #include <algorithm>
-#include <array>
 #include <cstring>
 
 #include "widened.h"
@@ -18,21 +17,6 @@
 namespace {
 
 #ifdef HAS_BF16_PAIRS
-// Lookup table from the low bits of an index to a bfloat16 value: q of 4 to 6 bits. For q of 8 bits
-// the values of its low nibble, then those of its high one, signed, times 16.
-template <int BITS> struct Numbers {
-    alignas(64) inline static const auto table = [] {
-        std::array<BFloat16, 64> all;
-        for (int i = 0; i < 64; ++i) {
-            const int q = BITS == 8   ? (i < 32 ? i % 16 : 16 * ((i % 16 ^ 8) - 8))
-                          : BITS == 6 ? i - 32
-                                      : i % (1 << BITS);
-            narrow(float(q), &all[i]);
-        }
-        return all;
-    }();
-};
-
 // The operand: a lane holds two neighbours in K, whose products are added by one instruction.
 struct Pairs {
     using Stored = BFloat16;
@@ -60,9 +44,6 @@ struct Pairs {
             _mm512_storeu_si512(to + i / 2, (__m512i)both);
         }
     }
-    static void to_floats(const Unit* x, int n, float* to) {
-        for (int i = 0; i < n; ++i) to[i] = widen(reinterpret_cast<const BFloat16*>(x)[i]);
-    }
     static Vec dot(Vec sum, const BFloat16* weights, const Unit* x) {
         return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(weights),
                                      (__m512bh)_mm512_loadu_si512(x));
@@ -76,41 +57,6 @@ struct Pairs {
         e = e * r + 6.9300384e-1f;
         e = e * r + 1.0000026f;
         return (Vec)_mm512_scalef_ps((__m512)e, (__m512)x);
-    }
-
-    using Quants = __m512i;
-    template <int BITS, class Use>
-    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
-        constexpr int OTHERS = BITS - 4;
-        const __m512i table = _mm512_load_si512(Numbers<BITS>::table.data());
-        const __m512i upper = _mm512_load_si512(Numbers<BITS>::table.data() + 32);
-        const __m512i bits = _mm512_loadu_si512(low);
-        __m512i others{};  // bits above the low four, those of this word first
-        if (BITS == 5 || BITS == 6) {
-            const int at = 4 * word * OTHERS;
-            others = _mm512_srl_epi16(_mm512_loadu_si512(high + at / 16 * PANEL * 4),
-                                      _mm_cvtsi32_si128(at % 16));
-        }
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
-            __m512i index = _mm512_srli_epi16(bits, 4 * i);
-            if (BITS == 8) {
-                use(2 * word + i / 2, _mm512_permutexvar_epi16(index, i % 2 ? upper : table));
-                continue;
-            }
-            if (OTHERS > 0) {
-                const int from = i * OTHERS;  // to 4
-                const __m512i placed = from < 4 ? _mm512_slli_epi16(others, 4 - from)
-                                                : _mm512_srli_epi16(others, from - 4);
-                index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), index, placed, 0xca);
-            }
-            if (BITS == 6) use(4 * word + i, _mm512_permutex2var_epi16(table, index, upper));
-            else use(4 * word + i, _mm512_permutexvar_epi16(index, table));
-        }
-    }
-    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) {
-        return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w,
-                                     (__m512bh)_mm512_set1_epi32(int(*x)));
     }
 };
 

@@ -57,9 +57,12 @@ class KernelLinear(Linear):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.plain_weight(x.dtype)
         rows_RE = x.flatten(0, -2)
-        product_RN = multiply_rows(self.kernels, rows_RE, weight, self.bias)
+        if self.kernels.has_pairs(x.dtype):
+            product_RN = multiply_rows(rows_RE, self.plain_weight(x.dtype), self.bias)
+        else:
+            matrix = (self.weight, self.form, self.out_features)
+            product_RN = self.kernels.product(rows_RE, *matrix, bias=self.bias)
         return product_RN.view(*x.shape[:-1], -1)
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:

@@ -315,8 +315,8 @@ int minitri_linear(int dtype, int form, const LinearArguments* a) {
     return by_type(dtype, [&](auto op) { linear_of<decltype(op)>(form, *a); });
 }
 
-int minitri_product(int dtype, const ProductArguments* a) {
-    return by_type(dtype, [&](auto op) { product<typename decltype(op)::Stored>(*a); });
+int minitri_product(int dtype, int form, const ProductArguments* a) {
+    return by_type(dtype, [&](auto op) { product_of<typename decltype(op)::Stored>(form, *a); });
 }
 
 int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {

@@ -48,6 +48,10 @@ class Kernels:
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
+    def has_pairs(self, dtype: torch.dtype) -> bool:
+        """Whether the processor multiplies pairs of this dtype by one instruction."""
+        return self.pairs[dtype] > 1
+
     def _begin_in_child(self) -> None:
         """Called in a forked child: resets threads, and a lock that nobody there may release."""
         self.num_threads = 1
@@ -138,35 +142,33 @@ class Kernels:
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)
-        is_plain = form == Form.PLAIN
-        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
-        require(
-            (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
-            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
-            is_plain or E % GROUP == 0,
-            tensors=(x, weight, bias),
-        )
+        check_matrix(x, weight, form, N, bias)
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
         arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out, is_wide=is_wide)
         arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, num_threads=self.num_threads)
         self.call("linear", arguments, x.dtype, form)
         return out
 
-    def product(self, x_RE: Tensor, weight_NE: Tensor, bias_N: Tensor | None = None) -> Tensor:
-        """Linear layer of many rows: x W^T + bias, (R, N), summed over E in order, in float32."""
+    def product(
+        self,
+        x_RE: Tensor,
+        weight: Tensor,
+        form: int = Form.PLAIN,
+        num_outputs: int | None = None,
+        *,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """Linear layer of many rows: x W^T + bias, (R, N), summed over E in order, in float32;
+        `weight` as in `linear`. A row's bits depend neither on other rows nor on their number."""
         x_RE = x_RE.contiguous()
+        N = num_outputs or len(weight)
+        check_matrix(x_RE, weight, form, N, bias)
+        require(len(x_RE) > 0, tensors=(x_RE,))
         R, E = x_RE.shape
-        N = len(weight_NE)
-        require(
-            (weight_NE.dtype, *weight_NE.shape) == (x_RE.dtype, N, E),
-            weight_NE.is_contiguous() and R > 0,
-            bias_N is None or (bias_N.dtype, *bias_N.shape, *bias_N.stride()) == (x_RE.dtype, N, 1),
-            tensors=(x_RE, weight_NE, bias_N),
-        )
         out_RN = x_RE.new_empty(R, N)
-        arguments = abi.ProductArguments(x=x_RE, weights=weight_NE, bias=bias_N, out=out_RN)
+        arguments = abi.ProductArguments(x=x_RE, weights=weight, bias=bias, out=out_RN)
         arguments.fill(R=R, E=E, N=N, num_threads=self.num_threads)
-        self.call("product", arguments, x_RE.dtype)
+        self.call("product", arguments, x_RE.dtype, form)
         return out_RN
 
     def dequantize(
@@ -250,6 +252,19 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
     if not all(facts) or not all(tensor.is_cpu for tensor in given):
         seen = "; ".join(f"{x.dtype} {tuple(x.shape)}, strides {x.stride()}" for x in given)
         raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
+
+
+def check_matrix(x: Tensor, weight: Tensor, form: int, N: int, bias_N: Tensor | None) -> None:
+    """Raises `ValueError` unless these are operands of a linear layer with N outputs."""
+    E = x.shape[-1]
+    is_plain = form == Form.PLAIN
+    wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
+    require(
+        (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
+        bias_N is None or (bias_N.dtype, *bias_N.shape, *bias_N.stride()) == (x.dtype, N, 1),
+        is_plain or E % GROUP == 0,
+        tensors=(x, weight, bias_N),
+    )
 
 
 def memory_of(slots: Slots) -> Tensor:

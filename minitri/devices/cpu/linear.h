@@ -31,8 +31,21 @@ constexpr int64_t PREFETCH = 8192;       // bytes that weights are fetched ahead
 // Rows of x as units, padded with zeros to a multiple of 64 numbers.
 template <class Unit> struct Rows {
     const Unit* x;
-    const float* group_sums;  // (R, groups)
-    int64_t stride, groups;
+    int64_t stride;
+    const float *scales = nullptr, *sums = nullptr;  // (R, groups), of `ShortPairs`
+    int64_t groups = 0;
+
+    Rows from(int64_t r) const {
+        return {x + r * stride, stride, scales + r * groups, sums + r * groups, groups};
+    }
+};
+
+// Operand of products with quantized weights: a unit is two inputs as int16, in units of a scale
+// that GROUP inputs share: their largest magnitude is 32,767. Sums of a group are exact integers.
+template <class T> struct ShortPairs {
+    using Stored = T;
+    using Unit = uint32_t;
+    static constexpr int STEP = 2;
 };
 
 // Loops over a tile of M rows and N outputs (or vectors of them), unrolled.
@@ -43,7 +56,7 @@ template <class Unit> struct Rows {
 // Weights that are plain numbers of the operand's type.
 template <class Op> struct Plain {
     using Operand = Op;
-    static constexpr bool HAS_OFFSETS = false, IS_PLAIN = true;
+    static constexpr bool IS_PLAIN = true;
     static constexpr int ROWS = TILE_ROWS, OUTPUTS = 4;  // of a tile
     using T = typename Op::Stored;
     const T* weights;
@@ -94,18 +107,18 @@ template <class Op> struct Plain {
 };
 
 // Weights of 4 to 8 bits. Each row of a panel has a lane of its own.
-template <class Op, int BITS> struct Quantized : Layout<BITS> {
-    using Operand = Op;
+template <class T, int BITS> struct Quantized : Layout<BITS> {
+    using Operand = ShortPairs<T>;
     using Form = Layout<BITS>;
     static constexpr bool IS_PLAIN = false;
-    static constexpr int ROWS = 8, OUTPUTS = PANEL;  // of a tile
+    static constexpr int ROWS = REGISTERS / 4, OUTPUTS = PANEL;  // of a tile
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
     // out (M, PANEL) = M rows times the panel of row `first`.
     template <int M>
-    void multiply_panel(const Rows<typename Op::Unit>& rows, int64_t first, float* out,
+    void multiply_panel(const Rows<uint32_t>& rows, int64_t first, float* out,
                         int64_t stride) const {
-        constexpr int ALL = PANEL / LANES;
+        constexpr int ALL = PANEL / LANES, PARTS = Form::WORDS / Form::SCALES;
         constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
         const uint8_t* panel = Form::panel_of(first);
         const int64_t group_bytes = Form::panel_bytes / Form::groups;
@@ -114,29 +127,27 @@ template <class Op, int BITS> struct Quantized : Layout<BITS> {
             for (int64_t g = 0; g < Form::groups; ++g) {
                 for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64)
                     __builtin_prefetch(panel + at + PREFETCH, 0, L2);
-                const auto* x = rows.x + g * GROUP / Op::STEP;
-                Vec sum[M][V] = {};
+                const uint32_t* x = rows.x + g * GROUP / 2;
+                Ints sum[M][V] = {};
+#pragma GCC unroll 8
                 for (int word = 0; word < Form::WORDS; ++word) {
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
-                        Form::template unpack<Op>(panel, g, word, lane + v * LANES,
-                                                  [&](int i, typename Op::Quants w) {
+                        Form::unpack(panel, g, word, lane + v * LANES, [&](int pair, Shorts q) {
 #pragma GCC unroll 8
-                            for (int m = 0; m < M; ++m) {
-                                sum[m][v] =
-                                    Op::multiply_quants(sum[m][v], x + m * rows.stride + i, w);
-                            }
+                            for (int m = 0; m < M; ++m)
+                                sum[m][v] = multiply_pairs(sum[m][v], q, x[m * rows.stride + pair]);
                         });
                     }
-                    if ((word + 1) % (Form::WORDS / Form::SCALES)) continue;
+                    if ((word + 1) % PARTS) continue;
 #pragma GCC unroll 8
                     for (int v = 0; v < V; ++v) {
-                        const Vec scale = Form::scale(panel, g, word * Form::SCALES / Form::WORDS,
-                                                      lane + v * LANES);
+                        const Vec scale = Form::scale(panel, g, word / PARTS, lane + v * LANES);
 #pragma GCC unroll 8
                         for (int m = 0; m < M; ++m) {
-                            total[m][v] += scale * sum[m][v];
-                            sum[m][v] = Vec{};
+                            total[m][v] +=
+                                scale * rows.scales[m * rows.groups + g] * as_floats(sum[m][v]);
+                            sum[m][v] = Ints{};
                         }
                     }
                 }
@@ -146,7 +157,7 @@ template <class Op, int BITS> struct Quantized : Layout<BITS> {
                     const Vec offset = Form::offset(panel, g, lane + v * LANES);
 #pragma GCC unroll 8
                     for (int m = 0; m < M; ++m)
-                        total[m][v] += offset * rows.group_sums[m * rows.groups + g];
+                        total[m][v] += offset * rows.sums[m * rows.groups + g];
                 }
             }
             FOR_TILE(M, V) store(out + m * stride + lane + o * LANES, total[m][o]);
@@ -181,16 +192,13 @@ void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& 
 
 // out (R, count) = x times `count` rows of the weights from `first` on.
 template <class Weights>
-void linear_chunk(const Weights& w, Rows<typename Weights::Operand::Unit> rows, int64_t R,
+void linear_chunk(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t R,
                   int64_t first, int64_t count, float* out, int64_t stride) {
     const int64_t num_parts = std::max<int64_t>(1, (R + Weights::ROWS - 1) / Weights::ROWS);
     const int64_t together = (R + num_parts - 1) / num_parts;
     for (int64_t o = 0; o < count; o += Weights::OUTPUTS) {
         for (int64_t r = 0; r < R; r += together) {
-            auto some = rows;
-            some.x += r * rows.stride;
-            some.group_sums += r * rows.groups;
-            linear_rows(w, some, int(std::min<int64_t>(together, R - r)), first + o,
+            linear_rows(w, rows.from(r), int(std::min<int64_t>(together, R - r)), first + o,
                         int(std::min<int64_t>(Weights::OUTPUTS, count - o)), out + r * stride + o,
                         stride);
         }
@@ -270,37 +278,56 @@ template <class T> void norm(const NormArguments& a) {
     }
 }
 
-// Rows of x as operands, after an RMSNorm if there is one, and the sums of their groups.
-template <class Op>
-Rows<typename Op::Unit> prepare_rows(const LinearArguments& a, bool has_offsets) {
+// A row of x, in groups, as pairs of int16, with the scales and the sums of its groups.
+inline void quantize_row(const float* x, int64_t num_groups, uint32_t* pairs, float* scales,
+                         float* sums) {
+    for (int64_t g = 0; g < num_groups; ++g, x += GROUP, pairs += GROUP / 2) {
+        Vec most{}, none{};  // none: 0, or NaN if a number is infinite or NaN
+        for (int i = 0; i < GROUP; i += LANES) {
+            most = maximum(most, maximum(load(x + i), -load(x + i)));
+            none += 0.0f * load(x + i);
+        }
+        const float largest = max_lanes(most);
+        const float factor = largest > 1e-30f ? 32767 / largest : 0.0f;
+        int32_t q[GROUP], sum = 0;
+        for (int i = 0; i < GROUP; i += LANES) {
+            const Vec shifted = factor * load(x + i) + 12582912.0f;  // 1.5 * 2^23: rounds
+            *reinterpret_cast<Ints*>(q + i) = (Ints)shifted - 0x4b400000;
+        }
+        for (int i = 0; i < GROUP; ++i) sum += q[i];
+        for (int i = 0; i < GROUP / 2; ++i)
+            pairs[i] = uint32_t(uint16_t(q[2 * i])) | uint32_t(q[2 * i + 1]) << 16;
+        scales[g] = largest / 32767 + sum_lanes(none);
+        sums[g] = scales[g] * float(sum);
+    }
+}
+
+// Rows of x as operands, after an RMSNorm if there is one.
+template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& a) {
     using T = typename Op::Stored;
     static thread_local Scratch<typename Op::Unit> row_memory;
-    static thread_local Scratch<float> wide_memory, sum_memory;
+    static thread_local Scratch<float> wide_memory, factor_memory;
     const int64_t padded = (a.E + 63) / 64 * 64, stride = padded / Op::STEP;
     const int64_t groups = padded / GROUP;
     auto* x = row_memory.get(a.R * stride);
-    float *wide = wide_memory.get(padded), *sums = sum_memory.get(a.R * groups);
+    float *wide = wide_memory.get(padded), *scales = factor_memory.get(2 * a.R * groups);
+    float* sums = scales + a.R * groups;
     for (int64_t r = 0; r < a.R; ++r) {
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         std::fill(wide, wide + padded, 0.0f);
         for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(from[e]);
         if (a.norm != nullptr) norm_row(wide, static_cast<const T*>(a.norm), a.E, a.eps);
-        Op::from_floats(wide, int(padded), x + r * stride);
-        if (!has_offsets) continue;
-        Op::to_floats(x + r * stride, int(padded), wide);  // as rounded
-        for (int64_t g = 0; g < groups; ++g) {
-            Vec sum{};
-            for (int i = 0; i < GROUP; i += LANES) sum += load(wide + g * GROUP + i);
-            sums[r * groups + g] = sum_lanes(sum);
-        }
+        if constexpr (std::is_same<Op, ShortPairs<T>>::value)
+            quantize_row(wide, groups, x + r * stride, scales + r * groups, sums + r * groups);
+        else Op::from_floats(wide, int(padded), x + r * stride);
     }
-    return {x, sums, stride, groups};
+    return {x, stride, scales, sums, groups};
 }
 
 template <class Weights> void linear(const Weights& weights, const LinearArguments& a) {
     using Op = typename Weights::Operand;
     using T = typename Op::Stored;
-    const auto rows = prepare_rows<Op>(a, Weights::HAS_OFFSETS);
+    const auto rows = prepare_rows<Op>(a);
     const bool by_unit = Weights::IS_PLAIN && MatrixUnit<Op>::ROWS;
     const auto columns = by_unit ? columns_of<Op>(rows, a.R) : Columns<Op>{};
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
@@ -344,7 +371,8 @@ template <class Weights> void linear(const Weights& weights, const LinearArgumen
 
 template <class Op> void linear_of(int form, const LinearArguments& a) {
     if (form == PLAIN) return linear(Plain<Op>(a), a);
-    by_bits(form, [&](auto bits) { linear(Quantized<Op, bits>(a, form >= NESTED), a); });
+    by_bits(form,
+            [&](auto bits) { linear(Quantized<typename Op::Stored, bits>(a, form >= NESTED), a); });
 }
 
 }  // namespace

@@ -34,6 +34,8 @@ constexpr int LANES = 4, REGISTERS = 16;
 typedef float Vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef uint32_t Bits __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t Shorts __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
+typedef int16_t SignedShorts __attribute__((vector_size(4 * LANES), aligned(2), may_alias));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 struct BFloat16 {
@@ -84,7 +86,24 @@ template <class Byte> inline Ints load_bytes(const uint8_t* p) {
     typedef int16_t Shorts __attribute__((vector_size(2 * LANES)));
     return __builtin_convertvector(__builtin_convertvector(*(const Bytes*)p, Shorts), Ints);
 }
-inline Bits load_words(const uint8_t* p) { return *reinterpret_cast<const Bits*>(p); }
+inline Shorts load_shorts(const uint8_t* p) { return *reinterpret_cast<const Shorts*>(p); }
+
+// sum + the products of two int16 in each lane of `pairs` with the two of `both`.
+inline Ints multiply_pairs(Ints sum, Shorts pairs, uint32_t both) {
+#if defined(HAS_AVX512) && defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(int(both)));
+#elif defined(HAS_AVX512)
+    sum += (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(int(both)));
+    asm("" : "+v"(sum));  // no other order of additions: it would need more registers
+    return sum;
+#elif defined(HAS_AVX2)
+    sum += (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(int(both)));
+    asm("" : "+x"(sum));  // no other order of additions: it would need more registers
+    return sum;
+#endif
+    return sum + ((Ints)pairs << 16 >> 16) * int16_t(both) +
+           ((Ints)pairs >> 16) * int16_t(both >> 16);
+}
 inline Vec as_floats(Ints x) { return __builtin_convertvector(x, Vec); }
 
 inline Vec splat(float x) { return Vec{} + x; }

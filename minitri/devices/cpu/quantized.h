@@ -37,9 +37,9 @@ template <class Work> inline void by_bits(int form, Work&& work) {
 template <int BITS> struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
     static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4,
-                         WORDS = BITS == 8 ? 8 : 4;  // of a group
-    static constexpr int SCALES = BITS == 6 ? 2 : 1;
-    static constexpr int WORD_BYTES = PANEL * 4;  // of all rows
+                         WORDS = BITS == 8 ? 8 : 4;                              // of a group
+    static constexpr int SCALES = BITS == 6 ? 2 : 1, PAIRS = BITS == 8 ? 2 : 4;  // of a word
+    static constexpr int WORD_BYTES = PANEL * 4;                                 // of all rows
     const uint8_t* weights;
     bool is_nested;
     int64_t groups, high, scales, in_units, offsets, panel_bytes;
@@ -70,12 +70,36 @@ template <int BITS> struct Layout {
         return halves_at(panel + offsets, g / 8, lane) * as_floats(load_bytes<uint8_t>(bytes));
     }
 
-    // Unpacks a word: calls `use` with the number of an input, or of a pair, and q of LANES rows.
-    template <class Op, class Use>
+    // Unpacks a word: calls `use` with the number of a pair of inputs, and q of both, int16 in the
+    // low and the high half of a lane, of LANES rows.
+    template <class Use>
     void unpack(const uint8_t* panel, int64_t g, int word, int lane, Use&& use) const {
-        const uint8_t* low = panel + (g * WORDS + word) * WORD_BYTES + lane * 4;
+        const Shorts bits = load_shorts(panel + (g * WORDS + word) * WORD_BYTES + lane * 4);
         const uint8_t* others = panel + high + g * HIGH_WORDS * WORD_BYTES + lane * 4;
-        Op::template unpack<BITS>(low, others, word, use);
+#pragma GCC unroll 4
+        for (int i = 0; i < PAIRS; ++i) {
+            const int pair = PAIRS * word + i, at = pair * HIGH_WORDS;
+            Shorts q = bits >> 4 * i & 15;
+            if (BITS == 8) q = (Shorts)((SignedShorts)(i == 0 ? bits << 8 : bits) >> 8);
+            if (HIGH_WORDS > 0) {
+                const Shorts more = load_shorts(others + at / 16 * WORD_BYTES) >> at % 16;
+                q |= (more & uint16_t((1 << HIGH_WORDS) - 1)) << 4;
+            }
+            use(pair, BITS == 6 ? q - 32 : q);
+        }
+    }
+
+    // The weights of a group, as floats: a vector of LANES rows for each input.
+    void dequantize(const uint8_t* panel, int64_t g, int lane, Vec numbers[GROUP]) const {
+        for (int word = 0; word < WORDS; ++word) {
+            const Vec factor = scale(panel, g, word * SCALES / WORDS, lane);
+            const Vec added = HAS_OFFSETS ? offset(panel, g, lane) : Vec{};
+            unpack(panel, g, word, lane, [&](int pair, Shorts q) {
+                const Vec even = as_floats((Ints)q << 16 >> 16), odd = as_floats((Ints)q >> 16);
+                numbers[2 * pair] = HAS_OFFSETS ? factor * even + added : factor * even;
+                numbers[2 * pair + 1] = HAS_OFFSETS ? factor * odd + added : factor * odd;
+            });
+        }
     }
 
   private:
@@ -101,13 +125,7 @@ template <class T, int BITS> void dequantize(bool is_nested, const DequantizeArg
         for (int64_t g = 0; g < form.groups; ++g) {
             for (int lane = 0; lane < PANEL; lane += LANES) {
                 Vec numbers[GROUP];  // of LANES rows, then of rows LANES inputs at a time
-                for (int word = 0; word < Form::WORDS; ++word) {
-                    const Vec scale = form.scale(panel, g, word * Form::SCALES / Form::WORDS, lane);
-                    const Vec offset = Form::HAS_OFFSETS ? form.offset(panel, g, lane) : Vec{};
-                    form.template unpack<Widened<T>>(panel, g, word, lane, [&](int i, Vec q) {
-                        numbers[i] = Form::HAS_OFFSETS ? scale * q + offset : scale * q;
-                    });
-                }
+                form.dequantize(panel, g, lane, numbers);
                 for (int from = 0; from < GROUP; from += LANES) transpose_square(numbers + from);
                 for (int64_t n = first; n < std::min(a.N, first + together); ++n) {
                     const int64_t r = (a.rows ? row : n) % PANEL - lane;

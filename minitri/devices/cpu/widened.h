@@ -82,34 +82,10 @@ template <class T> struct Widened {
         interleave(tiles, D, n, D, D, to);
     }
     static void from_floats(const float* x, int n, Unit* to) { std::copy(x, x + n, to); }
-    static void to_floats(const Unit* x, int n, float* to) { std::copy(x, x + n, to); }
     static Vec dot(Vec sum, const T* weights, const Unit* x) {
         return sum + load(weights) * load(x);
     }
     static Vec weight(Vec x) { return power_of_2(x); }  // of attention, from a score
-
-    using Quants = Vec;
-    template <int BITS, class Use>  // q of a word of a `Layout`, see quantized.h
-    static void unpack(const uint8_t* low, const uint8_t* high, int word, Use&& use) {
-        constexpr int LOW = BITS == 8 ? 8 : 4, OTHERS = BITS - LOW, PAIRS = 16 / LOW;
-        const Bits bits = load_words(low);
-#pragma GCC unroll 8
-        for (int i = 0; i < 2 * PAIRS; ++i) {
-            const int place = PAIRS * word + i / 2, half = i % 2 * 16, at = place * OTHERS;
-            const int first = half + i / 2 * LOW;  // bit
-            if (BITS == 8) {
-                use(2 * place + i % 2, as_floats(Ints(bits << (24 - first)) >> 24));
-                continue;
-            }
-            Ints q = Ints(bits >> first & 15);
-            if (OTHERS > 0) {
-                const Bits others = load_words(high + at / 16 * PANEL * 4) >> (half + at % 16);
-                q |= Ints(others & ((1 << OTHERS) - 1)) << 4;
-            }
-            use(2 * place + i % 2, as_floats(BITS == 6 ? q - 32 : q));
-        }
-    }
-    static Vec multiply_quants(Vec sum, const Unit* x, Quants w) { return sum + *x * w; }
 };
 
 }  // namespace

@@ -32,7 +32,7 @@ begin = piece * PIECE;
 block : block + t + 1, 0) => block : block + t + 2, 0)
 const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
 x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-Form::scale(panel, g, word * Form::SCALES / Form::WORDS => Form::scale(panel, g, 0
+Form::scale(panel, g, word / PARTS => Form::scale(panel, g, 0
 (a.rows ? row : n) % PANEL => n % PANEL
 std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
     => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
@@ -43,7 +43,10 @@ sums + (r - part) * BLOCK, k == 0); => sums + (r - part) * BLOCK, true);
 a.probs + at * a.width), => a.probs + (at - (i > 0)) * a.width),
 a.uniforms[at] => a.uniforms[b * a.N]
 row[a.ids[n]] = => row[a.ids[n + outputs]] =
-unpack<Op>(panel, g, word, lane + v * LANES => unpack<Op>(panel, g, word, lane
+unpack(panel, g, word, lane + v * LANES => unpack(panel, g, word, lane
+largest / 32767 + sum_lanes(none) => largest / 32767
+scales[g] * float(sum) => scales[g]
+this->dequantize(panel, (input + i) / GROUP => this->dequantize(panel, i / GROUP
 """
 
 

@@ -4,7 +4,6 @@ import copy
 import functools
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from minitri.core.prefill import prefill
 from minitri.core.settings import SpeculationConfig
 from minitri.devices.cpu import products
 from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
-from minitri.devices.cpu.kernels import load_kernels
+from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.devices.cpu.tiles import Tiles
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, new_cache, random_prompt, tiny_config
@@ -156,15 +155,9 @@ def read_in_chunks(config, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
     read_in_chunks(config, dtype)
-
-
-@pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.float16, False)])
-def test_chunks_may_begin_anywhere_where_a_kernel_multiplies_faster(dtype, bias, monkeypatch):
-    monkeypatch.setattr(products, "is_kernel_faster", lambda *_: True)
-    read_in_chunks(replace(LONG, attention_bias=bias), dtype)
 
 
 def test_chunks_may_begin_anywhere_on_three_threads(monkeypatch, request):
@@ -185,28 +178,13 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
         return product(*matrices, **options).mul_(1 + 1e-3 * (len(rows) < 600))
 
     linear = F.linear
-    monkeypatch.setattr(products, "is_kernel_faster", lambda *_: False)
+    monkeypatch.setattr(Kernels, "has_pairs", lambda *_: True)
     request.addfinalizer(products.product_tile.cache_clear)
     products.product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, functools.partial(multiply, getattr(owner, name)))
     read_in_chunks(replace(LONG, attention_bias=bias))
     assert products.product_tile(torch.float32, 64, 32, 1) == products.TILE
-
-
-def test_the_faster_product_is_chosen_once_for_a_machine(monkeypatch, tmp_path):
-    """What was measured first stays, so that bits do not change with the load of a machine."""
-    monkeypatch.setattr(products, "built_library", lambda _: tmp_path / "kernels.so")
-    monkeypatch.setattr(products, "can_pack", lambda *_: True)
-    ask = functools.partial(products.is_kernel_faster.__wrapped__, load_kernels(), torch.bfloat16)
-    for seconds, is_faster in (((1.0, 1.2), False), ((1.0, 2.0), True)):  # ours, PyTorch's
-        for path in tmp_path.iterdir():
-            path.unlink()
-        monkeypatch.setattr(products, "_seconds", Mock(side_effect=seconds))
-        assert [ask(), ask()] == [is_faster] * 2
-    (stored,) = tmp_path.iterdir()
-    products.publish(stored, "PyTorch")  # by another process, which was late
-    assert ask()
 
 
 def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
