@@ -97,7 +97,7 @@ class PassCost:
     link_bytes: float  # K and V that are copied from host memory during the pass
     flops: float
     num_extra_tokens: float  # tokens after the first of each row, all rows together
-    is_in_four_bits: bool  # whether the weights are a copy in 4 bits
+    is_in_four_bits: bool  # whether the weights have few bits, about 4
 
     def seconds(self, machine: Machine) -> float:
         """Predicted seconds of the pass on a machine."""
@@ -144,7 +144,7 @@ class Workload:
             link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
             flops=(num_guesses + 1) * (2 * num_weights * self.batch_size + attention),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_four_bits=stage != "target" and weight_bytes < whole / 2,
+            is_in_four_bits=weight_bytes < whole / 2,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:

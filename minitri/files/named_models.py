@@ -29,8 +29,9 @@ class ModelChoice:
     """Number type of weights and KV cache. Default: what is fast here."""
     attention: str = one_of("auto", "auto", *BACKENDS)
     """Backend for short blocks on a GPU. Default: the first that works."""
-    weights: str = one_of("auto", "auto", "native")
-    """Native keeps the 4 to 8 bits of a GGUF file. Default: in --dtype, if memory suffices."""
+    weights: str = one_of("auto", "auto", "native", "dense")
+    """Matrices of a GGUF file on a CPU: native keeps their 4 to 8 bits, dense has them in --dtype.
+    Default: native if they have at most 6 bits, or memory is short."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
     the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for

@@ -17,9 +17,9 @@ class WeightPlan:
     target: Literal["dense", "blocks"]
     """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
     proposer: str
-    """same: the target's. blocks: the blocks in its GGUF file. int4, int8: a quantized copy."""
+    """same: the target's. int4, int8: a quantized copy."""
     reason: str = ""
-    """Why the target has blocks, if no setting asked for them."""
+    """Why the target has blocks, although these are neither asked for nor fastest."""
 
 
 def plan_weights(
@@ -32,14 +32,19 @@ def plan_weights(
 ) -> WeightPlan:
     """Decides the forms of a model's weights, on the compiled CPU kernels (`has_kernels`) or not.
 
-    By default matrices of a GGUF file are dense if `free_bytes` suffice for them and a copy."""
+    By default matrices of a GGUF file stay quantized if they have few bits, which makes decoding
+    fastest, or if `free_bytes` do not suffice for dense ones and a copy."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if has_kernels and proposer == "auto" else "same"
     if choice.weights == "native":
         return WeightPlan("blocks", proposer)
-    if not (has_kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
+    can_choose = has_kernels and choice.weights == "auto"
+    if not (can_choose and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         return WeightPlan("dense", proposer)
+    proposing = "same" if choice.draft_weights == "auto" else proposer
+    if checkpoint.is_in_few_bits():
+        return WeightPlan("blocks", proposing)
     num_bytes = checkpoint.num_weights() * dtype.itemsize
     if proposer == "int4":
         num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has
@@ -47,6 +52,5 @@ def plan_weights(
         kind = str(dtype).removeprefix("torch.")
         reason = f"in {kind} they and their copy take {num_bytes / 1e9:.1f} GB"
         reason += f", and {free_bytes / 1e9:.1f} GB of memory are free"
-        return WeightPlan("blocks", "same" if choice.draft_weights == "auto" else proposer, reason)
-    has_few_bits = proposer == "int4" and checkpoint.is_in_few_bits()
-    return WeightPlan("dense", "blocks" if has_few_bits else proposer)
+        return WeightPlan("blocks", proposing, reason)
+    return WeightPlan("dense", proposer)

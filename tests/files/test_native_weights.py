@@ -29,9 +29,10 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ 
 
 TEXT = torch.randint(3, 310, (LONGEST_BLOCK + 71,), generator=torch.Generator().manual_seed(0))
 SMALL = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
-ROUNDING = {"float32": 2e-5, "bfloat16": 0.2}
-"""Largest difference of logits, whose standard deviation is 1.2: that of the dequantized model is
-nearly as large, since blocks and prefills add in another order and round elsewhere."""
+ROUNDING = {"float32": 2e-3, "bfloat16": 0.2}
+"""Largest difference of logits, whose standard deviation is 1.2. In float32 the inputs of quantized
+matrices are rounded to 16 bits; in bfloat16 the dequantized model is nearly as far away, since
+blocks and prefills add in another order and round elsewhere."""
 
 
 @pytest.fixture(scope="module")
@@ -99,17 +100,18 @@ def test_repacked_numbers_are_the_dequantized_ones(kind):
 
 @pytest.mark.parametrize("dtype", ROUNDING)
 def test_logits_are_those_of_the_dequantized_model(file, dtype):
-    wanted = logits(load(file, "auto").model)
-    native, plain = (load(file, name, dtype).model for name in ("native", "auto"))
+    wanted = logits(load(file, "dense").model)
+    native, plain = (load(file, name, dtype).model for name in ("native", "dense"))
     for block in (7, LONGEST_BLOCK):
         error = (logits(native, block=block) - wanted).abs()
         assert error.max() < ROUNDING[dtype]
-        assert error.mean() < 2 * (logits(plain, block=block) - wanted).abs().mean()
+        usual = (logits(plain, block=block) - wanted).abs().mean()
+        assert error.mean() < max(2 * usual, 3e-4)
 
 
 def test_only_the_file_s_own_bytes_are_held(file):
     """But for padding: of groups to pairs, of units to 4, of the fifth bits to 8 groups."""
-    native, plain = load(file).model, load(file, "auto").model
+    native, plain = load(file).model, load(file, "dense").model
     table = 0 if native.config.tie_word_embeddings else plain.embed_tokens.nbytes
     num_stored = sum(
         int(part.n_bytes)
@@ -137,7 +139,7 @@ def test_matrices_stay_quantized_where_a_product_has_one_form(
     with caplog.at_level(logging.DEBUG, "minitri"):
         model = load(path).model
     assert f"{num_kept} matrices stay quantized" in caplog.text
-    error = (logits(model, block=5) - logits(load(path, "auto").model)).abs().max()
+    error = (logits(model, block=5) - logits(load(path, "dense").model)).abs().max()
     assert error < ROUNDING["float32"]
 
 
@@ -153,8 +155,10 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
     """The copy shares the LM head, which has 8 bits in both."""
     path = as_gguf(folders["untied"], tmp_path / "4.gguf", kind="Q4_1")
-    engine = load(path, draft_weights="int4")
-    assert engine.models.retrieval is engine.model
+    for how in ({"draft_weights": "int4"}, {"weights": "auto"}):
+        engine = load(path, **how)
+        assert engine.model.lm_head.form == Form.Q4
+        assert engine.models.retrieval is engine.model
     path = as_gguf(folders["untied"], tmp_path / "8.gguf", kind="Q8_0", v_proj="F16")
     engine = load(path)
     twin = engine.models.retrieval
@@ -163,14 +167,11 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, t
     assert forms == [Form.Q4] * 12
 
 
-@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
-def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path, kind):
-    """Numbers of a file in 4 to 6 bits are kept, those in 8 bits quantized anew; heads have 8."""
-    heads = {"lm_head": "Q8_0", "embed_tokens": "Q8_0"}
-    path = as_gguf(folders["untied"], tmp_path / "it.gguf", kind=kind, **heads)
-    engine = load(path, "auto")
+def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path):
+    path = as_gguf(folders["untied"], tmp_path / "it.gguf", kind="Q5_0")
+    engine = load(path, "dense")
     model, twin = engine.model, engine.models.retrieval
-    wanted = load(path).model if FORMS[kind].bits <= 6 else quantized_copy(model)
+    wanted = quantized_copy(model)
     pair = (dict(one.named_parameters()) for one in (twin, wanted))
     torch.testing.assert_close(*pair, rtol=0, atol=0)
     shared = {id(part) for part in model.parameters()}
@@ -182,7 +183,7 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeyp
     """By default, in which case no copy is made, either; the log says why. Without a copy there is
     more room."""
     wide = folders["wide"]
-    path = as_gguf(wide, tmp_path / "it.gguf", kind="Q4_K", down_proj="Q6_K", embed_tokens="Q8_0")
+    path = as_gguf(wide, tmp_path / "it.gguf", kind="Q8_0", down_proj="Q6_K")
     stored = gguf.GGUFReader(path).tensors
     alone = sum(math.prod(part.shape) for part in stored) * 4
     both = alone + sum(int(part.n_bytes) for part in stored)
@@ -197,7 +198,7 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeyp
         with caplog.at_level(logging.INFO, "minitri"):
             engine = load(path, "auto", draft_weights=copy)
         assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
-        assert (engine.model.lm_head.form == Form.Q4_K) == is_native
+        assert (engine.model.lm_head.form == Form.Q8) == is_native
         assert (engine.models.retrieval is engine.model) == (is_native or copy == "same")
     dense = as_gguf(wide, tmp_path / "dense.gguf", kind="F16")
     assert load(dense, "auto").model.lm_head.form == Form.PLAIN
