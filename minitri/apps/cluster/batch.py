@@ -30,7 +30,7 @@ MAX_GROUP = 16  # prompts, whose answers are written together
 def run_on_replicas(args: argparse.Namespace) -> int:
     """Answers the lines of --prompts that --output has no answer to. Raises `InputError`."""
     if args.output is None or args.save_kv is not None:
-        raise InputError("--ray needs --output FILE for the answers, and has no --save-kv")
+        raise InputError("--ray needs --output FILE and has no --save-kv; add one, omit the other")
     lines: dict[str, Line] = {}
     for line in read_lines(args):
         key = key_of(line.id)

@@ -86,6 +86,8 @@ def run_command(args: argparse.Namespace) -> None:
     problem = f"cannot listen at {shorten(args.host, 60)}, port {args.port}"
     with explain(problem, "choose another --host or --port"):
         listener = socket.create_server((args.host, args.port))
+        # Else each answer on a kept connection waits 40 ms for the client's acknowledgement.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if is_open:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
