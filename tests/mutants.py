@@ -48,9 +48,9 @@ core/decoding/test_noise.py::test_gumbel_noise_is_of_fine_numbers_that_differ
     => (_shift_right(splitmix(keys + numbers * _STEP), 40).double() + 0.5) * 2.0 ** -24
 core/decoding/test_noise.py::test_no_seed_repeats_the_noise_of_another_at_another_position
   * noise key of hash(seed + position) | noise_keys: splitmix(torch.tensor(seed)) => seed
-test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near-coupled-0]
+test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, near copy-coupled-0]
   coupled: one noise for a whole block | CoupledSource.numbers: start + _ => start + 0 * places_N
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-naive]
+test_stream.py::test_every_request_gets_what_it_gets_alone[naive]
   one generator for all rows | IndependentSource.uniforms: self._by_row[b] => self._by_row[0]
 # Caches
 core/decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_next
@@ -81,10 +81,9 @@ test_properties.py::test_a_text_ends_at_every_place_of_a_block
     Generation._emit: row.push(_, _, eos, *score)
     => row.push(token, origin, () if origin == 'bonus' else eos, *score)
 # Batches and runs
-test_stream.py::test_every_request_gets_what_it_gets_alone[2-triforce]
+test_stream.py::test_every_request_gets_what_it_gets_alone[triforce]
   a new text is sampled by the old one's filters
     ModelRunner.sample_by: self.sampling[b] = sampling => pass
-test_stream.py::test_every_request_gets_what_it_gets_alone[4-triforce]
   a part of the rows draws the numbers of others
     RandomSource.of_rows: b - rows.start => b - rows.start + (rows.start > 0)
 engine/test_drafters_that_fail.py::test_one_row_of_four_fails_alone_and_leaves_nothing[autoregressive--model]

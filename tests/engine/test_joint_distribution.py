@@ -1,7 +1,7 @@
 """The joint distribution of several tokens through the real session: greedy and coupled runs cannot
 see a wrong q.
 
-An adversarial drafter, a retrieval cache of a quarter of the prompt, and 4,000 seeds, or 20,000 for
+An adversarial drafter, a retrieval cache of a quarter of the prompt, and 4,000 seeds, or 10,000 for
 TriForce. A false alarm has odds of 1 in 100,000 per test, had the seeds been drawn again.
 """
 
@@ -67,7 +67,7 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     target = target_model()
     draft = DRAFTERS[drafter](target) if drafter else other_model()
     probs = exact_probs(target, sampling)
-    num_seeds = 20_000 if case == "triforce" else 4_000
+    num_seeds = 10_000 if case == "triforce" else 4_000
     monkeypatch.setattr("minitri.core.stack.prior_seconds", costs_that_change)
     counts, runs = count_texts(target, draft, sampling, speculation, num_seeds)
     found = p_value(counts, probs)
