@@ -122,7 +122,7 @@ def test_asyncio_gets_the_texts_of_the_loop_next_to_each_other(engine):
     (*wrong, _), texts = asyncio.run(ask_all())
     assert [*map(type, wrong)] == [InputError] * 2
     changes = sum(one != other for one, other in itertools.pairwise(order))
-    assert changes > 15  # one after the other: 10
+    assert changes > 10  # one after the other: 10
     for number, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         assert text == engine.complete(prompt, seed=number, **COUPLED).token_ids
 

@@ -36,7 +36,11 @@ def theirs(path, text: str, rope: dict | None) -> list[int]:
     return out[0, LENGTH:].tolist()
 
 
-FORMS = [({}, None), ({"weights": "native"}, None), ({"rope_scaling": "yarn:4"}, YARN4)]
+FORMS = [
+    ({"weights": "dense"}, None),
+    ({"weights": "native"}, None),
+    ({"rope_scaling": "yarn:4"}, YARN4),
+]
 
 
 @pytest.mark.parametrize(("settings", "rope"), FORMS)

@@ -26,13 +26,13 @@ class Machine:
     seconds_per_layer: float = 0.0  # launches, small operations, Python
     seconds_per_pass: float = 0.0  # sampling and the verdict
     share_per_extra_token: float = 0.0  # time that each further token adds, as a share of the pass
-    share_in_four_bits: float = 0.0  # the same share, for weights in 4 bits
+    share_in_few_bits: float = 0.0  # a share of the weights' time that few bits add to that
     flops_per_second: float = 1e18  # arithmetic, the limit of long blocks
 
 
-CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_four_bits=0.2)
+CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_few_bits=0.4)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
-NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_four_bits=0.25)
+NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_few_bits=0.5)
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 # Nominal machines: of the right order of magnitude, and the same in every run.
 
@@ -97,7 +97,7 @@ class PassCost:
     link_bytes: float  # K and V that are copied from host memory during the pass
     flops: float
     num_extra_tokens: float  # tokens after the first of each row, all rows together
-    is_in_four_bits: bool  # whether the weights have few bits, about 4
+    is_in_few_bits: bool  # whether the weights have fewer than 8 bits
 
     def seconds(self, machine: Machine) -> float:
         """Predicted seconds of the pass on a machine."""
@@ -105,10 +105,10 @@ class PassCost:
         seconds += self.weight_bytes / machine.weight_bytes_per_second
         seconds += self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
-        share = machine.share_per_extra_token
-        if self.is_in_four_bits:
-            share = machine.share_in_four_bits
-        seconds *= 1 + share * self.num_extra_tokens
+        seconds *= 1 + machine.share_per_extra_token * self.num_extra_tokens
+        if self.is_in_few_bits:
+            share = machine.share_in_few_bits * self.num_extra_tokens
+            seconds += share * self.weight_bytes / machine.weight_bytes_per_second
         return max(seconds, self.flops / machine.flops_per_second)
 
 
@@ -144,7 +144,7 @@ class Workload:
             link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
             flops=(num_guesses + 1) * (2 * num_weights * self.batch_size + attention),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_four_bits=weight_bytes < whole / 2,
+            is_in_few_bits=weight_bytes < num_weights,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:

@@ -71,11 +71,13 @@ class OpenModel:
 
     def _plan(self) -> WeightPlan:
         device, dtype = self._runtime.device, self._runtime.dtype
+        kernels = kernels_for(device, self.config) if join().count == 1 else None
         plan = plan_weights(
             self._choice,
             self.checkpoint,
             dtype,
-            has_kernels=join().count == 1 and kernels_for(device, self.config) is not None,
+            has_kernels=kernels is not None,
+            prefers_few_bits=kernels is not None and not kernels.has_pairs(dtype),
             free_bytes=free_host_bytes(),
         )
         log.debug("%s: %s", self.config.name, plan)
@@ -104,7 +106,8 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
     name = default_draft(choice.model) if choice.draft == "auto" else choice.draft
     if name in LOOKUPS:
         return None
-    plain = replace(choice, model=name, rope_scaling=None, weights="auto")
+    weights = "dense" if choice.weights == "dense" else "auto"
+    plain = replace(choice, model=name, rope_scaling=None, weights=weights)
     try:
         drafter = OpenModel(plain, progress=progress)
         if drafter.tokenizer is not None:

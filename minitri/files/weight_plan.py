@@ -28,12 +28,13 @@ def plan_weights(
     dtype: torch.dtype,
     *,
     has_kernels: bool,
+    prefers_few_bits: bool,
     free_bytes: float,
 ) -> WeightPlan:
     """Decides the forms of a model's weights, on the compiled CPU kernels (`has_kernels`) or not.
 
-    By default matrices of a GGUF file stay quantized if they have few bits, which makes decoding
-    fastest, or if `free_bytes` do not suffice for dense ones and a copy."""
+    By default matrices of a GGUF file stay quantized if they have few bits and decode fastest so
+    (`prefers_few_bits`), or if `free_bytes` do not suffice for dense ones and a copy."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if has_kernels and proposer == "auto" else "same"
@@ -43,7 +44,7 @@ def plan_weights(
     if not (can_choose and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         return WeightPlan("dense", proposer)
     proposing = "same" if choice.draft_weights == "auto" else proposer
-    if checkpoint.is_in_few_bits():
+    if prefers_few_bits and checkpoint.is_in_few_bits():
         return WeightPlan("blocks", proposing)
     num_bytes = checkpoint.num_weights() * dtype.itemsize
     if proposer == "int4":

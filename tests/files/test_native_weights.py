@@ -19,6 +19,9 @@ from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form, packed_shape
 from minitri.files.gguf.blocks import FORMS, is_exact, repack
 from minitri.files.gguf.container import StoredTensor
+from minitri.files.gguf.file import GgufFile
+from minitri.files.named_models import ModelChoice
+from minitri.files.weight_plan import plan_weights
 from tests.cascades import settings_of, texts_of
 from tests.conftest import write_hf_folder
 from tests.core.rigs import WARM, new_cache
@@ -150,6 +153,27 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     ways = [settings_of(m, 30, WARM, coupled=True, **SMALL) for m in ("autoregressive", "triforce")]
     wanted, got = (texts_of(engine.generate(prompts, **way)) for way in ways)
     assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("kinds", "settings", "plan"),
+    [
+        ({"kind": "Q4_K"}, {}, ("blocks", "same")),
+        ({"kind": "Q6_K", "embed_tokens": "Q8_0"}, {}, ("blocks", "same")),
+        ({"kind": "Q4_K", "down_proj": "Q8_0"}, {}, ("dense", "int4")),
+        ({"kind": "Q4_K", "embed_tokens": "F16"}, {}, ("dense", "int4")),
+        ({"kind": "Q4_K"}, {"weights": "dense"}, ("dense", "int4")),
+        ({"kind": "Q4_K"}, {"draft_weights": "int4"}, ("blocks", "int4")),
+        ({"kind": "Q4_K"}, {"draft_weights": "drafter"}, ("blocks", "same")),
+    ],
+)
+def test_by_default_layers_of_few_bits_stay_quantized(folders, tmp_path, kinds, settings, plan):
+    file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", **kinds))
+    how = {"has_kernels": True, "prefers_few_bits": True, "free_bytes": math.inf}
+    got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
+    assert (got.target, got.proposer) == plan
+    how["prefers_few_bits"] = False  # where dense ones decode as fast
+    assert plan_weights(ModelChoice("it", **settings), file, torch.float32, **how).target == "dense"
 
 
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):

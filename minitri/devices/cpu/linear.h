@@ -289,7 +289,8 @@ inline void quantize_row(const float* x, int64_t num_groups, uint32_t* pairs, fl
         }
         const float largest = max_lanes(most);
         const float factor = largest > 1e-30f ? 32767 / largest : 0.0f;
-        int32_t q[GROUP], sum = 0;
+        int32_t q[GROUP];
+        int64_t sum = 0;
         for (int i = 0; i < GROUP; i += LANES) {
             const Vec shifted = factor * load(x + i) + 12582912.0f;  // 1.5 * 2^23: rounds
             *reinterpret_cast<Ints*>(q + i) = (Ints)shifted - 0x4b400000;

@@ -13,7 +13,7 @@ BUILT = load_kernels()
 OTHERS = ["x86-64"] if platform.machine() == "x86_64" else []
 """Instruction sets that this processor has, too: SSE2, like any other 16-byte vectors."""
 if OTHERS and BUILT is not None and BUILT.instructions != "AVX2":
-    OTHERS.append("x86-64-v3")
+    OTHERS += ["x86-64-v3", "x86-64-v4"]
 
 
 def compiled(

@@ -66,14 +66,12 @@ std::vector<T> results(int dtype, int threads) {
                               R, E, N, N, 0, 0, threads, 1e-6};
             ok(minitri_linear(dtype, form, &a));
             keep(out);
-            if (form == 16) {
-                for (int64_t rows : {R, int64_t(1), int64_t(3)}) {
-                    ProductArguments product{x.data(), weights.data(), bias.data(), out.data(), rows, E, N, threads};
-                    ok(minitri_product(dtype, &product));
-                    keep(out);
-                }
-                continue;
+            for (int64_t rows : {R, int64_t(1), int64_t(3)}) {
+                ProductArguments product{x.data(), matrix, bias.data(), out.data(), rows, E, N, threads};
+                ok(minitri_product(dtype, form, &product));
+                keep(out);
             }
+            if (form == 16) continue;
             std::vector<T> plain(N * E);
             const std::vector<int64_t> last{N - 1};
             for (const int64_t* some : {last.data(), static_cast<const int64_t*>(nullptr)}) {

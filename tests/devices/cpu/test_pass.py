@@ -139,9 +139,11 @@ def test_a_block_or_cache_that_does_not_fit_is_refused():
             model.forward(Block(tokens, tokens), cache)
 
 
-def read_in_chunks(config, dtype=torch.float32):
+def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):
     """Reads a prompt in ways that must leave the same bits of K and V."""
     model = on_kernels(config, dtype)
+    if is_quantized:
+        model = quantized_copy(model)
     prompt = random_prompt(config, 701)
     caches = []
     for ends in ([700], [256, 700], [1, 2, 9, 340, 341, 470, 699, 700], range(100, 701, 100)):
@@ -157,11 +159,11 @@ def read_in_chunks(config, dtype=torch.float32):
 @pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
-    read_in_chunks(config, dtype)
+    read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
 
 
 def test_chunks_may_begin_anywhere_on_three_threads(monkeypatch, request):
-    """Which divide few matrices between two rows."""
+    """Which share the outputs of few matrices."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(load_kernels(), "num_threads", 3)
     read_in_chunks(replace(WIDE, intermediate_size=2048))
@@ -183,7 +185,7 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
     products.product_tile.cache_clear()
     for owner, name in ((F, "linear"), (torch, "mm"), (torch, "addmm")):
         monkeypatch.setattr(owner, name, functools.partial(multiply, getattr(owner, name)))
-    read_in_chunks(replace(LONG, attention_bias=bias))
+    read_in_chunks(replace(LONG, attention_bias=bias), is_quantized=bias)
     assert products.product_tile(torch.float32, 64, 32, 1) == products.TILE
 
 
