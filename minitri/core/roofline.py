@@ -102,13 +102,12 @@ class PassCost:
     def seconds(self, machine: Machine) -> float:
         """Predicted seconds of the pass on a machine."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
-        seconds += self.weight_bytes / machine.weight_bytes_per_second
-        seconds += self.kv_bytes / machine.kv_bytes_per_second
+        weights = self.weight_bytes / machine.weight_bytes_per_second
+        seconds += weights + self.kv_bytes / machine.kv_bytes_per_second
         seconds = max(seconds, self.link_bytes / machine.link_bytes_per_second)
         seconds *= 1 + machine.share_per_extra_token * self.num_extra_tokens
         if self.is_in_few_bits:
-            share = machine.share_in_few_bits * self.num_extra_tokens
-            seconds += share * self.weight_bytes / machine.weight_bytes_per_second
+            seconds += machine.share_in_few_bits * self.num_extra_tokens * weights
         return max(seconds, self.flops / machine.flops_per_second)
 
 

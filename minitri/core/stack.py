@@ -239,7 +239,8 @@ def prior_seconds(
         batch_size=len(prompt_lengths),
     )
     cpu = NARROW_CPU if target.execution.is_narrow else CPU
-    return functools.partial(work.seconds, GPU if target.device.type == "cuda" else cpu)
+    machine = GPU if target.device.type == "cuda" else cpu
+    return functools.lru_cache(1024)(functools.partial(work.seconds, machine))
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
