@@ -149,3 +149,16 @@ def test_kernels_reach_rows_that_are_far_apart():
         found.append(compiled.attend(q, *far, lengths))
     for got in found:
         assert (got.double() - oracle(q, *near, lengths)).abs().max() < 3e-3
+
+
+@needs_triton
+@pytest.mark.skipif(ON_GPU, reason="sparse memory is the host's")
+def test_kernels_reach_slots_that_are_far_apart():
+    """Slot 32 begins after 2^31 numbers, as slot 262,144 does of 32 KV heads next to each other."""
+    stride, far = 1 << 26, []
+    q, *near, lengths = random_case(2, (36,), 4, 2, 128, S=40, dtype=torch.float16)
+    for here in near:
+        middle = sparse(80 * stride, torch.float16)[40 * stride :]
+        far.append(middle.as_strided(here.shape, (stride, 128, stride, 1)).copy_(here))
+    got = flash_decoding.attend_short_block(q, *far, torch.tensor(lengths))
+    assert (got.double() - oracle(q, *near, lengths)).abs().max() < 3e-3

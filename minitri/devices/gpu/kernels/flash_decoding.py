@@ -57,7 +57,8 @@ def attend_piece(  # type: ignore[no-untyped-def]
     out_RD = tl.zeros([ROWS, D], tl.float32)
     for start in range(first, last, NUM_KEYS):
         slots = start + tl.arange(0, NUM_KEYS)
-        places = b * kv_b + k * kv_h + slots[:, None] * kv_s + dims[None, :]
+        far = slots.to(tl.int64)[:, None] * kv_s  # 2^18 slots of 2^13 numbers exceed 32 bits
+        places = b * kv_b + k * kv_h + far + dims[None, :]
         is_there = slots < last
         keys_SD = tl.load(keys + places, mask=is_there[:, None], other=0.0)
         scores_RS = tl.dot(tile_RD, tl.trans(keys_SD), input_precision="ieee") * scale
