@@ -39,8 +39,8 @@ class Autotuner:
         self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
-        # Steps since a stage was used, minus those that its catch-up time is worth; at first two.
-        self._num_unused = dict.fromkeys(FIRST_RATES, -2.0 * RARITY)
+        # Steps since a stage was used, minus those that its catch-up time is worth.
+        self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
 
     def choose(self) -> StepPlan:
         """Chooses the plan of the next step; with a clock the first until the target is timed."""

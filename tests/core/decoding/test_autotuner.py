@@ -130,5 +130,4 @@ def test_what_must_catch_up_for_long_is_tried_rarely():
 
     soon = steps_between_trials(0.0)
     assert 50 < soon < 500  # where nothing is faster than the model alone, by far
-    more = 3.0 / COSTS["target"] - 2  # passes of the target; before the first trial it expects two
-    assert steps_between_trials(3.0) == pytest.approx(soon + RARITY * more, abs=2)
+    assert steps_between_trials(3.0) == pytest.approx(soon + RARITY * 3.0 / COSTS["target"], abs=2)
