@@ -1,5 +1,6 @@
 """Kernels are built once per machine, never wrong; one line where it cannot be done."""
 
+import os
 import shutil
 import stat
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from minitri.core.errors import InputError
 from minitri.devices.cpu import build, kernels
 from minitri.devices.cpu.build import load_library
+from tests.devices.cpu.conftest import BUILT
 
 REAL = next((path for name in build.COMPILERS if (path := shutil.which(name))), "")
 pytestmark = pytest.mark.skipif(not REAL, reason="needs a C++ compiler (c++, g++, clang++)")
@@ -31,6 +33,11 @@ def source(tmp_path, monkeypatch, caplog) -> Path:
     monkeypatch.delenv("CXX", raising=False)
     caplog.set_level("INFO", logger="minitri")
     return file
+
+
+def test_where_there_is_a_compiler_there_are_kernels():
+    """Else all tests of kernels would be skipped, as after a mistake in a struct of arguments."""
+    assert BUILT is not None or os.environ.get("MINITRI_KERNELS") == "off"
 
 
 @pytest.fixture
