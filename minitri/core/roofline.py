@@ -131,8 +131,7 @@ class Workload:
         config = self.draft if stage == "draft" else self.target
         assert config is not None
         num_weights = weights_per_pass(config)
-        whole = num_weights * self.itemsize
-        weight_bytes = self.pass_bytes.get(stage) or whole
+        weight_bytes = self.pass_bytes.get(stage) or num_weights * self.itemsize
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
         kv_bytes = slots * self.target.kv_values_per_token * self.itemsize
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
