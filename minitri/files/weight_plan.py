@@ -17,7 +17,7 @@ class WeightPlan:
     target: Literal["dense", "blocks"]
     """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
     proposer: str
-    """same: the target's. int4, int8: a quantized copy."""
+    """same: the target's. blocks: the blocks in its GGUF file. int4, int8: a quantized copy."""
     reason: str = ""
     """Why the target has blocks, although these are neither asked for nor fastest."""
 
@@ -40,9 +40,14 @@ def plan_weights(
         proposer = "int4" if has_kernels and proposer == "auto" else "same"
     if choice.weights == "native":
         return WeightPlan("blocks", proposer)
-    can_choose = has_kernels and choice.weights == "auto"
-    if not (can_choose and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
+    if not (has_kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         return WeightPlan("dense", proposer)
+    if proposer == "int4" and checkpoint.is_in_few_bits():
+        dense = WeightPlan("dense", "blocks")
+    else:
+        dense = WeightPlan("dense", proposer)
+    if choice.weights == "dense":
+        return dense
     proposing = "same" if choice.draft_weights == "auto" else proposer
     if prefers_few_bits and checkpoint.is_in_few_bits():
         return WeightPlan("blocks", proposing)
@@ -54,4 +59,4 @@ def plan_weights(
         reason = f"in {kind} they and their copy take {num_bytes / 1e9:.1f} GB"
         reason += f", and {free_bytes / 1e9:.1f} GB of memory are free"
         return WeightPlan("blocks", proposing, reason)
-    return WeightPlan("dense", proposer)
+    return dense

@@ -162,7 +162,8 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
         ({"kind": "Q6_K", "embed_tokens": "Q8_0"}, {}, ("blocks", "same")),
         ({"kind": "Q4_K", "down_proj": "Q8_0"}, {}, ("dense", "int4")),
         ({"kind": "Q4_K", "embed_tokens": "F16"}, {}, ("dense", "int4")),
-        ({"kind": "Q4_K"}, {"weights": "dense"}, ("dense", "int4")),
+        ({"kind": "Q4_K"}, {"weights": "dense"}, ("dense", "blocks")),
+        ({"kind": "Q4_K"}, {"weights": "dense", "draft_weights": "same"}, ("dense", "same")),
         ({"kind": "Q4_K"}, {"draft_weights": "int4"}, ("blocks", "int4")),
         ({"kind": "Q4_K"}, {"draft_weights": "drafter"}, ("blocks", "same")),
     ],
@@ -173,7 +174,8 @@ def test_by_default_layers_of_few_bits_stay_quantized(folders, tmp_path, kinds, 
     got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
     assert (got.target, got.proposer) == plan
     how["prefers_few_bits"] = False  # where dense ones decode as fast
-    assert plan_weights(ModelChoice("it", **settings), file, torch.float32, **how).target == "dense"
+    got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
+    assert got.target == "dense"
 
 
 def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, tmp_path):
@@ -191,11 +193,12 @@ def test_a_model_of_4_bits_guesses_itself_and_one_of_8_bits_by_a_copy(folders, t
     assert forms == [Form.Q4] * 12
 
 
-def test_a_dequantized_model_guesses_by_a_copy_in_few_bits(folders, tmp_path):
-    path = as_gguf(folders["untied"], tmp_path / "it.gguf", kind="Q5_0")
+@pytest.mark.parametrize("kind", ["Q5_0", "Q8_0"])
+def test_a_dequantized_model_guesses_by_its_blocks_or_a_copy_in_few_bits(folders, tmp_path, kind):
+    path = as_gguf(folders["untied"], tmp_path / "it.gguf", kind=kind)
     engine = load(path, "dense")
     model, twin = engine.model, engine.models.retrieval
-    wanted = quantized_copy(model)
+    wanted = load(path).model if kind == "Q5_0" else quantized_copy(model)
     pair = (dict(one.named_parameters()) for one in (twin, wanted))
     torch.testing.assert_close(*pair, rtol=0, atol=0)
     shared = {id(part) for part in model.parameters()}
