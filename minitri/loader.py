@@ -31,7 +31,7 @@ def load(
     `model` is a name from `minitri.MODELS`, a folder or file, or a hub repository ORG/NAME. `draft`
     is, too, or `suffix`, which looks the last words up in the text, or `auto`: the drafter of a
     named model, or `suffix`. `drafter` is an object of yours that guesses: see `minitri.Drafter`.
-    `dtype` is float32, bfloat16, float16 or auto (bfloat16 where that is fast), `device` cpu, cuda,
+    `dtype` is float32, bfloat16, float16 or auto (bfloat16 if it is fastest), `device` cpu, cuda,
     cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
     extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU), `dense`
     has them in `dtype`; `auto` is native if memory is short, or, without AVX-512 BF16, for 4 to 6
@@ -74,7 +74,7 @@ class OpenEngine:
             problem = f"{self.config.name} is a drafter for {shorten(self.config.draft_of)}"
             raise InputError(f"{problem}, not a model; give it as draft=")
         self.tokenizer = self._target.tokenizer
-        self._draft = open_drafter(choice, self.tokenizer, progress)
+        self._draft = open_drafter(self._target.choice, self.tokenizer, progress)
         self._sampling = read_sampling(self._target.checkpoint.generation_config, self.config.name)
 
     def load(self) -> Engine:

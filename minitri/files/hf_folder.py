@@ -33,6 +33,11 @@ class Folder:
         eos = self.generation_config.get("eos_token_id")
         return read_config(settings if eos is None else settings | {"eos_token_id": eos}, name)
 
+    def is_in_bfloat16(self) -> bool:
+        """Whether the config says that the weights are stored in bfloat16."""
+        settings = read_json(self.path / "config.json")
+        return settings.get("dtype", settings.get("torch_dtype")) == "bfloat16"
+
     @property
     def generation_config(self) -> dict[str, Any]:
         """The content of generation_config.json."""

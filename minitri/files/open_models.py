@@ -3,7 +3,6 @@
 So wrong prompts and drafters are found before the minutes that it takes to read large weights.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -36,18 +35,19 @@ class OpenModel:
 
     def __init__(self, choice: ModelChoice, *, progress: bool = False) -> None:
         """Finds or fetches the files, and reads all but the weights. Raises `InputError`."""
-        self._choice = choice
         self._progress = progress
         device = choose_device(choice.device, join())
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
             # The first sum makes NCCL take its memory, before the model takes the rest.
             join().sum(torch.zeros(1, device=device))
-        dtype = choose_dtype(choice.dtype, device)
-        self._runtime = Runtime(device, dtype, choice.attention, join())
         located = join().ask_first(lambda: locate(choice.model, progress=progress))
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
+        is_in_bfloat16 = join().count == 1 and self.checkpoint.is_in_bfloat16()
+        dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
+        self._runtime = Runtime(device, dtype, choice.attention, join())
+        self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))
         self.config = self.checkpoint.config(located.name)
         if row := MODELS.get(choice.model):
             self.config = replace(self.config, context_length=row.shape.context_length)
@@ -60,13 +60,10 @@ class OpenModel:
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""
         plan = self._plan()
+        model = self._load(in_blocks=plan.target == "blocks")
         if plan.proposer != "blocks":
-            model = self._load(in_blocks=plan.target == "blocks")
             return model, retrieval_copy(model, plan.proposer)
-        with ThreadPoolExecutor(1) as pool:  # two loads at a time take half as long
-            reading = pool.submit(self._load, in_blocks=True, progress=False)
-            model = self._load()
-            proposer = reading.result()
+        proposer = self._load(in_blocks=True)
         if not self.config.tie_word_embeddings:
             proposer.embed_tokens = model.embed_tokens
             proposer.num_bytes -= model.embed_tokens.nbytes
@@ -77,13 +74,13 @@ class OpenModel:
         # A drafter is whole on every rank.
         self._runtime = replace(self._runtime, ranks=Ranks())
         model = self._load(target, in_blocks=self._plan().target == "blocks")
-        return drafter_in_few_bits(model, self._choice.draft_weights)
+        return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
         device, dtype = self._runtime.device, self._runtime.dtype
         kernels = kernels_for(device, self.config) if join().count == 1 else None
         plan = plan_weights(
-            self._choice,
+            self.choice,
             self.checkpoint,
             dtype,
             has_kernels=kernels is not None,
@@ -96,16 +93,14 @@ class OpenModel:
             log.info(problem, self.config.name, plan.reason)
         return plan
 
-    def _load(
-        self, target: Llama | None = None, *, in_blocks: bool = False, progress: bool = True
-    ) -> Llama:
+    def _load(self, target: Llama | None = None, *, in_blocks: bool = False) -> Llama:
         model = load_model(
             self.checkpoint,
             self.config,
             self._runtime,
             target=target,
             in_blocks=in_blocks,
-            progress=progress and self._progress,
+            progress=self._progress,
         )
         facts = (model.dtype, attention_name(model.attend), self.config.rope.describe())
         log.debug("%s: %s, attention %s, RoPE %s", self.config.name, *facts)

@@ -146,6 +146,10 @@ class GgufFile:
             if len(stored.shape) == 2
         )
 
+    def is_in_bfloat16(self) -> bool:
+        """Whether matrices are stored in bfloat16."""
+        return any(stored.type.name == "BF16" for stored in self._tensors.values())
+
     def num_weights(self) -> int:
         return sum(math.prod(stored.shape) for stored in self._tensors.values())
 
