@@ -97,7 +97,7 @@ class PassCost:
     link_bytes: float  # K and V that are copied from host memory during the pass
     flops: float
     num_extra_tokens: float  # tokens after the first of each row, all rows together
-    is_in_few_bits: bool  # whether the weights have fewer than 8 bits
+    is_in_few_bits: bool  # whether the weights have at most 8 bits
 
     def seconds(self, machine: Machine) -> float:
         """Predicted seconds of the pass on a machine."""
@@ -142,7 +142,7 @@ class Workload:
             link_bytes=self.hosted_share * kv_bytes if stage == "target" else 0.0,
             flops=(num_guesses + 1) * (2 * num_weights * self.batch_size + attention),
             num_extra_tokens=self.batch_size * num_guesses,
-            is_in_few_bits=weight_bytes < num_weights,
+            is_in_few_bits=weight_bytes < 1.5 * num_weights,
         )
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:

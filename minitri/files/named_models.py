@@ -31,11 +31,11 @@ class ModelChoice:
     """Backend for short blocks on a GPU. Default: the first that works."""
     weights: str = one_of("auto", "auto", "native", "dense")
     """Matrices of a GGUF file on a CPU: native keeps their 4 to 8 bits, dense has them in --dtype.
-    Default: native if memory is short, or, without AVX-512 BF16, layers have 4 to 6 bits."""
+    Default: native without AVX-512 BF16, or if memory is short."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
-    the text stays the same. Default: int4 where compiled kernels run and the target has more bits,
-    for the drafter, too, or for it alone (drafter)."""
+    the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for
+    it alone (drafter), but for a quantized target."""
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None

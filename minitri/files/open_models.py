@@ -84,7 +84,7 @@ class OpenModel:
             self.checkpoint,
             dtype,
             has_kernels=kernels is not None,
-            prefers_few_bits=kernels is not None and not kernels.has_pairs(dtype),
+            prefers_blocks=kernels is not None and not kernels.has_pairs(dtype),
             free_bytes=free_host_bytes(),
         )
         log.debug("%s: %s", self.config.name, plan)

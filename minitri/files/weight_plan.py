@@ -28,13 +28,13 @@ def plan_weights(
     dtype: torch.dtype,
     *,
     has_kernels: bool,
-    prefers_few_bits: bool,
+    prefers_blocks: bool,
     free_bytes: float,
 ) -> WeightPlan:
     """Decides the forms of a model's weights, on the compiled CPU kernels (`has_kernels`) or not.
 
-    By default matrices of a GGUF file stay quantized if they have few bits and decode fastest so
-    (`prefers_few_bits`), or if `free_bytes` do not suffice for dense ones and a copy."""
+    By default matrices of a GGUF file stay quantized if they decode fastest so (`prefers_blocks`),
+    or if `free_bytes` do not suffice for dense ones and a copy."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if has_kernels and proposer == "auto" else "same"
@@ -42,15 +42,15 @@ def plan_weights(
         return WeightPlan("blocks", proposer)
     if not (has_kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         return WeightPlan("dense", proposer)
-    if proposer == "int4" and checkpoint.is_in_few_bits():
+    if proposer == "int4" and checkpoint.has_at_most(6):
         dense = WeightPlan("dense", "blocks")
     else:
         dense = WeightPlan("dense", proposer)
     if choice.weights == "dense":
         return dense
     proposing = "same" if choice.draft_weights == "auto" else proposer
-    if prefers_few_bits and checkpoint.is_in_few_bits():
-        return WeightPlan("blocks", proposing)
+    if prefers_blocks:
+        return WeightPlan("blocks", proposing if checkpoint.has_at_most(8) else proposer)
     num_bytes = checkpoint.num_weights() * dtype.itemsize
     if proposer == "int4":
         num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has

@@ -160,20 +160,23 @@ def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     [
         ({"kind": "Q4_K"}, {}, ("blocks", "same")),
         ({"kind": "Q6_K", "embed_tokens": "Q8_0"}, {}, ("blocks", "same")),
-        ({"kind": "Q4_K", "down_proj": "Q8_0"}, {}, ("dense", "int4")),
-        ({"kind": "Q4_K", "embed_tokens": "F16"}, {}, ("dense", "int4")),
+        ({"kind": "Q4_K", "down_proj": "Q8_0"}, {}, ("blocks", "same")),
+        ({"kind": "Q4_K", "down_proj": "F16"}, {}, ("blocks", "int4")),
+        ({"kind": "F16"}, {}, ("dense", "int4")),
         ({"kind": "Q4_K"}, {"weights": "dense"}, ("dense", "blocks")),
         ({"kind": "Q4_K"}, {"weights": "dense", "draft_weights": "same"}, ("dense", "same")),
         ({"kind": "Q4_K"}, {"draft_weights": "int4"}, ("blocks", "int4")),
         ({"kind": "Q4_K"}, {"draft_weights": "drafter"}, ("blocks", "same")),
     ],
 )
-def test_by_default_layers_of_few_bits_stay_quantized(folders, tmp_path, kinds, settings, plan):
+def test_by_default_what_the_kernels_can_read_stays_quantized(
+    folders, tmp_path, kinds, settings, plan
+):
     file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", **kinds))
-    how = {"has_kernels": True, "prefers_few_bits": True, "free_bytes": math.inf}
+    how = {"has_kernels": True, "prefers_blocks": True, "free_bytes": math.inf}
     got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
     assert (got.target, got.proposer) == plan
-    how["prefers_few_bits"] = False  # where dense ones decode as fast
+    how["prefers_blocks"] = False  # where dense ones decode as fast
     got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
     assert got.target == "dense"
 
@@ -206,29 +209,21 @@ def test_a_dequantized_model_guesses_by_its_blocks_or_a_copy_in_few_bits(folders
     assert twin.num_bytes == sum(added)
 
 
-def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, monkeypatch, caplog):
-    """By default, in which case no copy is made, either; the log says why. Without a copy there is
-    more room."""
-    wide = folders["wide"]
-    path = as_gguf(wide, tmp_path / "it.gguf", kind="Q8_0", down_proj="Q6_K")
-    stored = gguf.GGUFReader(path).tensors
-    alone = sum(math.prod(part.shape) for part in stored) * 4
-    both = alone + sum(int(part.n_bytes) for part in stored)
-    for free, copy, is_native in (
-        (both + 1, "auto", False),
-        (both - 1, "auto", True),
-        (alone + 1, "same", False),
-        (alone - 1, "same", True),
+def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path):
+    """In which case no copy is made, either; the reason is told. Without a copy there is more room."""
+    file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", kind="Q8_0", down_proj="Q6_K"))
+    alone = file.num_weights() * 4
+    both = alone + file.num_bytes()
+    for free, copy, plan in (
+        (both, "auto", ("dense", "int4")),
+        (both - 1, "auto", ("blocks", "same")),
+        (alone, "same", ("dense", "same")),
+        (alone - 1, "same", ("blocks", "same")),
     ):
-        caplog.clear()
-        monkeypatch.setenv("MINITRI_HOST_GIB", repr(float(free) / (1 << 30)))
-        with caplog.at_level(logging.INFO, "minitri"):
-            engine = load(path, "auto", draft_weights=copy)
-        assert ("stay quantized as in their file: in float32" in caplog.text) == is_native
-        assert (engine.model.lm_head.form == Form.Q8) == is_native
-        assert (engine.models.retrieval is engine.model) == (is_native or copy == "same")
-    dense = as_gguf(wide, tmp_path / "dense.gguf", kind="F16")
-    assert load(dense, "auto").model.lm_head.form == Form.PLAIN
+        how = {"has_kernels": True, "prefers_blocks": False, "free_bytes": free}
+        got = plan_weights(ModelChoice("it", draft_weights=copy), file, torch.float32, **how)
+        assert (got.target, got.proposer) == plan
+        assert ("in float32" in got.reason) == (plan[0] == "blocks")
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):

@@ -137,11 +137,11 @@ class GgufFile:
             if stored.type.name in FORMS and len(stored.shape) == 2
         }
 
-    def is_in_few_bits(self) -> bool:
-        """Whether the CPU kernels can read all matrices, and those of layers have at most 6 bits,
-        those of the vocabulary at most 8."""
+    def has_at_most(self, bits: int) -> bool:
+        """Whether the CPU kernels can read all matrices, and those of layers have at most `bits`
+        bits, those of the vocabulary at most 8."""
         return all(
-            FORMS.get(stored.type.name, Form.PLAIN).bits <= (6 if ".layers." in name else 8)
+            FORMS.get(stored.type.name, Form.PLAIN).bits <= (bits if ".layers." in name else 8)
             for name, stored in self._tensors.items()
             if len(stored.shape) == 2
         )
