@@ -210,7 +210,7 @@ def test_a_dequantized_model_guesses_by_its_blocks_or_a_copy_in_few_bits(folders
 
 
 def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path):
-    """In which case no copy is made, either; the reason is told. Without a copy there is more room."""
+    """In which case no copy is made, either; the reason is told. Without one there is more room."""
     file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", kind="Q8_0", down_proj="Q6_K"))
     alone = file.num_weights() * 4
     both = alone + file.num_bytes()
