@@ -5,7 +5,6 @@ import math
 from pathlib import Path
 
 import gguf
-import numpy as np
 import pytest
 import torch
 
@@ -16,9 +15,7 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices import choose as devices
 from minitri.devices.cpu.kernel_layers import KernelLinear, quantized_copy
 from minitri.devices.cpu.kernels import load_kernels
-from minitri.devices.cpu.quantized import Form, packed_shape
-from minitri.files.gguf.blocks import FORMS, is_exact, repack
-from minitri.files.gguf.container import StoredTensor
+from minitri.devices.cpu.quantized import Form
 from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import ModelChoice
 from minitri.files.weight_plan import plan_weights
@@ -73,32 +70,6 @@ def logits(model, tokens=TEXT, block=1 << 30):
         cache.advance([len(part)])
         parts += model.logits(hidden_BTE[0]).split(1)
     return torch.cat(parts)
-
-
-@pytest.mark.parametrize("kind", FORMS)
-def test_repacked_numbers_are_the_dequantized_ones(kind):
-    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; any
-    scales and minima of K-quants; and rows in another order."""
-    stored_as, form, random = gguf.GGMLQuantizationType[kind], FORMS[kind], np.random.default_rng(0)
-    block, num_bytes = gguf.GGML_QUANT_SIZES[stored_as]
-    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
-    for E in (block, 3 * block, 18 * block):
-        blocks = random.integers(0, 256, (70, E // block, num_bytes), np.uint8)
-        has_offsets = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
-        factors = blocks[..., -2:] if kind == "Q6_K" else blocks[..., : 4 if has_offsets else 2]
-        numbers = random.normal(size=(*factors.shape[:2], factors.shape[2] // 2))
-        factors[:] = numbers.astype("<f2").view(np.uint8)
-        factors[0] = 0
-        factors[1:20] = [3, 128] * (factors.shape[2] // 2)  # -3 / 2^24
-        stored = blocks.reshape(70, -1)
-        wanted = torch.from_numpy(gguf.dequantize(stored, stored_as))
-        matrix = StoredTensor(stored_as, (70, E), stored)
-        packed_NX = torch.empty(packed_shape(70, E, form), dtype=torch.uint8)
-        repack(matrix, packed_NX, order)
-        unpacked = load_kernels().dequantize(packed_NX, E, form, torch.float32)[:70]
-        assert torch.equal(unpacked, wanted[order])
-        if is_exact(matrix):
-            assert torch.equal(unpacked.view(torch.int32), wanted[order].view(torch.int32))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)

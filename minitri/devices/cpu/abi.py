@@ -58,10 +58,10 @@ class ProductArguments(Struct):
     _fields_ = [*fields(POINTER, "x weights bias out"), *fields(INTEGER, "R E N num_threads")]
 
 
-class DequantizeArguments(Struct):
-    """Arguments of the C++ kernel that dequantizes rows of a matrix."""
+class ConvertArguments(Struct):
+    """Arguments of the C++ kernels that dequantize rows of a matrix, or repack those of a file."""
 
-    _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E num_threads")]
+    _fields_ = [*fields(POINTER, "weights rows out"), *fields(INTEGER, "N E row_bytes num_threads")]
 
 
 class RotateArguments(Struct):

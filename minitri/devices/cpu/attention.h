@@ -2,9 +2,7 @@
 
 #pragma once
 
-#include <algorithm>
 #include <atomic>
-#include <cmath>
 #include <limits>
 #include <vector>
 #include "amx.h"
@@ -269,20 +267,13 @@ void merge(const AttentionArguments& a, const Task& task, const Plan& plan, floa
         return Part(memory + p * plan.part_floats, plan.tile_rows, plan.width);
     };
     for (int64_t r = 0; r < task.R; ++r) {
-        float merged[MAX_WIDTH], total = 0.0f, top = MINUS_INFINITY;
-        const float* sums = merged;
-        if (plan.num_pieces == 1) {
-            sums = part(0).sums + r * plan.width;
-            total = sum_lanes(load(part(0).totals + r * LANES));
-        } else {
-            std::fill(merged, merged + plan.width, 0.0f);
-            for (int64_t p = 0; p < plan.num_pieces; ++p) top = std::max(top, part(p).largest[r]);
-            for (int64_t p = 0; p < plan.num_pieces; ++p) {
-                const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
-                total += sum_lanes(load(part(p).totals + r * LANES)) * weight;
-                const float* others = part(p).sums + r * plan.width;
-                for (int64_t d = 0; d < plan.width; ++d) merged[d] += others[d] * weight;
-            }
+        float sums[MAX_WIDTH] = {}, total = 0.0f, top = MINUS_INFINITY;
+        for (int64_t p = 0; p < plan.num_pieces; ++p) top = std::max(top, part(p).largest[r]);
+        for (int64_t p = 0; p < plan.num_pieces; ++p) {
+            const float weight = power_of_2(splat(part(p).largest[r] - top))[0];
+            total += sum_lanes(load(part(p).totals + r * LANES)) * weight;
+            const float* others = part(p).sums + r * plan.width;
+            for (int64_t d = 0; d < plan.width; ++d) sums[d] += others[d] * weight;
         }
         const int64_t token = (task.first + r) / plan.G,
                       head = task.k * plan.G + (task.first + r) % plan.G;

@@ -9,9 +9,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstring>
-
 #include "widened.h"
 
 namespace {
@@ -60,46 +57,20 @@ struct Pairs {
     }
 };
 
-// Transposes 16 x 16 numbers of 32 bits, in place.
-inline void transpose_16(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 16; i += 2) {
-        t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-        t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-    }
-    for (int i = 0; i < 16; i += 4) {
-        r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-        r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-        r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-        r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-    }
-    for (int i = 0; i < 4; ++i) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; ++i) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
-}
-
 void Pairs::transpose(const BFloat16* rows, int64_t stride, int n, int D, Unit* to) {
     for (int d = 0; d < D; d += 2 * LANES) {
         int pairs = std::min(LANES, (D - d) / 2);
         __mmask32 some = pairs == LANES ? ~0u : (1u << 2 * pairs) - 1;
         for (int s = 0; s < BLOCK; s += LANES) {
-            __m512i r[LANES];
+            Vec r[LANES];
             for (int i = 0; i < LANES; ++i) {
                 const BFloat16* row = rows + (s + i) * stride + d;
                 __builtin_prefetch(row + BLOCK * stride);
-                r[i] = s + i < n ? _mm512_maskz_loadu_epi16(some, row) : _mm512_setzero_si512();
+                r[i] = s + i < n ? (Vec)_mm512_maskz_loadu_epi16(some, row) : Vec{};
             }
-            transpose_16(r);
-            for (int i = 0; i < pairs; ++i) _mm512_storeu_si512(to + (d / 2 + i) * BLOCK + s, r[i]);
+            transpose_square(r);
+            for (int i = 0; i < pairs; ++i)
+                _mm512_storeu_si512(to + (d / 2 + i) * BLOCK + s, (__m512i)r[i]);
         }
     }
 }

@@ -9,8 +9,6 @@
 
 #pragma once
 
-#include <algorithm>
-
 #include "bf16.h"
 
 namespace {
@@ -72,27 +70,22 @@ template <int MOST, class Work> inline void with_constant(int M, Work&& work) {
 constexpr int tile_vectors(int M) { return 4 * M <= REGISTERS * 3 / 4 ? 4 : 2; }
 
 // sums (M, num_columns) += rows (M, steps) x columns, tile by tile.
-template <class Op, int M, class Number>
-void multiply_rows(const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
-                   int num_columns, int steps, float* sums, bool from_zero) {
-    constexpr int V = tile_vectors(M);
-    auto call = [&](int v, auto tile) {
-        auto some = columns;
-        some.advance(columns.vector(v));
-        tile(rows, row_stride, some, steps, sums + v * LANES, num_columns, from_zero);
-    };
-    int v = 0;
-    for (; v + V <= num_columns / LANES; v += V) call(v, multiply_tile<Op, M, V, Number>);
-    for (; v < num_columns / LANES; ++v) call(v, multiply_tile<Op, M, 1, Number>);
-}
-
 template <class Op, class Number>
 void multiply(int M, const typename Op::Unit* rows, int64_t row_stride, Columns<Op, Number> columns,
               int num_columns, int steps, float* sums, bool from_zero) {
-    auto call = [&](auto multiply) {
-        multiply(rows, row_stride, columns, num_columns, steps, sums, from_zero);
+    int v = 0;
+    auto add = [&](int V, auto tile) {
+        for (; v + V <= num_columns / LANES; v += V) {
+            auto some = columns;
+            some.advance(columns.vector(v));
+            tile(rows, row_stride, some, steps, sums + v * LANES, num_columns, from_zero);
+        }
     };
-    with_constant<TILE_ROWS>(M, [&](auto m) { call(multiply_rows<Op, m, Number>); });
+    with_constant<TILE_ROWS>(M, [&](auto m) {
+        constexpr int V = tile_vectors(m);
+        add(V, multiply_tile<Op, m, V, Number>);
+        add(1, multiply_tile<Op, m, 1, Number>);
+    });
 }
 
 }  // namespace

@@ -12,9 +12,7 @@
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
 
-#include <algorithm>
 #include <chrono>
-#include <cmath>
 #include <map>
 #include <string_view>
 #include <system_error>
@@ -254,26 +252,19 @@ template <class Op> void draft_round(const RoundArguments& a) {
     }
 }
 
-// The error code of a kernel: 0, 1 without memory, 2 without a thread. No exception leaves the
-// library.
-template <class Work> int outcome(Work&& work) {
+// Calls `work` with the operand of a number type, by the numbers of `kernels.py:DTYPES`. Returns an
+// error code: 0, 1 without memory, 2 without a thread. No exception leaves the library.
+template <class Work> int by_type(int dtype, Work&& work) {
     try {
-        work();
+        if (dtype == 0) work(Widened<float>());
+        if (dtype == 1) work(BFloat16Operand());
+        if (dtype == 2) work(Widened<Float16>());
         return 0;
     } catch (const std::system_error&) {  // a thread does not start
         return 2;
     } catch (...) {  // std::bad_alloc: nothing else is thrown
         return 1;
     }
-}
-
-// Calls `work` with the operand of a number type, by the numbers of `kernels.py:DTYPES`.
-template <class Work> int by_type(int dtype, Work&& work) {
-    return outcome([&] {
-        if (dtype == 0) work(Widened<float>());
-        if (dtype == 1) work(BFloat16Operand());
-        if (dtype == 2) work(Widened<Float16>());
-    });
 }
 
 }  // namespace
@@ -299,47 +290,32 @@ int64_t minitri_sizeof(const char* name) {
 #define SIZE(Struct) \
     { #Struct, sizeof(Struct) }
     static const std::map<std::string_view, int64_t> sizes{
-        SIZE(AttentionArguments),  SIZE(LinearArguments), SIZE(ProductArguments),
-        SIZE(DequantizeArguments), SIZE(RotateArguments), SIZE(NormArguments),
-        SIZE(FilterArguments),     SIZE(Matrix),          SIZE(LayerWeights),
-        SIZE(PassArguments),       SIZE(RoundArguments)};
+        SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ProductArguments),
+        SIZE(ConvertArguments),   SIZE(RotateArguments), SIZE(NormArguments),
+        SIZE(FilterArguments),    SIZE(Matrix),          SIZE(LayerWeights),
+        SIZE(PassArguments),      SIZE(RoundArguments)};
     const auto found = sizes.find(name);
     return found == sizes.end() ? 0 : found->second;
 }
 
-int minitri_attention(int dtype, int is_short, const AttentionArguments* a) {
-    return by_type(dtype, [&](auto op) { attention<decltype(op)>(*a, is_short); });
-}
-
-int minitri_linear(int dtype, int form, const LinearArguments* a) {
-    return by_type(dtype, [&](auto op) { linear_of<decltype(op)>(form, *a); });
-}
-
-int minitri_product(int dtype, int form, const ProductArguments* a) {
-    return by_type(dtype, [&](auto op) { product_of<typename decltype(op)::Stored>(form, *a); });
-}
-
-int minitri_dequantize(int dtype, int form, const DequantizeArguments* a) {
-    return by_type(dtype, [&](auto op) { dequantize_of<typename decltype(op)::Stored>(form, *a); });
-}
-
-int minitri_pass(int dtype, const PassArguments* p) {
-    return by_type(dtype, [&](auto op) { pass<decltype(op)>(*p); });
-}
-
-int minitri_norm(int dtype, const NormArguments* a) {
-    return by_type(dtype, [&](auto op) { norm<typename decltype(op)::Stored>(*a); });
-}
-
-int minitri_round(int dtype, const RoundArguments* a) {
-    return by_type(dtype, [&](auto op) { draft_round<decltype(op)>(*a); });
-}
-
-int minitri_filter(int, const FilterArguments* a) {
-    return outcome([&] { filter(*a); });
-}
-
-int minitri_rotate(int dtype, const RotateArguments* a) {
-    return by_type(dtype, [&](auto op) { rotate<typename decltype(op)::Stored>(*a); });
-}
+// A kernel takes the number of a dtype, whose operand is `Op`, an option, and its arguments.
+#define KERNEL(name, Arguments, work)                               \
+    int minitri_##name(int dtype, int option, const Arguments* a) { \
+        return by_type(dtype, [&](auto op) {                        \
+            using Op = decltype(op);                                \
+            using T = typename Op::Stored;                          \
+            work;                                                   \
+        });                                                         \
+    }
+KERNEL(attention, AttentionArguments, attention<Op>(*a, option))
+KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
+KERNEL(product, ProductArguments, product_of<T>(option, *a))
+KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
+KERNEL(pass, PassArguments, pass<Op>(*a))
+KERNEL(norm, NormArguments, norm<T>(*a))
+KERNEL(round, RoundArguments, draft_round<Op>(*a))
+KERNEL(rotate, RotateArguments, rotate<T>(*a))
+KERNEL(filter, FilterArguments, filter(*a))
+KERNEL(repack, ConvertArguments,
+       by_bits(option, [&](auto bits) { repack<bits>(option >= NESTED, *a); }))
 }

@@ -13,6 +13,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import RMSNorm
@@ -184,10 +185,27 @@ class Kernels:
             tensors=(packed_NX, rows_R),
         )
         out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
-        arguments = abi.DequantizeArguments(weights=packed_NX, rows=rows_R, out=out_NE)
+        arguments = abi.ConvertArguments(weights=packed_NX, rows=rows_R, out=out_NE)
         arguments.fill(N=len(out_NE), E=E, num_threads=self.num_threads)
         self.call("dequantize", arguments, dtype, form)
         return out_NE
+
+    def repack(
+        self, blocks_NX: np.ndarray, form: int, rows_R: Tensor, place_RX: Tensor, E: int
+    ) -> None:
+        """Writes rows `rows_R` of a matrix (N, E), which a GGUF file stores in blocks of a format
+        with this form, quantized as in `quantized.py` into `place_RX`."""
+        N, row_bytes = blocks_NX.shape
+        require(
+            (place_RX.dtype, *place_RX.shape) == (torch.uint8, *packed_shape(len(rows_R), E, form)),
+            place_RX.is_contiguous() and rows_R.is_contiguous() and rows_R.dtype == torch.int64,
+            0 <= int(rows_R.min()) <= int(rows_R.max()) < N and blocks_NX.flags.c_contiguous,
+            tensors=(place_RX, rows_R),
+        )
+        blocks = blocks_NX.ctypes.data  # PyTorch has no tensors that are only read
+        arguments = abi.ConvertArguments(weights=blocks, rows=rows_R, out=place_RX)
+        arguments.fill(N=len(rows_R), E=E, row_bytes=row_bytes, num_threads=self.num_threads)
+        self.call("repack", arguments, torch.float32, form)
 
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """RoPE of the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
@@ -217,10 +235,10 @@ class Kernels:
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
-    def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, *options: int) -> None:
+    def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
         """Runs the kernel of this name. Raises `MemoryError` or `RuntimeError` if it fails."""
         function = getattr(self.library, f"minitri_{kernel}")
-        code = function(DTYPES[dtype], *options, ctypes.byref(arguments))
+        code = function(DTYPES[dtype], option, ctypes.byref(arguments))
         if code == 1:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:

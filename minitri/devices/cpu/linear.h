@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include "attention.h"
 #include "quantized.h"
 
@@ -104,6 +102,20 @@ template <class Op> struct Plain {
         }
         FOR_TILE(M, N) sum[m][o] = local[m][o];
     }
+
+    // out (M, count) = M rows times `count` rows of the weights from `first` on, at most OUTPUTS.
+    template <int M>
+    void multiply(const Rows<typename Op::Unit>& rows, int64_t first, int count, float* out,
+                  int64_t stride) const {
+        constexpr int N = tile_vectors(M);
+        for (; count > 0; count -= N, first += N, out += N) {
+            Vec sum[M][N];
+            const int some = std::min(count, N);
+            dots<M, N>(rows, first, some, sum);
+            for (int m = 0; m < M; ++m)
+                for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+        }
+    }
 };
 
 // Weights of 4 to 8 bits. Each row of a panel has a lane of its own.
@@ -114,10 +126,10 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     static constexpr int ROWS = REGISTERS / 4, OUTPUTS = PANEL;  // of a tile
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
-    // out (M, PANEL) = M rows times the panel of row `first`.
+    // As of `Plain`, but of the whole panel of row `first`.
     template <int M>
-    void multiply_panel(const Rows<uint32_t>& rows, int64_t first, float* out,
-                        int64_t stride) const {
+    void multiply(const Rows<uint32_t>& rows, int64_t first, int, float* out,
+                  int64_t stride) const {
         constexpr int ALL = PANEL / LANES, PARTS = Form::WORDS / Form::SCALES;
         constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
         const uint8_t* panel = Form::panel_of(first);
@@ -165,31 +177,6 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     }
 };
 
-// out (M, count) = M rows times `count` rows of the weights from `first` on, at most OUTPUTS.
-template <class Weights, int M>
-void linear_tile(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t first,
-                 int count, float* out, int64_t stride) {
-    if constexpr (!Weights::IS_PLAIN) {
-        return w.template multiply_panel<M>(rows, first, out, stride);
-    } else {
-        constexpr int N = tile_vectors(M);
-        for (; count > 0; count -= N, first += N, out += N) {
-            Vec sum[M][N];
-            const int some = std::min(count, N);
-            w.template dots<M, N>(rows, first, some, sum);
-            for (int m = 0; m < M; ++m)
-                for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
-        }
-    }
-}
-
-template <class Weights>
-void linear_rows(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int M,
-                 int64_t first, int count, float* out, int64_t stride) {
-    with_constant<Weights::ROWS>(
-        M, [&](auto m) { linear_tile<Weights, m>(w, rows, first, count, out, stride); });
-}
-
 // out (R, count) = x times `count` rows of the weights from `first` on.
 template <class Weights>
 void linear_chunk(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t R,
@@ -198,9 +185,11 @@ void linear_chunk(const Weights& w, const Rows<typename Weights::Operand::Unit>&
     const int64_t together = (R + num_parts - 1) / num_parts;
     for (int64_t o = 0; o < count; o += Weights::OUTPUTS) {
         for (int64_t r = 0; r < R; r += together) {
-            linear_rows(w, rows.from(r), int(std::min<int64_t>(together, R - r)), first + o,
-                        int(std::min<int64_t>(Weights::OUTPUTS, count - o)), out + r * stride + o,
-                        stride);
+            const int M = int(std::min<int64_t>(together, R - r)),
+                      some = int(std::min<int64_t>(Weights::OUTPUTS, count - o));
+            with_constant<Weights::ROWS>(M, [&](auto m) {
+                w.template multiply<m>(rows.from(r), first + o, some, out + r * stride + o, stride);
+            });
         }
     }
 }

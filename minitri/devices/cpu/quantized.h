@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cstring>
 #include "threads.h"
 #include "widened.h"
 
@@ -108,14 +106,14 @@ template <int BITS> struct Layout {
     }
 };
 
-struct DequantizeArguments {
-    const void* weights;  // whole panels
+struct ConvertArguments {
+    const void* weights;  // whole panels, or to `repack` rows as a GGUF file stores them
     const int64_t* rows;  // (N), or null: the first N
-    void* out;            // (N, E)
-    int64_t N, E, num_threads;
+    void* out;            // (N, E), or of `repack` whole panels
+    int64_t N, E, row_bytes, num_threads;  // bytes of a row in a GGUF file
 };
 
-template <class T, int BITS> void dequantize(bool is_nested, const DequantizeArguments& a) {
+template <class T, int BITS> void dequantize(bool is_nested, const ConvertArguments& a) {
     using Form = Layout<BITS>;
     const Form form(a.weights, a.E, is_nested);
     const int64_t together = a.rows ? 1 : PANEL;
@@ -141,8 +139,109 @@ template <class T, int BITS> void dequantize(bool is_nested, const DequantizeArg
     });
 }
 
-template <class T> void dequantize_of(int form, const DequantizeArguments& a) {
+template <class T> void dequantize_of(int form, const ConvertArguments& a) {
     by_bits(form, [&](auto bits) { dequantize<T, bits>(form >= NESTED, a); });
+}
+
+// Blocks of LANES rows in a GGUF file: of one group, or, in nested forms, of 8. A byte has low bits
+// of two q, in this order of parts:
+//   Q4_0 to Q8_0  a scale, in Q4_1 and Q5_1 an offset; in 5 bits, a word of high bits; low bits of
+//                 the first 16 q and of the others. Without an offset 8 or 16 is subtracted
+//   Q4_K, Q5_K    units of scales and of subtracted offsets; these, in 6 bits; in 5 bits, bytes of
+//                 a high bit of every group; low bits of two groups, four times
+//   Q6_K          low bits of groups 0 and 2, 1 and 3, ...; high bits of four groups; scales; units
+template <int BITS> struct Blocks : Layout<BITS> {
+    using Form = Layout<BITS>;
+    typedef uint32_t Word __attribute__((aligned(1), may_alias));
+    const uint8_t* at[LANES];
+    int bytes, together;  // of a block; its groups
+
+    Blocks(const ConvertArguments& a, bool is_nested, int64_t first)
+        : Form(a.out, a.E, is_nested), together(is_nested ? 8 : 1) {
+        bytes = int(a.row_bytes / (Form::groups / together));
+        for (int i = 0; i < LANES; ++i) {
+            const int64_t n = std::min(first + i, a.N - 1), row = a.rows ? a.rows[n] : n;
+            at[i] = static_cast<const uint8_t*>(a.weights) + row * a.row_bytes;
+        }
+    }
+
+    Bits load_four(int place) const {
+        Bits words{};
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; ++i) words[i] = *reinterpret_cast<const Word*>(at[i] + place);
+        return words;
+    }
+
+    // The i-th four q of the block's group g, as bytes.
+    Bits four(int g, int i) const {
+        if (BITS == 8) return load_four(2 + 4 * i);
+        int low = bytes - 16 + i % 4 * 4, half = i / 4;
+        Bits high{};
+        if (Form::is_nested) {
+            low = 4 * i + (BITS == 6 ? g / 4 * 64 + g % 2 * 32 : bytes - 128 + g / 2 * 32);
+            half = BITS == 6 ? g / 2 % 2 : g % 2;
+            if (BITS == 5) high = load_four(16 + 4 * i) >> g & 0x01010101;
+            if (BITS == 6) high = load_four(128 + g / 4 * 32 + 4 * i) >> g % 4 * 2 & 0x03030303;
+        } else if (BITS == 5) {  // spreads four bits
+            high = (load_four(bytes - 20) >> 4 * i & 15) * 0x204081 & 0x01010101;
+        }
+        return (load_four(low) >> 4 * half & 0x0f0f0f0f) | high << 4;
+    }
+
+    // Stores COUNT bits of a group's q, from bit `first` on, as words.
+    template <int COUNT> void store_words(int g, int first, uint8_t* to) const {
+        Bits words[COUNT] = {};
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) {
+            Bits q = four(g, i) >> first & 0x01010101u * ((1 << COUNT) - 1);
+            q = (q & 0xff0000ff) | (q & 0xff00) << 8 | (q >> 8 & 0xff00);  // inputs 0, 2, 1, 3
+            if (COUNT < 8) q = (q | q >> (8 - COUNT)) & 0x00ff00ff;
+            words[COUNT * i / 8] |= q << 2 * COUNT * i % 16;
+        }
+        for (int w = 0; w < COUNT; ++w)
+            *reinterpret_cast<Bits*>(to + w * Form::WORD_BYTES) = words[w];
+    }
+
+    // Stores factors of a block of row n of a panel, whose first group is g.
+    void store_factors(const uint8_t* block, int64_t g, uint8_t* panel, int n) const {
+        auto* halves = reinterpret_cast<const Float16*>(block);
+        auto* scale = reinterpret_cast<Float16*>(panel + Form::scales) + g / together * PANEL + n;
+        Float16* offset = scale + (Form::offsets - Form::scales) / 2;
+        *scale = halves[BITS == 6 ? 104 : 0];
+        if (Form::HAS_OFFSETS) *offset = halves[1];
+        if (Form::HAS_OFFSETS && Form::is_nested) offset->bits ^= 0x8000;
+        else if (Form::HAS_OFFSETS && bytes % 4) narrow(widen(*scale) * -(1 << (BITS - 1)), offset);
+        uint8_t* to = panel + Form::in_units + g * Form::SCALES * PANEL + n;
+        for (int j = 0; Form::is_nested && j < 16; ++j) {  // of 6 bits: 8 scales, 8 offsets
+            const uint8_t *six = block + 4 + j / 8 * 4 + j % 4, *both = block + 12 + j % 4;
+            const int late = (*both >> j / 8 * 4 & 15) | (*six >> 2 & 48);
+            if (BITS == 6) to[j * PANEL] = block[192 + j];
+            else to[(j / 8 * Form::groups + j % 8) * PANEL] = j % 8 < 4 ? *six & 63 : late;
+        }
+    }
+};
+
+// Rows of a GGUF file as panels; the last row is repeated where it fills no panel.
+template <int BITS> void repack(bool is_nested, const ConvertArguments& a) {
+    using Form = Blocks<BITS>;
+    Pool::get().run((a.N + PANEL - 1) / PANEL, a.N * a.E, a.num_threads, [&](int64_t task) {
+        for (int lane = 0; lane < PANEL; lane += LANES) {
+            Form form(a, is_nested, task * PANEL + lane);
+            uint8_t* panel = static_cast<uint8_t*>(a.out) + task * form.panel_bytes;
+            for (int64_t g = 0; g < form.groups; ++g) {
+                const int64_t at = g * Form::WORD_BYTES, i = g % form.together;
+                uint8_t* words = panel + 4 * lane;
+                form.template store_words<Form::WORDS>(i, 0, words + at * Form::WORDS);
+                words += form.high + at * Form::HIGH_WORDS;
+                if constexpr (BITS == 5 || BITS == 6)
+                    form.template store_words<Form::HIGH_WORDS>(i, 4, words);
+                for (int n = 0; i + 1 == form.together && n < LANES; ++n) {
+                    form.store_factors(form.at[n], g - i, panel, lane + n);
+                    form.at[n] += form.bytes;
+                }
+            }
+        }
+    });
 }
 
 }  // namespace

@@ -2,8 +2,6 @@
 
 #pragma once
 
-#include <algorithm>
-#include <cmath>
 #include <iterator>
 #include <vector>
 #include "attention.h"

@@ -11,7 +11,6 @@
 
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "numbers.h"

@@ -169,9 +169,9 @@ class GgufFile:
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
                 rows = self._rows(name, stored.shape[0], config)
-                if name in packed:
+                if kernels is not None and name in packed:
                     weight = packed[name]
-                    repack(stored, weight, rows)
+                    repack(stored, kernels, weight, rows)
                 else:
                     weight = dequantize(stored, kernels)
                     weight = weight if rows is None else weight[rows]

@@ -31,6 +31,11 @@ int64_t panel_bytes(int form, int64_t E) {
     return Layout<4>(nullptr, E, is_nested).panel_bytes;
 }
 
+int64_t block_bytes(int form) {  // in a GGUF file
+    const std::map<int, int64_t> bytes{{4, 18}, {5, 24}, {8, 34}, {36, 144}, {37, 176}, {38, 210}};
+    return bytes.count(form) ? bytes.at(form) : 0;
+}
+
 template <class T>
 std::vector<T> results(int dtype, int threads) {
     std::vector<T> all;
@@ -59,7 +64,10 @@ std::vector<T> results(int dtype, int threads) {
             if (E % block) continue;
             const int64_t num_bytes = (N + PANEL - 1) / PANEL * panel_bytes(form, E);
             auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);
-            auto small = packed(num_bytes, 7);
+            const int64_t row_bytes = E / block * block_bytes(form);
+            auto blocks = packed(N * row_bytes, 7), small = packed(num_bytes, 0);
+            ConvertArguments r{blocks.data(), nullptr, small.data(), N, E, row_bytes, threads};
+            ok(minitri_repack(dtype, form, &r));
             std::vector<T> out(R * N);
             const void* matrix = form == 16 ? static_cast<const void*>(weights.data()) : small.data();
             LinearArguments a{x.data(), nullptr, matrix, bias.data(), nullptr, out.data(),
@@ -75,7 +83,7 @@ std::vector<T> results(int dtype, int threads) {
             std::vector<T> plain(N * E);
             const std::vector<int64_t> last{N - 1};
             for (const int64_t* some : {last.data(), static_cast<const int64_t*>(nullptr)}) {
-                DequantizeArguments d{matrix, some, plain.data(), some ? 1 : N, E, threads};
+                ConvertArguments d{matrix, some, plain.data(), some ? 1 : N, E, 0, threads};
                 ok(minitri_dequantize(dtype, form, &d));
                 keep(plain);
             }
@@ -103,11 +111,11 @@ std::vector<T> results(int dtype, int threads) {
                         is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, L, B, T_, W,
                         E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads, 1e-6,
                         nullptr};
-        ok(minitri_pass(dtype, &p));
+        ok(minitri_pass(dtype, 0, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
     RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
-    ok(minitri_rotate(dtype, &r));
+    ok(minitri_rotate(dtype, 0, &r));
     keep(turned);
     const int64_t G = 4, known = 70;  // guesses of a drafter that knows 100 tokens, its target 90
     auto table = filled<T>(100 * E, 20), last = filled<T>(100 * E, 21);
@@ -132,7 +140,7 @@ std::vector<T> results(int dtype, int threads) {
                          norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
                          tokens.data(), probs.data(), G, 95};
-        ok(minitri_round(dtype, &a));
+        ok(minitri_round(dtype, 0, &a));
         for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
         for (int64_t token : tokens) { all.emplace_back(); narrow(float(token), &all.back()); }
     }
@@ -141,7 +149,7 @@ std::vector<T> results(int dtype, int threads) {
     for (double temperature : {0.0, 0.7}) {
         std::vector<float> probs(N * V);
         FilterArguments f{logits.data(), probs.data(), N, V, 999, threads, temperature, 0.9, -1.0};
-        ok(minitri_filter(0, &f));
+        ok(minitri_filter(0, 0, &f));
         for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
     }
     return all;

@@ -13,6 +13,7 @@ from tests.devices.cpu import test_draft_round as rounds
 from tests.devices.cpu import test_filters as filters
 from tests.devices.cpu import test_kernels as claims
 from tests.devices.cpu import test_pass as passes
+from tests.devices.cpu import test_quantized as quantized
 from tests.devices.cpu.conftest import compiled
 
 pytestmark = [
@@ -46,6 +47,8 @@ row[a.ids[n]] = => row[a.ids[n + outputs]] =
 unpack(panel, g, word, lane + v * LANES => unpack(panel, g, word, lane
 largest / 32767 + sum_lanes(none) => largest / 32767
 scales[g] * float(sum) => scales[g]
+half = BITS == 6 ? g / 2 % 2 : g % 2 => half = g % 2
+j % 8 < 4 ? *six & 63 : late => j % 8 < 4 ? *six & 63 : late & 31
 this->dequantize(panel, (input + i) / GROUP => this->dequantize(panel, i / GROUP
 """
 
@@ -71,6 +74,8 @@ def check(kernels, monkeypatch) -> None:
         passes.test_a_pass_computes_and_writes_what_the_plain_layers_do(
             kernels, "streaming", dtype, *case
         )
+    for kind in quantized.FORMS:
+        quantized.test_repacked_numbers_are_the_dequantized_ones(kernels, kind)
     monkeypatch.setattr(rounds, "load_kernels", lambda: kernels)
     for kind in ("lent", "larger"):
         rounds.check_rounds(rounds.models_of(kind, dtype), SamplingParams(1.0), gamma1=3)

@@ -1,5 +1,7 @@
 """Matrices of 4 and 8 bits: what they stand for, how they lie, what models make of them."""
 
+import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -11,6 +13,8 @@ from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, KernelTiedHead, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
+from minitri.files.gguf.blocks import FORMS, is_exact, repack
+from minitri.files.gguf.container import StoredTensor
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import every_dtype, random
@@ -36,6 +40,32 @@ def test_a_quantized_weight_is_half_a_step_from_the_original(bits, E, monkeypatc
     for numbers_at_once in (1, E * 17, E * 50):
         monkeypatch.setattr(quantized, "NUMBERS_AT_ONCE", numbers_at_once)
         assert torch.equal(quantize(weight_NE, bits), packed_NX)
+
+
+@pytest.mark.parametrize("kind", FORMS)
+def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
+    """Exactly: with all values of q, scales of 0, negative and denormal ones, odd groups; any
+    scales and minima of K-quants; and rows in another order."""
+    stored_as, form, random = gguf.GGMLQuantizationType[kind], FORMS[kind], np.random.default_rng(0)
+    block, num_bytes = gguf.GGML_QUANT_SIZES[stored_as]
+    order = torch.randperm(70, generator=torch.Generator().manual_seed(0))
+    for E in (block, 3 * block, 18 * block):
+        blocks = random.integers(0, 256, (70, E // block, num_bytes), np.uint8)
+        has_offsets = kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
+        factors = blocks[..., -2:] if kind == "Q6_K" else blocks[..., : 4 if has_offsets else 2]
+        numbers = random.normal(size=(*factors.shape[:2], factors.shape[2] // 2))
+        factors[:] = numbers.astype("<f2").view(np.uint8)
+        factors[0] = 0
+        factors[1:20] = [3, 128] * (factors.shape[2] // 2)  # -3 / 2^24
+        stored = blocks.reshape(70, -1)
+        wanted = torch.from_numpy(gguf.dequantize(stored, stored_as))
+        matrix = StoredTensor(stored_as, (70, E), stored)
+        packed_NX = torch.empty(packed_shape(70, E, form), dtype=torch.uint8)
+        repack(matrix, kernels, packed_NX, order)
+        unpacked = kernels.dequantize(packed_NX, E, form, torch.float32)[:70]
+        assert torch.equal(unpacked, wanted[order])
+        if is_exact(matrix):
+            assert torch.equal(unpacked.view(torch.int32), wanted[order].view(torch.int32))
 
 
 @every_dtype
