@@ -7,6 +7,7 @@ target's table a drafter would guess badly without an error, so its files hold a
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -144,14 +145,16 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
     a tied LM head and buffers of the rotary embedding may be there, too."""
     missing = placements(model)
     unexpected = []
-    checksums = dict[str, int]()
+    checksums = dict[str, Future[int]]()
     disable = None if progress else True  # None: where standard error is no terminal
-    with tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable) as bar:
+    bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable)
+    with bar, ThreadPoolExecutor(1) as thread:
         for name, tensor in tensors:
             if name in missing:
                 part = share(name, tensor, model.execution.ranks)
                 _copy(part, missing.pop(name), f"{path}: {name}")
-                checksums[name] = checksum({}, tensor)
+                wait(checksums.values())  # at most one tensor waits for its checksum
+                checksums[name] = thread.submit(checksum, {}, tensor)
                 bar.update()
             elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
@@ -161,7 +164,8 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
             f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
             "weights and config belong to different models, or the download is incomplete"
         )
-    fingerprint = hashlib.sha256(repr(sorted(checksums.items())).encode()).hexdigest()
+    facts = sorted((name, checksum.result()) for name, checksum in checksums.items())
+    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     model.execution = replace(model.execution, fingerprint=fingerprint)
 
 
