@@ -7,8 +7,6 @@ from typing import Self
 from minitri.core.errors import InputError
 from minitri.core.fields import between, check_fields, one_of, refuse
 
-SPLIT = ("num_heads", "num_kv_heads", "intermediate_size")  # divided among GPUs
-
 
 @dataclass(frozen=True)
 class RopeConfig:
@@ -74,6 +72,13 @@ class ModelConfig:
     """With `draft_of`: number of most frequent tokens that the drafter's LM head covers."""
     output_bias: bool | None = None  # of the o projection; None: if q, k and v have one
     head_norm: bool = False  # RMSNorm of each head of q and k before RoPE, as in Qwen3
+    joint_norm: bool = False  # RMSNorm of all of q, and of all of k, before RoPE, as in OLMo 2
+    norms_after: bool = False  # norms are after attention and MLP, not before
+    embedding_scale: float = between(1.0, 1e-6, 1e6)  # factor of embeddings, as in Granite
+    score_scale: float | None = between(None, 1e-6, 1e6)  # factor of q k; None: 1 / sqrt(head_dim)
+    residual_scale: float = between(1.0, 1e-6, 1e6)  # factor of what attention and MLP add
+    logit_divisor: float = between(1.0, 1e-6, 1e6)  # of the LM head's output
+    unrotated_layers: tuple[int, ...] = ()  # numbers of layers without RoPE, as in SmolLM3
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -85,6 +90,14 @@ class ModelConfig:
             refuse(self, "num_heads", f"it must be a multiple of {self.num_kv_heads} K/V heads")
         if self.head_dim % 2:
             refuse(self, "head_dim", "rotary embeddings need an even one")
+        if self.unrotated_layers and self.score_scale is not None:  # RoPE applies the scale
+            refuse(self, "score_scale", "it must be None with layers without RoPE")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels, which know few options, compute this model."""
+        is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
+        return not (is_scaled or self.norms_after or self.joint_norm or self.unrotated_layers)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -93,7 +106,10 @@ class ModelConfig:
 
     def share(self, count: int) -> Self:
         """Config of one of `count` equal shares of the model, one per GPU. Raises `InputError`."""
-        sizes = {name: getattr(self, name) for name in SPLIT}
+        divided = ("num_heads", "num_kv_heads", "intermediate_size")
+        sizes = {name: getattr(self, name) for name in divided}
+        if count > 1 and self.joint_norm:
+            raise InputError(f"{self.name} has norms over all heads; use one GPU")
         if any(size % count for size in sizes.values()):
             raise InputError(
                 f"{self.name} cannot be split over {count} ranks: {sizes} must be multiples of "

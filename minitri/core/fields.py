@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import reprlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, NoReturn, TypeVar
 
@@ -46,16 +45,11 @@ def expect(given: object, kind: type) -> None:
 
 def brief(settings: Any) -> str:
     """A short `__repr__` for dataclasses: fields that differ from their defaults, values cut."""
-    cut = reprlib.Repr()
-    cut.maxstring = 80
-    cut.maxother = 240
     shown = []
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)
-        is_empty = field.default_factory is not dataclasses.MISSING and not value
-        if field.repr and value != field.default and not is_empty:
-            text = f"{value:.4g}" if isinstance(value, float) else cut.repr(value)
-            shown.append(f"{field.name}={text}")
+        if field.repr and value not in (field.default, [], {}):
+            shown.append(f"{field.name}={shorten(repr(value), 120)}")
     return f"{type(settings).__name__}({', '.join(shown)})"
 
 

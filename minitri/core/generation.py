@@ -18,8 +18,8 @@ from typing import Any
 
 from torch import Tensor
 
-from minitri.core.decoding.level import Emitted
 from minitri.core.decoding.sampling import log_probs
+from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import InputError, NotFiniteError
 from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, as_fault, running

@@ -35,8 +35,7 @@ from minitri.core.shape import MemoryShape
 E = TypeVar("E", bound=BaseException)
 TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # tokens of captured passes, at most a run's max_block
 PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
-WORTH_COPYING = 64
-"""Least tokens that a prompt and an old text share for copying the text to a larger new cache."""
+WORTH_COPYING = 64  # tokens that a prompt shares with an old text: copied to a larger new cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,10 +125,6 @@ class Memory:
     def runners(self) -> list[ModelRunner]:
         stages = (self.draft, self.retrieval, self.target)
         return [runner for runner in stages if runner is not None]
-
-    @property
-    def num_cache_bytes(self) -> int:
-        return sum(runner.cache.num_bytes for runner in self.runners)
 
 
 def allocate(

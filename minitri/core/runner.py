@@ -16,11 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.level import Output
 from minitri.core.decoding.random_source import sample_by_number
 from minitri.core.decoding.sampling import pad_vocabulary, probs_by_tensor, probs_of_rows
 from minitri.core.decoding.text_filters import TextFilters, filtered_logits, paths_of
-from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.decoding.verification import Active, Output, Proposal, Rows
 from minitri.core.graphs import Function, GraphPool
 from minitri.core.model.block import pack_block, unpack_block
 from minitri.core.model.cache import Cache
@@ -236,6 +235,5 @@ class ModelRunner:
 
     def can_sample_by(self, sampling: SamplingParams) -> bool:
         """Whether captured passes, if there are any, can apply these sampling settings."""
-        if self.graphs is None or sampling.temperature == 0:
-            return True
-        return sampling.form == self.passes.filters.form
+        is_free = self.graphs is None or sampling.temperature == 0
+        return is_free or sampling.form == self.passes.filters.form

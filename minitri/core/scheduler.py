@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
-OLDEST_EVERY = 4
-"""In an open run every 4th chunk, and every 4th admission of a client, is its oldest request's."""
+OLDEST_EVERY = 4  # chunks, and admissions of a client, of an open run: one is of the oldest request
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import torch
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
-from minitri.core.decoding.level import Emitted, Level, Stage
+from minitri.core.decoding.level import Level, Stage
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.core.decoding.text_filters import TextFilters
-from minitri.core.decoding.verification import Proposal
+from minitri.core.decoding.verification import Emitted, Proposal
 from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
@@ -45,7 +45,8 @@ class Stack:
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
         self._pass_bytes = pass_bytes(models)
-        self.stats = Stats(kv_cache_bytes=memory.num_cache_bytes)
+        cache_bytes = sum(runner.cache.num_bytes for runner in memory.runners)
+        self.stats = Stats(kv_cache_bytes=cache_bytes)
         use_clock = may_use_clock(models, shape, is_open=is_open)
         prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
         self.tuner = Autotuner(speculation.plans, prior, use_clock=use_clock)

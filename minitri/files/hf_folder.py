@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
+from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
 from minitri.text.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
 
@@ -65,22 +66,22 @@ class Folder:
             return SentencePieceBackend(model.read_bytes())
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
-    def tensors(self, *_: Any) -> "Iterator[tuple[str, Tensor]]":
-        """Yields names and tensors of all weights; a shard is closed before the next one opens."""
+    def tensors(self, config: ModelConfig, *_: Any) -> "Iterator[tuple[str, Tensor]]":
+        """Yields all weights by the names of a Llama; a shard is closed before the next opens."""
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
                 if file.suffix == ".safetensors":
                     with safe_open(file, framework="pt") as shard:
                         for name in shard.keys():  # noqa: SIM118 (not a dict)
-                            yield name, shard.get_tensor(name)
+                            yield as_llama(name, config), shard.get_tensor(name)
                 else:
                     import torch  # slow, and not needed by `weight_files`
 
                     with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
                     for name, tensor in shard.items():
-                        yield str(name), tensor.detach()
+                        yield as_llama(str(name), config), tensor.detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -22,10 +22,8 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.files.snapshots import Origin, read_snapshot, write_snapshot
 
-BLOCK = 256
-"""Tokens of a block."""
-WAITING_BYTES = 2**30
-"""Most bytes of blocks that wait to be written; more blocks are not stored now."""
+BLOCK = 256  # tokens of a block
+WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others are not stored
 
 
 class KVStore:

@@ -14,7 +14,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.fields import check_fields, one_of
 from minitri.core.settings import BACKENDS, DTYPES
-from minitri.files.hf_config import FAMILIES
+from minitri.files.families import FAMILIES
 
 DEFAULT_MODEL = "smollm2-135m"
 
@@ -68,9 +68,10 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 
 def table() -> str:
-    """The named models as a text table for `--list-models`, without their configs."""
+    """The named models as a text table for `--list-models`, and the families of others."""
     width = _TABLE[0].index("kind")
-    return "\n".join(line[:width].rstrip() for line in _TABLE)
+    others = f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"
+    return "\n".join([*(line[:width].rstrip() for line in _TABLE), others])
 
 
 def unknown_model(name: str) -> InputError:

@@ -4,7 +4,6 @@ A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a check
 the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
 in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
 file. Only the file's owner can read it. A symbolic link is followed.
-
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from minitri.core.decoding.level import Emitted, Level, Output
+from minitri.core.decoding.level import Level
 from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
-from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.decoding.verification import Active, Emitted, Output, Proposal, Rows
 from minitri.core.drafters.draft_model import chain_level
 from minitri.core.model.cache import gather_path
 from minitri.core.runner import ModelRunner

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
-from minitri.core.decoding.level import Emitted
+from minitri.core.decoding.verification import Emitted
 from minitri.core.drafters.draft_model import chain_level
 from minitri.core.errors import NotFiniteError
 from minitri.core.graphs import GraphPool

@@ -12,13 +12,15 @@ import torch
 
 from minitri.core.config import ModelConfig
 
-NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, 8)  # the most of all families
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+PAIRED = ("llama", "granite", "smollm3")  # with neighbouring rotary pairs
 
 
-def stored_name(name: str) -> str:
+def stored_name(name: str, architecture: str) -> str:
     """Name in GGUF of a tensor of Hugging Face."""
     stem, kind = name.rsplit(".", 1)
-    return f"{NAMES.get_name(stem)}.{kind}"
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], 8)
+    return f"{names.get_name(stem)}.{kind}"
 
 
 def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
@@ -102,11 +104,13 @@ def write_gguf(
     for name, tensor in weights.items():
         values = tensor.float().numpy()
         part = name.split(".")[-2]
-        if architecture == "llama" and part in heads:
+        if architecture in PAIRED and part in heads:
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
         stored_as = gguf.GGMLQuantizationType[kinds.get(part, kind) if values.ndim == 2 else "F32"]
-        writer.add_tensor(stored_name(name), quantized(values, stored_as), raw_dtype=stored_as)
+        writer.add_tensor(
+            stored_name(name, architecture), quantized(values, stored_as), raw_dtype=stored_as
+        )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -53,7 +53,7 @@ def sharded(folder: Path, target: Path, ending: str = "safetensors") -> Path:
 
 def as_gguf(folder: Path, path: Path, **options) -> Path:
     config = Folder(folder).config("tiny")
-    weights = dict(Folder(folder).tensors(config))
+    weights = load_file(folder / "model.safetensors")
     return write_gguf(path, config, byte_level_tokenizer(), weights, **options)
 
 

@@ -36,6 +36,7 @@ class StreamingCache(Cache):
         self.raw_keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.settings = speculation
         self._rope = model.rope
+        self._unrotated = [*config.unrotated_layers]
 
     @property
     def next_positions(self) -> list[int]:
@@ -68,5 +69,6 @@ class StreamingCache(Cache):
             positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
             rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
+            rotated_LTKD[self._unrotated] = moved_LTKD[self._unrotated]
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
             self.hold(b, kept, self.num_tokens[b])

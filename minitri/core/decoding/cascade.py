@@ -37,9 +37,9 @@ import copy
 from collections.abc import Collection
 from typing import Self
 
-from minitri.core.decoding.level import Emitted, Level, Stage
+from minitri.core.decoding.level import Level, Stage
 from minitri.core.decoding.meter import Meter
-from minitri.core.decoding.verification import Proposal, Rows
+from minitri.core.decoding.verification import Emitted, Proposal, Rows
 from minitri.core.settings import StepPlan
 
 

@@ -4,8 +4,7 @@ Legend: B rows, N tokens or places of a block, V vocab; p verifier's, q proposer
 
 import copy
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -13,36 +12,11 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
-from minitri.core.decoding.text_filters import TextFilters, forced_of
-from minitri.core.decoding.verification import Active, Proposal, Rows
-from minitri.core.settings import SamplingParams, StepPlan
+from minitri.core.decoding.text_filters import forced_of
+from minitri.core.decoding.verification import Active, Emitted, Proposal, Rows
+from minitri.core.runner import ModelRunner
+from minitri.core.settings import StepPlan
 from minitri.core.stats import LevelStats
-
-
-@dataclass(frozen=True)
-class Output:
-    """Result of a pass: a model's next-token distributions, and the logits they are made of."""
-
-    probs_BNV: Tensor  # after all filters
-    logits_BNV: Tensor  # of the model alone
-    filtered_BNV: Tensor  # logits after penalties, bias and grammar
-
-    def emitted(
-        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
-    ) -> "Emitted":
-        """Tokens for row b that were sampled from the distributions at `places` of its block."""
-        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
-
-
-@dataclass(frozen=True, eq=False)
-class Emitted:
-    """The tokens that one round of a level emits for one row."""
-
-    tokens: list[int]  # none if the row has failed or is not active
-    origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
-    probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
-    logits_NV: Tensor  # of the verifier, before all filters
-    error: Exception | None = None  # why the row cannot go on; it has no tokens then
 
 
 class Stage:
@@ -75,34 +49,11 @@ class Stage:
         raise NotImplementedError
 
 
-class Runner(Protocol):
-    """Interface of a model with its KV cache, as a stage of speculative decoding calls it."""
-
-    sampling: list[SamplingParams]
-    text_filters: list[TextFilters | None]
-
-    # See the methods of `Stage`.
-    def prepare(self, sequences: Rows, active: Active) -> None: ...
-    def crop(self, lengths: list[int]) -> None: ...
-    def reset(self, b: int) -> None: ...
-    def of_rows(self, rows: slice) -> "Runner": ...
-
-    def next_probs(
-        self, sequences: Rows, active: Active, guesses: Proposal | None = None
-    ) -> Output:
-        """Reads the tokens that the cache lacks, and the guesses; returns (B, at least N + 1, V)
-        distributions after the last token and each guess. Inactive rows are undefined."""
-
-    def next_probs_after(self, sequences: Rows, drafted: list[Tensor], active: Active) -> Tensor:
-        """Reads the last of `drafted`, the tokens (B,) guessed so far after the sequences; returns
-        the next distributions (B, V). `drafted` may be on the device."""
-
-
 class Level(Stage):
     """One level of the cascade: verifies the stage below, and proposes to the level above."""
 
     def __init__(
-        self, runner: Runner, source: RandomSource, stats: LevelStats, meter: Meter
+        self, runner: ModelRunner, source: RandomSource, stats: LevelStats, meter: Meter
     ) -> None:
         super().__init__(stats, meter)
         self.runner = runner

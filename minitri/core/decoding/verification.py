@@ -77,6 +77,32 @@ class Proposal:
         return self.counts[b]
 
 
+@dataclass(frozen=True)
+class Output:
+    """Result of a pass: a model's next-token distributions, and the logits they are made of."""
+
+    probs_BNV: Tensor  # after all filters
+    logits_BNV: Tensor  # of the model alone
+    filtered_BNV: Tensor  # logits after penalties, bias and grammar
+
+    def emitted(
+        self, b: int, tokens: list[int], origins: list[str], places: slice | list[int]
+    ) -> "Emitted":
+        """Tokens for row b that were sampled from the distributions at `places` of its block."""
+        return Emitted(tokens, origins, self.probs_BNV[b, places], self.logits_BNV[b, places])
+
+
+@dataclass(frozen=True, eq=False)
+class Emitted:
+    """The tokens that one round of a level emits for one row."""
+
+    tokens: list[int]  # none if the row has failed or is not active
+    origins: list[str]  # for each token: the stage that guessed it, or recovered, or bonus
+    probs_NV: Tensor  # the verifier's distributions, from which the tokens are samples
+    logits_NV: Tensor  # of the verifier, before all filters
+    error: Exception | None = None  # why the row cannot go on; it has no tokens then
+
+
 class Guesses(NamedTuple):
     """The tensors of a proposal; each row is padded after its first `counts_B[b]` tokens."""
 

@@ -17,8 +17,7 @@ from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.stats import LevelStats, num_common
 
-LEAST_CHANCE = 0.05
-"""A guess is made only with a larger chance to be accepted than this, see tools/RESULTS.md."""
+LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
 LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
 MOST_PLACES = 1000  # latest places of a pair that a lookup compares, in 0.1 ms at most
 

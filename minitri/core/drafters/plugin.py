@@ -14,13 +14,14 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from minitri.core.decoding.level import Runner, Stage
+from minitri.core.decoding.level import Stage
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.sampling import probs_of_rows
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import explain
+from minitri.core.runner import ModelRunner
 from minitri.core.stats import LevelStats
 
 TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, due to bfloat16
@@ -44,7 +45,7 @@ class PluggedDrafter(Stage):
         stats: LevelStats,
         meter: Meter,
         source: RandomSource,
-        target: Runner,
+        target: ModelRunner,
         *,
         vocab_size: int,
         device: torch.device,

@@ -8,26 +8,16 @@ Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T ne
 """
 
 import math
-from typing import Protocol
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-
-class Attend(Protocol):
-    """Interface of attention: softmax with scale 1 / sqrt(D), (B, T, H, D) in the queries' dtype.
-    The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the block; other
-    slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, if T is small."""
-
-    def __call__(
-        self,
-        q_BTHD: Tensor,
-        keys_BKSD: Tensor,
-        values_BKSD: Tensor,
-        prefix_lengths: list[int],
-        rule_TT: Tensor | None = None,
-        lengths_B: Tensor | None = None,
-    ) -> Tensor: ...
+Attend = Callable[..., Tensor]
+"""Attention, called as `attend_math` is: softmax with scale 1 / sqrt(D), (B, T, H, D) in the
+queries' dtype. The first `prefix_lengths[b] + T` slots of row b are valid, the last T of them the
+block; other slots, even NaN, change nothing. `lengths_B`: prefix lengths on the device, if T is
+small."""
 
 
 def attend_math(

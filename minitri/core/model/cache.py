@@ -8,26 +8,12 @@ Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 
 import copy
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
-
-class Slots(Protocol):
-    """Keys or values (..., S, D): a tensor, or another layout that is indexed like one."""
-
-    dtype: torch.dtype
-
-    @property
-    def shape(self) -> torch.Size: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def nbytes(self) -> int: ...
-    def stride(self) -> tuple[int, ...]: ...
-    def __getitem__(self, index: Any, /) -> Any: ...
-    def __setitem__(self, index: Any, values: Any, /) -> None: ...
+Slots = Any  # keys or values (..., S, D): a tensor, or another layout that is indexed like one
 
 
 def plain_slots(

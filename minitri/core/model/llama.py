@@ -7,8 +7,9 @@ slots of a cache, V vocab, N guesses.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any, Self
 
 import torch
 import torch.nn.functional as F
@@ -65,7 +66,7 @@ class Llama(nn.Module):
         self.attend = attend
         self.execution = Execution()
         with torch.device(device):
-            self.layers = Layers(Layer(config, dtype) for _ in range(config.num_layers))
+            self.layers = Layers(Layer(config, dtype, i) for i in range(config.num_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
             self.lm_head: Linear | TrimmedHead
             V = config.vocab_size
@@ -81,7 +82,9 @@ class Llama(nn.Module):
                 self.embed_tokens = nn.Parameter(torch.empty(V, E, dtype=dtype))
         self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
-        self.rope = Rope(config.rope, config.head_dim, device)
+        D = config.head_dim
+        factor = 1.0 if config.score_scale is None else config.score_scale * math.sqrt(D)
+        self.rope = Rope(config.rope, D, device, factor)
         self.num_bytes = sum(weight.nbytes for weight in self.parameters())
 
     @property
@@ -114,12 +117,17 @@ class Llama(nn.Module):
         if self.lent_embedding is not None:
             return self.lent_embedding(tokens).to(self.dtype)
         if isinstance(self.lm_head, TiedHead):
-            return self.lm_head.rows(tokens)
-        return F.embedding(tokens, self.embed_tokens)
+            rows = self.lm_head.rows(tokens)
+        else:
+            rows = F.embedding(tokens, self.embed_tokens)
+        scale = self.config.embedding_scale
+        return rows if scale == 1 else rows * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits by the LM head, float32: hidden states (..., E) to (..., V)."""
-        return self.lm_head(hidden).float()
+        logits = self.lm_head(hidden).float()
+        divisor = self.config.logit_divisor
+        return logits if divisor == 1 else logits / divisor
 
 
 def sample_of_vocabulary(config: ModelConfig) -> Tensor:
@@ -151,29 +159,40 @@ class Layers(nn.ModuleList):
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer block."""
+    """Transformer block with norms before attention and MLP, or after both."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, number: int) -> None:
         super().__init__()
-        E = config.hidden_size
-        eps = config.rms_norm_eps
-        self.input_layernorm = RMSNorm(E, eps, dtype=dtype)
-        self.self_attn = Attention(config, dtype)
-        self.post_attention_layernorm = RMSNorm(E, eps, dtype=dtype)
+
+        def norm(*, is_there: bool) -> Any:
+            size = (config.hidden_size, config.rms_norm_eps)
+            return RMSNorm(*size, dtype=dtype) if is_there else nn.Identity()
+
+        after = config.norms_after
+        self.residual_scale = config.residual_scale
+        self.input_layernorm = norm(is_there=not after)
+        self.self_attn = Attention(config, dtype, number)
+        self.attention_output_norm = norm(is_there=after)
+        self.post_attention_layernorm = norm(is_there=not after)
         self.mlp = MLP(config, dtype)
+        self.mlp_output_norm = norm(is_there=after)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        x_BTE = x_BTE + self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
-        return x_BTE + self.mlp(self.post_attention_layernorm(x_BTE))
+        mixed_BTE = self.self_attn.forward(self.input_layernorm(x_BTE), layer, shared)
+        change_BTE = self.attention_output_norm(mixed_BTE)
+        x_BTE = torch.add(x_BTE, change_BTE, alpha=self.residual_scale)
+        change_BTE = self.mlp_output_norm(self.mlp(self.post_attention_layernorm(x_BTE)))
+        return torch.add(x_BTE, change_BTE, alpha=self.residual_scale)
 
 
 class Attention(nn.Module):
     """Grouped-query attention with a fused q, k, v projection."""
 
-    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, number: int) -> None:
         super().__init__()
         E = config.hidden_size
         D = config.head_dim
+        self.rotates = number not in config.unrotated_layers
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = D
         bias = config.attention_bias
@@ -181,9 +200,10 @@ class Attention(nn.Module):
         has_bias = bias if config.output_bias is None else config.output_bias
         self.o_proj = Linear.empty(self.heads[0] * D, E, bias=has_bias, dtype=dtype)
         self.q_norm = self.k_norm = None
-        if config.head_norm:
-            self.q_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
-            self.k_norm = RMSNorm(D, config.rms_norm_eps, dtype=dtype)
+        if config.head_norm or config.joint_norm:
+            norm = JointNorm if config.joint_norm else RMSNorm
+            widths = [D * num if config.joint_norm else D for num in self.heads[:2]]
+            self.q_norm, self.k_norm = (norm(n, config.rms_norm_eps, dtype=dtype) for n in widths)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
@@ -191,7 +211,9 @@ class Attention(nn.Module):
         if self.q_norm is not None and self.k_norm is not None:
             raw_BTKD = self.k_norm(raw_BTKD)
             heads = torch.cat((self.q_norm(raw_q_BTHD), raw_BTKD), 2)
-        rotated = shared.rotary.rotate(heads[:, :, : sum(self.heads[:2])])
+        rotated = heads[:, :, : sum(self.heads[:2])]
+        if self.rotates:
+            rotated = shared.rotary.rotate(rotated)
         q_BTHD, k_BTKD = rotated.split(self.heads[:2], dim=2)
         # Before `update`, in which a cache may already select chunks by these queries.
         if shared.queries_LBTHD is not None:
@@ -201,6 +223,13 @@ class Attention(nn.Module):
         keys_BKSD, values_BKSD = shared.cache.update(layer, block)
         lengths = (shared.cache.lengths, shared.rule_TT, shared.block.lengths_B)
         return self.o_proj(shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2))
+
+
+class JointNorm(RMSNorm):
+    """RMSNorm of all heads of a token together."""
+
+    def forward(self, x_BTXD: Tensor) -> Tensor:
+        return super().forward(x_BTXD.flatten(2)).view(x_BTXD.shape)
 
 
 class MLP(nn.Module):

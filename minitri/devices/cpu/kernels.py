@@ -287,10 +287,8 @@ def check_matrix(x: Tensor, weight: Tensor, form: int, N: int, bias_N: Tensor | 
 
 def memory_of(slots: Slots) -> Tensor:
     """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
-    if isinstance(slots, Tiles):
-        return slots.units
-    assert isinstance(slots, Tensor)
-    return slots
+    memory: Tensor = slots.units if isinstance(slots, Tiles) else slots
+    return memory
 
 
 def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:

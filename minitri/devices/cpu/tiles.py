@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minitri.core.model.cache import Slots
-
 PANEL = 16  # slots of a tile of keys
 COLUMNS = 32  # a head dim in tiles must be a multiple of this
 
 
-class Tiles(Slots):
+class Tiles:
     """Keys or values (..., S, D) of a KV cache, stored in tiles."""
 
     def __init__(self, units: Tensor, dtype: torch.dtype) -> None:

@@ -70,7 +70,8 @@ class FusedLayers(Layers):
 
 def fuse_if_possible(model: Llama) -> Llama:
     """A copy of the model with compiled kernels, on a GPU where they work; else the model."""
-    if model.device.type != "cuda" or os.environ.get("MINITRI_KERNELS") == "off":
+    is_off = os.environ.get("MINITRI_KERNELS") == "off" or not model.config.is_plain
+    if model.device.type != "cuda" or is_off:
         return model
     if problem := problem_with(lambda: check_kernels(model)):
         log.warning("compiled kernels are not used (%s); decoding is slower", problem)

@@ -52,7 +52,7 @@ class SplitLlama(Llama):
         return self.ranks.sum(rows.where((nearest == numbers).unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.ranks.gather(self.lm_head(hidden))[..., : self.config.vocab_size].float()
+        return self.ranks.gather(super().logits(hidden))[..., : self.config.vocab_size]
 
 
 class Summed(nn.Module):

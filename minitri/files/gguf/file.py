@@ -23,42 +23,7 @@ from minitri.files.gguf.vocabulary import read_vocabulary
 from minitri.files.hf_config import read_config, require
 from minitri.text.tokenizer import Backend
 
-_NAMES = """
-blk          model.layers
-token_embd   model.embed_tokens
-output_norm  model.norm
-output       lm_head
-attn_norm    input_layernorm
-attn_q       self_attn.q_proj
-attn_k       self_attn.k_proj
-attn_v       self_attn.v_proj
-attn_output  self_attn.o_proj
-attn_q_norm  self_attn.q_norm
-attn_k_norm  self_attn.k_norm
-ffn_norm     post_attention_layernorm
-ffn_gate     mlp.gate_proj
-ffn_up       mlp.up_proj
-ffn_down     mlp.down_proj
-"""
-_KEYS = {
-    "num_hidden_layers": "block_count",
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "max_position_embeddings": "context_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "bos_token_id": "tokenizer.ggml.bos_token_id",
-}
-_ROPE_KEYS = {
-    "rope_theta": "rope.freq_base",
-    "rope_type": "rope.scaling.type",
-    "factor": "rope.scaling.factor",
-    "original_max_position_embeddings": "rope.scaling.original_context_length",
-    "beta_fast": "rope.scaling.yarn_beta_fast",
-    "beta_slow": "rope.scaling.yarn_beta_slow",
-}
+_TABLE = Path(__file__).with_name("names.txt").read_text("utf-8").splitlines()[1:]
 _SUPPORTED = {
     "expert_count": 0,
     "attention.sliding_window": 0,
@@ -69,7 +34,14 @@ _SUPPORTED = {
     "rope.scaling.yarn_log_multiplier": 0.0,
 }
 """Settings of a GGUF file of which minitri supports one value only, with that value."""
+_PAIRED = ("llama", "granite", "smollm3")  # in q and k, rows that rotate together are neighbours
 _ROPE_DIVISORS = "rope_freqs.weight"
+
+
+def _names(kind: str) -> dict[str, str]:
+    """Names in GGUF, and in files of Hugging Face, of what is of this kind in the table."""
+    rows = (line.split() for line in _TABLE)
+    return {name: theirs for what, name, theirs in rows if what == kind}
 
 
 class GgufFile:
@@ -81,7 +53,7 @@ class GgufFile:
             from minitri.files.gguf.container import read_container
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored = read_container(path)
-        names = dict(line.split() for line in _NAMES.strip().splitlines())
+        names = _names("tensor")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
             for name, tensor in stored.items()
@@ -108,14 +80,14 @@ class GgufFile:
             attention = "model.layers.0.self_attn"
             config = read_config(
                 {
-                    **{field: settings.get(key) for field, key in _KEYS.items()},
+                    **{name: settings.get(key) for key, name in _names("setting").items()},
                     "model_type": self._architecture,
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-                    "rope_parameters": {f: settings.get(key) for f, key in _ROPE_KEYS.items()},
+                    "rope_parameters": {f: settings.get(key) for key, f in _names("rope").items()},
                 },
                 name,
             )
@@ -180,8 +152,7 @@ class GgufFile:
     def _rows(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
         """The order in which to read the rows of a tensor; None: as stored. In q and k the rows of
         a head are stored as pairs (i, i + D/2)."""
-        heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}
-        part = name.split(".")[-2]
-        if self._architecture != "llama" or part not in heads:
+        if self._architecture not in _PAIRED or name.split(".")[-2] not in ("q_proj", "k_proj"):
             return None
-        return torch.arange(num_rows).view(heads[part], -1, 2).transpose(1, 2).flatten()
+        rows = torch.arange(num_rows).view(-1, config.head_dim // 2, 2)
+        return rows.transpose(1, 2).flatten()

@@ -54,7 +54,7 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
     assert needs.parts(3)["full KV cache"] == full.num_bytes
     memory = allocate(Models(target, target, target), shape, full=full)
     window = B * speculation.observation_window * 3 * config.num_heads * config.head_dim * 4
-    held = memory.num_cache_bytes - full.num_bytes + window
+    held = sum(it.cache.num_bytes for it in memory.runners) - full.num_bytes + window
     held += memory.retrieval_cache.queries_LBTHD.nbytes
     assert needs.parts(3)["small KV caches"] == held
     waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]

@@ -15,12 +15,16 @@ from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join
 from minitri.files.checkpoint import Runtime, load_model, open_checkpoint
 from tests.conftest import write_hf_folder
-from tests.core.rigs import CPU, new_cache
+from tests.core.rigs import CPU, new_cache, tiny_config
 
 TOKENS = [3, 320, 160, 161, 0, 7]
+MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11}
+MULTIPLIERS |= {"residual_multiplier": 0.4, "logits_scaling": 3.0}
 SHAPES = {
     "biases, a vocabulary of 321": {"vocab_size": 321, "attention_bias": True},
     "tied": {"tie_word_embeddings": True},
+    "Granite": {"model_type": "granite", **MULTIPLIERS, "tie_word_embeddings": True},
+    "SmolLM3": {"model_type": "smollm3", "num_hidden_layers": 4, "pad_token_id": 0},
     "one KV head each": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
 SECONDS = 60
@@ -62,7 +66,7 @@ def on_ranks(count, work):
         return list(pool.map(run, range(count)))
 
 
-@pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 3), strict=True)])
+@pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 2, 2, 3), strict=True)])
 def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
     checkpoint = open_checkpoint(write_hf_folder(tmp_path, **SHAPES[shape]))
     config = checkpoint.config("tiny")
@@ -77,6 +81,12 @@ def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
     for share, share_bytes in on_ranks(count, logits):
         torch.testing.assert_close(share, whole, rtol=1e-4, atol=1e-4)
         assert share_bytes < 1.1 * num_bytes / count
+
+
+def test_norms_over_all_heads_are_not_split():
+    with pytest.raises(InputError, match="norms over all heads; use one GPU"):
+        tiny_config(joint_norm=True).share(2)
+    assert tiny_config(joint_norm=True).share(1).joint_norm
 
 
 def test_memory_is_the_least_of_all_ranks_and_an_answer_or_error_that_of_rank_0():

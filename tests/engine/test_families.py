@@ -1,0 +1,117 @@
+"""Families of models: each equals `transformers`, from its folder and from a GGUF file, and no
+stage, cache, batch or snapshot changes its text."""
+
+import functools
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import minitri
+from minitri import Request
+from minitri.core.model.block import read_block
+from tests.cascades import ends_of, texts_of
+from tests.conftest import write_hf_folder
+from tests.core.rigs import new_cache, random_prompt
+from tests.devices.gpu_twins.offload import offloaded
+from tests.files.test_checkpoint import as_gguf
+
+TOLERANCE = 3e-6
+"""Largest allowed difference of logits, as a share of the largest, float32."""
+MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11, "logits_scaling": 3.0}
+SCALES = {"embedding_scale": 6.0, "attention.scale": 0.11, "logit_scale": 3.0}
+KINDS = {
+    "granite": (
+        {**MULTIPLIERS, "residual_multiplier": 0.4, "tie_word_embeddings": True},
+        {**SCALES, "residual_scale": 0.4},
+    ),
+    "smollm3": ({"num_hidden_layers": 4, "pad_token_id": 0}, {}),
+    "olmo2": ({"num_key_value_heads": 4}, {}),
+}
+"""By family: settings of a config.json, and keys of a GGUF file."""
+WAYS = [
+    ("draft", {"method": "naive"}),
+    ("suffix", {"method": "retrieval"}),
+    ("draft", {"method": "triforce"}),
+    ("draft", {"method": "triforce", "gamma1": None, "tree": "3x2"}),
+]
+"""Drafters and settings by which stages guess."""
+SMALL = {"budget": 32, "chunk_size": 4, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}
+SMALL |= {"rebuild_stride": 9, "prefill_chunk": 16}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def path(kind, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    return write_hf_folder(folder, model_type=kind, **KINDS[kind][0])
+
+
+@pytest.fixture(scope="module")
+def draft(path):
+    """A folder of a model that guesses nearly what the family's model says."""
+    folder = shutil.copytree(path, path.with_name("draft"))
+    weights = load_file(folder / "model.safetensors")
+    noisy = {name: value + 0.02 * torch.randn_like(value) for name, value in weights.items()}
+    save_file(noisy, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def load(path, **options) -> minitri.Engine:
+    return minitri.load(str(path), dtype="float32", device="cpu", **options)
+
+
+def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    tokens = torch.randint(0, 320, (1, 150), generator=torch.Generator().manual_seed(1))
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = reference(tokens).logits
+    changes = {f"{kind}.{key}": value for key, value in KINDS[kind][1].items()}
+    file = as_gguf(path, tmp_path / "x.gguf", architecture=kind, changes=changes)
+    for source in (path, file):
+        model = load(source).model
+        cache, parts = new_cache(model.config, capacity=150), []
+        for block in tokens.split((100, 19, 1, 30), 1):
+            parts.append(model.logits(read_block(model, block.tolist(), cache)))
+            cache.advance([block.shape[1]])
+        difference = (torch.cat(parts, 1) - wanted).abs().max()
+        assert difference < TOLERANCE * wanted.abs().max(), source
+
+
+def test_no_stage_batch_tree_or_snapshot_changes_the_text(path, draft, monkeypatch, tmp_path):
+    """Prompts differ in length, and share a prefix; in one way K and V are offloaded."""
+    engines = {"suffix": load(path, draft="suffix"), "draft": load(path, draft=str(draft))}
+    alone, engine = engines.values()
+    prompts = [random_prompt(engine.config, n, seed=n) for n in (90, 3)]
+    prompts.append([*prompts[0][:70], 5, 6])
+    requests, wanted = {}, {}
+    for coupled in (False, True):
+        fields = {"temperature": 0.8 * coupled, "max_new_tokens": 12, "ignore_eos": True}
+        requests[coupled] = [Request(prompt, 7, **fields) for prompt in prompts]
+        how = {"method": "autoregressive", "coupled": coupled, **SMALL}
+        wanted[coupled] = [texts_of(alone.stream([it], **how))[0] for it in requests[coupled]]
+    make = functools.partial(offloaded, 1, 2, 512, config=engine.config)
+    for place, (drafter, how) in enumerate(WAYS):
+        with monkeypatch.context() as patch:
+            if drafter == "suffix":
+                patch.setattr("minitri.core.memory.allocate_full_cache", lambda *_: make())
+            coupled = place % 2 == 0
+            how = {**SMALL, **how, "coupled": coupled, "batch_size": 1 + place // 2}
+            events = engines[drafter].stream(requests[coupled], **how)
+            assert texts_of(events) == wanted[coupled], (drafter, how)
+            engines[drafter].release()
+    how = {**SMALL, "method": "triforce"}
+    list(engine.stream(requests[False][:1], **how))
+    engine.save_kv(tmp_path / "text.kv")
+    engine.release()
+    engine.load_kv(tmp_path / "text.kv")
+    (end,) = ends_of(engine.stream(requests[False][2:], **how))
+    assert end.token_ids == wanted[False][2]
+    assert end.row_stats.num_cached_tokens > 40
