@@ -91,8 +91,6 @@ def build_parser() -> OneLineParser:
     text = "UTF-8 text that is only for measuring; may be given several times"
     add("--held-out", **several, metavar="FILE", help=text)
     add("--out", required=True, type=Path, metavar="DIR", help="the drafter's folder")
-    text = "layers of the target to start from (default: the first two and the last)"
-    add("--layers", default="auto", metavar="I,J,...", help=text)
     numbers = (
         ("head_tokens", 8192, "tokens that the drafter can say"),
         ("text_tokens", 1_000_000, "tokens of the texts that the target labels, at most"),
@@ -180,22 +178,11 @@ def draft_config(target: ModelConfig, num_layers: int, head_size: int, name: str
 
 
 def start_from(engine: Engine, args: argparse.Namespace, head_ids: Tensor) -> Llama:
-    """A drafter in float32 made of the target's layers, its last norm and the head's rows.
-
-    Raises `InputError`.
-    """
+    """A drafter in float32: the target's first two layers and its last, its norm, and the head's
+    rows."""
     target = engine.model
     last = target.config.num_layers - 1
-    try:
-        layers = [0, 1, last][: last + 1]
-        if args.layers != "auto":
-            layers = [int(part) for part in args.layers.split(",")]
-    except ValueError:
-        layers = [-1]
-    if min(layers) < 0 or max(layers) > last:
-        raise InputError(
-            f"--layers {args.layers} are not numbers from 0 to {last} with commas; write 0,1,{last}"
-        )
+    layers = [0, 1, last][: last + 1]
     config = draft_config(target.config, len(layers), len(head_ids), args.out.name)
     on_cpu = target.device.type == "cpu"  # whose compiled kernels know no gradients
     attend = attend_cpu if on_cpu else target.attend
@@ -331,7 +318,7 @@ def train(
     tokens_per_step = args.batch * windows.num_recent
     num_steps = max(1, args.train_tokens // tokens_per_step)
     state_file, step = args.out / "training.pt", 0
-    names = ("layers", "head_tokens", "text_tokens", "own_tokens", "train_tokens", "batch")
+    names = ("head_tokens", "text_tokens", "own_tokens", "train_tokens", "batch")
     settings = {name: getattr(args, name) for name in (*names, "learning_rate", "seed")}
     if state_file.exists():
         state: dict[str, Any] = torch.load(state_file, weights_only=True)

@@ -1,8 +1,7 @@
 """Regression net: records tokens, texts and logits of many runs, and compares a later commit.
 
     python -m tools.regression_grid --record before.json
-    python -m tools.regression_grid --check before.json
-    python -m tools.regression_grid --against HEAD~3
+    python -m tools.regression_grid --check before.json --only triforce --skip-real
 
 The grid is a list of runs ("cases") on one CPU thread: every method, policy, kind of drafter and
 way to sample, streams with a cancelled request, prompts that begin with cached K and V,
@@ -26,7 +25,6 @@ import hashlib
 import itertools
 import json
 import operator
-import os
 import platform
 import random
 import re
@@ -48,13 +46,13 @@ from tqdm import tqdm
 
 import minitri
 from tools.paper.baselines.policies import speculation_with
+from tools.paper.study import commit
 
 Settings = dict[str, Any]
 """Settings of a case: fields of minitri's settings, and model, draft, dtype, prompts, seed."""
 Axis = dict[str, Settings]
 """Alternative settings, by the part that each adds to a case's name."""
 
-ROOT = Path(__file__).resolve().parent.parent
 ORIGINS = {"draft": "d", "retrieval": "r", "recovered": "x", "bonus": "b"}
 COUNTS = ("name", "num_rounds", "num_draft_tokens", "num_tested_tokens", "num_accepted_tokens")
 MACHINE = ("processor", "isa", "capability", "torch", "python")
@@ -492,16 +490,13 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
 
 def header() -> dict[str, Any]:
     """Revision, processor and versions of a record."""
-    code = Path(minitri.__file__).resolve().parent
-    git = ["git", "-C", str(code), "describe", "--always", "--dirty", "--abbrev=12"]
-    described = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     known = Path("/proc/cpuinfo")
     lines = known.read_text().splitlines() if known.exists() else []
     cpu = {key.strip(): text.strip() for key, _, text in (line.partition(":") for line in lines)}
     isa = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx512", "amx"))]
     return {
-        "minitri": str(code),
-        "revision": described or "unknown",
+        "minitri": str(Path(minitri.__file__).resolve().parent),
+        "revision": commit(),
         "processor": cpu.get("model name", platform.processor()),
         "isa": sorted(isa),
         "capability": torch.backends.cpu.get_cpu_capability(),
@@ -559,33 +554,6 @@ def check(before: dict[str, Any], cases: dict[str, Settings]) -> int:
     return int(num_cases > 0)
 
 
-def record_revision(revision: str, flags: list[str]) -> dict[str, Any]:
-    """Record of another revision, made by its own grid in a temporary worktree."""
-    if Path(minitri.__file__).resolve().parent.parent != ROOT:
-        raise minitri.InputError(f"minitri is {minitri.__file__}; set PYTHONPATH={ROOT}")
-    weights = os.environ.get("MINITRI_WEIGHTS", str(ROOT / "weights"))
-    with tempfile.TemporaryDirectory(prefix="regression_grid_") as temporary:
-        tree, file = Path(temporary) / "tree", Path(temporary) / "grid.json"
-        git = ["git", "-C", str(ROOT), "worktree"]
-        add = [*git, "add", "--detach", str(tree), revision]
-        added = subprocess.run(add, capture_output=True, text=True, check=False)
-        if added.returncode:
-            last = (added.stderr.strip().splitlines() or ["git gave no reason"])[-1]
-            raise minitri.InputError(f"git has no worktree for {revision} ({last}); name a commit")
-        try:
-            subprocess.run(
-                [sys.executable, "-m", "tools.regression_grid", "--record", str(file), *flags],
-                env={**os.environ, "PYTHONPATH": str(tree), "MINITRI_WEIGHTS": weights},
-                cwd=tree,
-                check=True,
-            )
-            return read_record(file)
-        except subprocess.CalledProcessError:
-            raise minitri.InputError(f"the grid of {revision} failed; see above") from None
-        finally:
-            subprocess.run([*git, "remove", "--force", str(tree)], check=False)
-
-
 def read_record(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text())
@@ -598,19 +566,12 @@ def read_record(file: Path) -> dict[str, Any]:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="examples:\n"
-        "  python -m tools.regression_grid --record before.json\n"
-        "  python -m tools.regression_grid --check before.json --only triforce --skip-real\n"
-        "  python -m tools.regression_grid --against HEAD~1 --only core/",
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
     text = "run the grid, print what differs from FILE; exit code 1 if anything does"
     add("--check", type=Path, metavar="FILE", help=text)
-    text = "like --check with the record of a git revision such as HEAD~1, made in a worktree"
-    add("--against", metavar="REVISION", help=text)
     text = "only cases with it in their name"
     parser.add_argument("--only", default="", metavar="SUBSTRING", help=text)
     parser.add_argument("--skip-real", action="store_true", help="leave SmolLM2-135M out")
@@ -633,8 +594,7 @@ def main() -> int:
         args.record.touch()  # before minutes of work
         args.record.write_text(json.dumps(run_grid(cases), indent=1) + "\n")
         return 0
-    flags = ["--only", args.only] + ["--skip-real"] * args.skip_real
-    before = read_record(args.check) if args.check else record_revision(args.against, flags)
+    before = read_record(args.check)
     return check({**before, "cases": wanted(before["cases"], args)}, cases)
 
 

@@ -1,12 +1,11 @@
 """Runs without text and events, for measurements and tests."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from minitri.core.decoding.level import Level
 from minitri.core.decoding.random_source import RandomSource
-from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.memory import Models, allocate
 from minitri.core.requests import Request
 from minitri.core.settings import SpeculationConfig
@@ -21,13 +20,11 @@ def begin(
     speculation: SpeculationConfig,
     *,
     sources: Mapping[str, RandomSource] | None = None,
-    make_filters: Callable[[Request], TextFilters | None] = lambda _: None,
     **memory: Any,
 ) -> Stack:
     """A stack over memory of its own, one row for each request, whose prompts are token ids.
 
-    `sources` replaces the random sources of the named stages; `make_filters` makes the filters that
-    look at a text; `memory` is passed to `allocate`.
+    `sources` replaces the random sources of the named stages; `memory` is passed to `allocate`.
     """
     first = requests[0]
     prompts = [[int(token) for token in it.prompt] for it in requests]
@@ -40,5 +37,5 @@ def begin(
             stage.source = (sources or {}).get(stage.stats.name, stage.source)
             stage.source.run = stack.source.run
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-        stack.admit(b, prompt, request, make_filters(request))
+        stack.admit(b, prompt, request)
     return stack

@@ -70,7 +70,7 @@ class Load:
     """The load of one server."""
 
     url: str
-    pid: int | None
+    pid: int
     args: Namespace
     is_tiny: bool
     text: str = field(default_factory=lambda: demo_text().encode("ascii", "ignore").decode())
@@ -91,7 +91,7 @@ class Load:
 
     def connect(self, client: int = 0, kind: str = "") -> httpx.AsyncClient:
         """Opens the connections of a client."""
-        address = f"127.0.1.{1 + client % 250}" if self.pid else None
+        address = f"127.0.1.{1 + client % 250}"
         window = [(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)] if kind == "slow" else None
         transport = httpx.AsyncHTTPTransport(local_address=address, socket_options=window)
         return httpx.AsyncClient(transport=transport, base_url=self.url, timeout=PATIENCE)
@@ -180,7 +180,7 @@ class Load:
 
     def resident_mib(self) -> float:
         """Memory of the server's process, on Linux."""
-        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) if self.pid else 0
+        pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1)
 
 
@@ -240,8 +240,7 @@ def measure(command: list[str], args: Namespace, is_tiny: bool) -> dict[str, Any
 def build_parser() -> OneLineParser:
     parser = OneLineParser(prog="python -m tools.serve_load", description=__doc__)
     add = parser.add_argument
-    add("--url", help="a server that runs already, such as http://127.0.0.1:8000")
-    add("--model", help="of our server (default: a tiny random one)")
+    add("--model", help="(default: a tiny random one)")
     for name, default in {"clients": 50, "requests": 1000, "new-tokens": 32, "check": 50}.items():
         add(f"--{name}", type=positive, metavar="N", default=default, help="(default: %(default)s)")
     add("--longest", type=positive, metavar="N", help="prompt (default: 100000 if tiny, or 2000)")
@@ -254,23 +253,20 @@ def build_parser() -> OneLineParser:
 
 def run_command(args: Namespace) -> int:
     """Sends the load; returns the exit code."""
-    is_tiny = args.model is None and args.url is None
+    is_tiny = args.model is None
     args.longest = args.longest or (100_000 if is_tiny else 2000)
-    if args.url:
-        name, result = "server", asyncio.run(Load(args.url, None, args, is_tiny).send())
-    else:
-        context = args.new_tokens + args.longest * (2 if is_tiny else 3) // 2
-        with tempfile.TemporaryDirectory() as folder:
-            write_tiny(Path(folder), context)
-            flags = f"--model {args.model or folder} --context {context} --quiet".split()
-            command = [sys.executable, "-m", "minitri", "serve", *flags, *args.server_flags.split()]
-            name, result = "minitri", measure(command, args, is_tiny)
+    context = args.new_tokens + args.longest * (2 if is_tiny else 3) // 2
+    with tempfile.TemporaryDirectory() as folder:
+        write_tiny(Path(folder), context)
+        flags = f"--model {args.model or folder} --context {context} --quiet".split()
+        command = [sys.executable, "-m", "minitri", "serve", *flags, *args.server_flags.split()]
+        result = measure(command, args, is_tiny)
     for key, value in result.items():
         print(f"{key.replace('_', ' '):26}{value!s:>18}", file=sys.stderr)
     if args.json:
-        print(json.dumps({name: result}))
+        print(json.dumps(result))
     faults = ("lost", "texts_that_differ", "busy_at_the_end", "exit_code")
-    return int(any(result.get(fault) for fault in faults))
+    return int(any(result[fault] for fault in faults))
 
 
 main = program(build_parser, run_command)

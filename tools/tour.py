@@ -228,17 +228,15 @@ def draw_speed(axes: Any, engine: Engine, prompt: list[int], num_new: int) -> st
     """Draws milliseconds per token after several lengths; the longest is read first, once."""
     lengths = [n for n in (len(prompt) >> 3, len(prompt) >> 2, len(prompt) >> 1, len(prompt)) if n]
     times: dict[str, list[float]] = {"autoregressive": [], "retrieval": [], "triforce": []}
+    generation = GenerationConfig(num_new, ignore_eos=True)
+    settings: dict[str, Any] = {"sampling": WARM, "generation": generation}
     for length in reversed(lengths):
         for method, found in times.items():
             budget = max(CHUNK, min(1024, length // 4 // CHUNK * CHUNK))
-            generation = GenerationConfig(num_new, ignore_eos=True)
+            how = settings | {"speculation": speculation(method, budget)}
             seconds = []
             for seed in range(3):
-                how: dict[str, Any] = {
-                    "speculation": speculation(method, budget),
-                    "generation": generation,
-                }
-                run = engine.generate(prompt[:length], seed=seed, sampling=WARM, **how)
+                run = engine.generate(prompt[:length], seed=seed, **how)
                 for _ in run:
                     pass
                 seconds.append(run.stats.ms_per_token or 0.0)

@@ -12,7 +12,7 @@ import functools
 import json
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minitri.apps.cli import arguments
@@ -31,8 +31,6 @@ from minitri.text.prompt_ids import as_seeds
 if TYPE_CHECKING:
     from minitri import Engine
 
-Peers = Mapping[str, Callable[[Request], "Run"]]
-"""Other programs, by name, each a function that runs a request."""
 TIMES = """{:16}{prefill_seconds[median]:8.2f} s prefill, {ms_per_token[median]:7.1f} ms/token \
 ({ms_per_token[min]:.1f} to {ms_per_token[max]:.1f})"""
 SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup[max]:.2f})"
@@ -40,7 +38,7 @@ SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a method or a peer program: one prompt, one seed."""
+    """One run of a method: one prompt, one seed."""
 
     prefill_seconds: float
     ms_per_token: float
@@ -102,10 +100,8 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
     return methods
 
 
-def measure(
-    args: argparse.Namespace, find_peers: "Callable[[Engine], Peers]" = lambda _: {}
-) -> None:
-    """Measures the methods of the flags, and peers, and prints. Raises `InputError`."""
+def measure(args: argparse.Namespace) -> None:
+    """Measures the methods of the flags, and prints. Raises `InputError`."""
     texts = [read_prompt(file) for file in args.prompt_file or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args)
@@ -115,7 +111,7 @@ def measure(
         raise InputError("--offload needs --on-chip N here, the same for all methods")
     engine, prompts = load_engine(args, texts)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
-    result = summarise(compare(engine, requests, seeds, speculations, find_peers(engine)))
+    result = summarise(compare(engine, requests, seeds, speculations))
     names = ("model", "coupled", "seeds", "max_new_tokens")
     facts = {name: getattr(args, name) for name in names} | vars(sampling) | where(engine.model)
     facts["draft"] = engine.models.drafter_name
@@ -132,10 +128,9 @@ def compare(
     requests: Sequence[Request],
     seeds: Sequence[int],
     speculations: Mapping[str, SpeculationConfig],
-    peers: Peers,
 ) -> dict[str, list[Run]]:
-    """Runs every method and peer after every prompt with every seed."""
-    order = [*speculations, *peers]
+    """Runs every method after every prompt with every seed."""
+    order = [*speculations]
     done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda one: one.max_block)  # its cache serves all
     for prompt in requests:
@@ -144,10 +139,7 @@ def compare(
         for seed in seeds:
             request = dataclasses.replace(prompt, seed=seed)
             for name in order:
-                if name in peers:
-                    run = peers[name](request)
-                else:
-                    run = run_method(engine, request, speculations[name], seconds)
+                run = run_method(engine, request, speculations[name], seconds)
                 done[name].append(run)
                 log.info("  seed %d, %s: %.1f ms/token", seed, name, run.ms_per_token)
             order.append(order.pop(0))

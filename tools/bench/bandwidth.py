@@ -1,4 +1,4 @@
-"""How fast this machine moves bytes and multiplies, and how long its GPU does nothing."""
+"""How fast this machine moves bytes, and how long its GPU does nothing."""
 
 import math
 import statistics
@@ -26,13 +26,6 @@ def copy_bandwidth(device: torch.device, *, from_host: bool) -> float:
     source.zero_()
     seconds = _seconds(lambda: target.copy_(source, non_blocking=True), device)
     return (1 if from_host else 2) * target.nbytes / seconds
-
-
-def product_rate(num_rows: int, E: int, N: int, dtype: torch.dtype, device: torch.device) -> float:
-    """FLOPs per second of PyTorch's product of matrices (num_rows, E) and (E, N)."""
-    x, weight = (torch.ones(shape, dtype=dtype, device=device) for shape in ((num_rows, E), (N, E)))
-    out = x.new_empty(num_rows, N)
-    return 2 * num_rows * E * N / _seconds(lambda: torch.mm(x, weight.t(), out=out), device)
 
 
 def _num_bytes(device: torch.device) -> int:

@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import json
-import resource
-import sys
 import unittest.mock
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -16,13 +14,12 @@ from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.inputs import read_prompt
 from minitri.apps.cli.report import where
-from minitri.core.config import ModelConfig
 from minitri.core.generation import Generation
-from minitri.core.roofline import Workload, bytes_per_pass
+from minitri.core.roofline import bytes_per_pass
 from minitri.core.settings import GenerationConfig, SpeculationConfig
 from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.engine import Engine
-from tools.bench.bandwidth import product_rate, read_bandwidth
+from tools.bench.bandwidth import read_bandwidth
 
 PARTS = {
     "linear layers": ("linear", "mkldnn::_linear_pointwise", "aten::addmm"),
@@ -34,21 +31,17 @@ PARTS = {
 
 def run_floor(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
-    bare_bytes = peak_memory_bytes(torch.device("cpu"))
     text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
     num_new = args.max_new_tokens
     generation = taken(GenerationConfig, args)
     args.method = "autoregressive"
     engine, [prompt] = load_engine(args, [text])
-    device = engine.model.device
     all_stats = []
     for _ in range(args.repeats):
         run = plain_decoding(engine, prompt, generation)
         list(run)
         all_stats.append(run.stats)
-    peak_bytes = peak_memory_bytes(device) - (0 if device.type == "cuda" else bare_bytes)
     facts = card(engine, len(prompt) + num_new // 2)
-    kv_bytes = int(facts["kv_bytes_per_token"]) * (len(prompt) + num_new)
     result: dict[str, Any] = {
         "model": args.model,
         **where(engine.model),
@@ -57,29 +50,17 @@ def run_floor(args: argparse.Namespace) -> None:
         "num_new_tokens": num_new,
         "repeats": args.repeats,
         **facts,
-        "prefill_flops": prefill_flops(engine.config, len(prompt)),
         "prefill_seconds": spread([stats.prefill_seconds for stats in all_stats]),
         "ms_per_token": spread([stats.ms_per_token or 0.0 for stats in all_stats]),
-        "peak_bytes": peak_bytes,
-        "weights_and_kv_bytes": engine.model.num_bytes + kv_bytes,
         "profile_ms": profile_decoding(engine, prompt, generation) if args.profile else None,
     }
     print(json.dumps(result) if args.json else describe(result))
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Largest memory in use so far: of this process on CPU, of PyTorch's allocator on CUDA."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def card(engine: Engine, num_tokens: int) -> dict[str, float]:
     """Bytes that a step must read after `num_tokens` tokens, and this machine's bandwidth."""
     model = engine.model
     weight_bytes = bytes_per_pass(model)
-    gate_up = (1024, engine.config.hidden_size, 2 * engine.config.intermediate_size)
     kv_bytes = engine.config.kv_values_per_token * model.dtype.itemsize
     bandwidth = read_bandwidth(model.device)
     return {
@@ -87,16 +68,8 @@ def card(engine: Engine, num_tokens: int) -> dict[str, float]:
         "weight_bytes_per_token": weight_bytes,
         "kv_bytes_per_token": kv_bytes,
         "memory_bytes_per_second": bandwidth,
-        "product_flops_per_second": product_rate(*gate_up, model.dtype, model.device),
         "floor_ms_per_token": 1e3 * (weight_bytes + kv_bytes * num_tokens) / bandwidth,
     }
-
-
-def prefill_flops(config: ModelConfig, num_tokens: int) -> float:
-    """FLOPs of reading a prompt: of all weights but the LM head's, and of causal attention."""
-    on_average = Workload(config, None, num_tokens=num_tokens // 2, num_retrieved=0)
-    head = 2 * num_tokens * config.vocab_size * config.hidden_size
-    return on_average.read("target", num_tokens - 1).flops - head
 
 
 def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConfig) -> Generation:
@@ -162,8 +135,6 @@ def describe(facts: dict[str, Any]) -> str:
 
     prompt, prefill = facts["num_prompt_tokens"], facts["prefill_seconds"]["median"]
     floor, decode = facts["floor_ms_per_token"], facts["ms_per_token"]["median"]
-    peak, needed = facts["peak_bytes"], facts["weights_and_kv_bytes"]
-    rate, best = facts["prefill_flops"] / prefill, facts["product_flops_per_second"]
     lines = [
         f"{facts['model']}, {facts['dtype']}, {facts['device']}, {facts['num_threads']} threads, "
         f"torch {facts['torch']}",
@@ -174,11 +145,7 @@ def describe(facts: dict[str, Any]) -> str:
         f"memory bandwidth  {facts['memory_bytes_per_second'] / 1e9:.1f} GB/s, measured",
         f"floor             {floor:.1f} ms/token",
         f"prefill           {runs('prefill_seconds', 's')}, {prompt / prefill:.0f} tokens/s",
-        f"                  {rate / 1e9:.0f} GFLOP/s, {rate / best:.2f} of a product of 1,024 rows "
-        f"({best / 1e9:.0f})",
         f"decode            {runs('ms_per_token', 'ms/token')}, {decode / floor:.2f} x the floor",
-        f"peak memory       {peak / 1e6:.0f} MB above the imports, {peak / needed:.2f} x weights + "
-        f"KV cache ({needed / 1e6:.0f} MB)",
     ]
     parts = facts["profile_ms"] or {}
     return "\n".join([*lines, *(f"  {part:20s} {ms:6.1f} ms/token" for part, ms in parts.items())])

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minitri.apps.plan import config_of
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.graphs import GraphPool
@@ -25,7 +26,6 @@ from minitri.core.settings import BACKENDS, GenerationConfig, SpeculationConfig
 from minitri.devices.choose import choose_device, retrieval_copy
 from minitri.devices.gpu.attention_backends import make_backend
 from minitri.devices.gpu.kernels import problem_with
-from minitri.files.named_models import MODELS, unknown_model
 from tools.bench.synthetic import Setup, random_model
 
 COPIES = 4
@@ -118,9 +118,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     args = parser.parse_args()
     device = choose_device(args.device)
-    if args.shape not in MODELS:
-        raise unknown_model(args.shape)
-    config = MODELS[args.shape].shape
+    config = config_of(args.shape)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with torch.inference_mode():
         time_attention(config, args.context, {"device": device, "dtype": dtype})

@@ -64,21 +64,6 @@ def add_synthetic_flags(parser: argparse.ArgumentParser) -> None:
     add("--shape", metavar="NAME", default="llama2-7b-128k", help="a named model")
     text = "tokens; several make a sweep (default: 8192)"
     add("--context", type=positive, action="append", metavar="N", help=text)
-    text = "probability that a guess of the drafter and of the retrieval level is accepted"
-    kind: dict[str, Any] = {"type": two_rates, "metavar": "DRAFT,RETRIEVAL"}
-    add("--synthetic-acceptance", default=tuple(ACCEPTANCE.values()), help=text, **kind)
-
-
-def two_rates(text: str) -> tuple[float, float]:
-    """A flag's value such as 0.46,0.92."""
-    try:
-        draft, retrieval = map(float, text.split(","))
-    except ValueError:
-        draft = retrieval = -1.0
-    if not (0 <= draft <= 1 and 0 <= retrieval <= 1):
-        message = f"{text!r} is not two numbers from 0 to 1, such as 0.46,0.92"
-        raise argparse.ArgumentTypeError(message)
-    return draft, retrieval
 
 
 @dataclass(frozen=True)
@@ -99,8 +84,8 @@ class Setup:
 
 def setup_of(args: argparse.Namespace) -> Setup:
     """Setup by the flags. Raises `InputError`."""
-    if args.compare or args.peer or args.profile or args.coupled:
-        problem = "--load dummy goes with none of --compare, --peer, --profile and --coupled"
+    if args.compare or args.profile or args.coupled:
+        problem = "--load dummy goes with none of --compare, --profile and --coupled"
         raise InputError(f"{problem}; leave them out")
     if args.shape not in MODELS:
         raise unknown_model(args.shape)
@@ -120,7 +105,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         shapes.get(default_draft(args.shape) if draft == "auto" else draft),
         speculation_of(args),
         taken(GenerationConfig, args),
-        args.synthetic_acceptance,
+        (ACCEPTANCE["draft"], ACCEPTANCE["retrieval"]),
         choose_dtype(args.dtype, device),
         device,
         args.attention,

@@ -124,7 +124,7 @@ class Lab:
         generation = GenerationConfig(self.scale.new_tokens, ignore_eos=True, **settings)
         request = Request(prompt, 0, self.sampling(temperature), generation)
         timed = {name: dataclasses.replace(it, timed=True) for name, it in ways.items()}
-        return summarise(compare(engine, [request], (0,), timed, {}))
+        return summarise(compare(engine, [request], (0,), timed))
 
     def sampling(self, temperature: float) -> SamplingParams:
         """The paper's filters at a temperature."""

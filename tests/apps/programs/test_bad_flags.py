@@ -59,7 +59,9 @@ minitri.apps.audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be 
 minitri.apps.bench --prompt-tokens 600 | new-tokens 64; .* 448 tokens with --prompt-tokens 448
 minitri.apps.bench --method naive:4x | ^--tree is '4x'
 minitri.apps.plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
-tools.bench --compare --peer vllm | --peer: 'vllm' is no peer
+tools.bench --compare | methods and several texts are for minitri bench
+tools.bench.people --engine vllm | --engine: 'vllm' is no engine; give one of minitri, llama.cpp
+tools.bench.people --model tiny | tiny is no GGUF file, which other engines need
 tools.tour --max-prompt-tokens 300 --device cpu | 300 tokens, too few
 """
 NO_MODEL = ("minitri", "minitri.apps.audit", "minitri.apps.plan", "tools.bench")
