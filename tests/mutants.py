@@ -49,7 +49,7 @@ core/decoding/test_enumeration.py::test_nothing_leaks_from_one_step_into_the_nex
   * rejected guesses left in the cache | core.decoding.level:Level._append: - bool(new.tokens) => - 0
 core/caches/test_streaming_cache.py::test_a_prompt_costs_one_pass_over_the_window[160-10]
   streaming length not reset | core.drafters.draft_model:DraftRunner._read_window: self.cache.reset(b) => pass
-engine/test_equality.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
+engine/test_switching_plans.py::test_a_target_that_drafts_for_itself_is_always_right[distribution1]
   last accepted token dropped from the drafter
     | core.runner:ModelRunner.unread: sequence[num_read:] => sequence[max(num_read, len(sequence) - 1):]
 core/caches/test_retrieval_cache.py::test_slots_hold_what_the_policy_chose_and_every_token_committed_since[retrieval-48-8-159-200-15]

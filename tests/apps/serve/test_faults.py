@@ -1,7 +1,7 @@
 """Faults, put in one by one: what each client sees, and that the others and later ones go on.
 
 Others are tested where they arise: drafters and memory in `tests/engine`, forks in
-`tests/test_worker.py`, snapshots in `tests/files`.
+`tests/test_library.py`, snapshots in `tests/files`.
 """
 
 import json
