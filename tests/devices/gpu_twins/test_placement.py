@@ -99,15 +99,6 @@ def test_an_engine_places_as_many_layers_as_fit():
             chosen(wanted, device_gib, host_gib)
 
 
-def test_bytes_of_seven_billion_weights_after_122k_tokens():
-    """By hand, in GiB: weights, drafter, two layers of 61 to stage, small caches, activations."""
-    needs = seven_b(speculation=replace(TRIFORCE, budget=4096))
-    assert needs.parts(32)["full KV cache"] == 32 * 2 * 32 * 124992 * 128 * 2
-    by_hand = 12.55 + 0.13 + 3.88 + 2.04 + 1.19 + 0.5
-    assert needs.on_device(0) / GIB == pytest.approx(by_hand, abs=0.03)
-    assert needs.on_host(0) / GIB == pytest.approx(61.03, abs=0.01)
-
-
 def test_what_fits_in_a_plan_fits_at_boot(call):
     """When CUDA has taken its context."""
     code, line, _ = call(plan.main, "--context", 124928, "--gpu-memory", 24, "--json")
