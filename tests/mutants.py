@@ -106,7 +106,7 @@ text/test_grammars.py::test_forced_text_is_a_guess_about_how_it_is_cut[sizes1-ve
 # Devices and streams
 devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
   the copy of fewer bits verifies at the last level | core.memory:allocate: (target, full, => (models.retrieval, full,
-devices/gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1]
+devices/gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1-]
   a layer that is not waited for
     | core.offload.offloaded_cache:OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
 devices/parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]

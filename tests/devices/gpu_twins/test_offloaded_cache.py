@@ -120,38 +120,26 @@ def spans(tensor) -> list[tuple[int, int]]:
     return [(start, start + length) for start in starts]
 
 
-READS = {
-    "autoregressive": lambda full: full.tokens(0, 0, 9),
-    "retrieval": lambda full: [keys.sum() for keys, _ in full.held_layers(0)],
-}
-"""How K and V are read when a run of a method is over."""
-
-
 @pytest.mark.parametrize(
-    ("method", "on_chip"), [("autoregressive", 0), ("retrieval", 1), ("retrieval", 4)]
+    ("method", "on_chip", "tree"),
+    [("autoregressive", 0, ""), ("retrieval", 1, ""), ("retrieval", 4, ""), ("naive", 3, "6")],
 )
-def test_every_conflict_is_put_in_order_by_events(method, on_chip):
-    recorder = Recorder()
+def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree):
+    """From blocks that are not kept, over buffers that keep their layer, to reads after the run."""
+    target, recorder = tiny_model(CONFIG), Recorder()
     with recorder:
         full = offloaded(on_chip, stream=recorder)
         recorder.watch(full)
-        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
-        settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24}
-        Rig(tiny_model(CONFIG), prompts, full=full, method=method, **settings).run()
-        READS[method](full)
-    assert recorder.num_ordered > 200
-
-
-def test_trees_need_no_other_events():
-    """Blocks are read and not kept, over buffers that keep their layer."""
-    target, recorder = tiny_model(CONFIG), Recorder()
-    with recorder:
-        full = offloaded(3, stream=recorder)
-        recorder.watch(full)
         for layer in [*range(5)] * 3:
             full.update(layer, random_block(full, 4))
-        settings = {"method": "naive", "tree": "6", "num_new": 8, "num_recent_tokens": 60}
-        Rig(target, PROMPTS, draft=near_copy(target, 0.02), full=full, **settings).run()
+        prompts = [*PROMPTS[:2], random_prompt(CONFIG, 2 * LONGEST_BLOCK)]
+        settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24}
+        settings |= {"method": method, "tree": tree, "draft": near_copy(target, 0.02)}
+        Rig(target, prompts, full=full, num_recent_tokens=60, **settings).run()
+        full.tokens(0, 0, 9)
+        for keys, _ in full.held_layers(0):
+            keys.sum()
+    assert recorder.num_ordered > 200
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
