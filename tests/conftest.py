@@ -1,8 +1,10 @@
 """Tiny seeded models for the CPU, and the real weights where they can be had."""
 
 import functools
+import itertools
 import json
 import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +16,7 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
+from minitri import Generation
 from minitri.core.errors import InputError
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
@@ -128,6 +131,26 @@ def call(capsys):
         return Done(ended.value.code or 0, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture
+def interrupt(monkeypatch):
+    """Sends Ctrl-C before the event of this number."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupt(number: int, times: int = 1) -> None:
+        real, events = Generation.__next__, itertools.count(1)
+
+        def following(run):
+            if next(events) == number:
+                for _ in range(times):
+                    signal.raise_signal(signal.SIGINT)
+            return real(run)
+
+        monkeypatch.setattr(Generation, "__next__", following)
+
+    yield interrupt
+    signal.signal(signal.SIGINT, handler)  # at its end a program sets another
 
 
 @pytest.fixture(scope="session")

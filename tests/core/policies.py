@@ -1,5 +1,5 @@
-"""Policies of three kinds, written as a user would: by the attention to single tokens, by place,
-and by what the queries of the whole text have paid attention to."""
+"""Policies of two kinds, written as a user would: by place, and by what the queries
+of the whole text have paid attention to."""
 
 import math
 from typing import Any
@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
-from minitri.core.caches.policies import Policy, attention_received
-
-
-class TopTokens(Policy):
-    """Attention of the latest queries to every single token."""
-
-    def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
-        received_KS = attention_received(q_KRD, chunks_KNMD.flatten(1, 2))
-        return received_KS.unflatten(1, chunks_KNMD.shape[1:3]).sum(2)
+from minitri.core.caches.policies import Policy
 
 
 class LatestTokens(Policy):
@@ -59,7 +51,7 @@ class ReceivedAttention(Policy):
         self._received = {key: value for key, value in self._received.items() if key[0] != b}
 
 
-POLICIES = {"streaming": LatestTokens, "topk": TopTokens, "received": ReceivedAttention}
+POLICIES = {"streaming": LatestTokens, "received": ReceivedAttention}
 NAMES = ("retrieval", *POLICIES)
 
 

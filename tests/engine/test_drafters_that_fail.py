@@ -1,11 +1,14 @@
 """Logits that are not finite end a run, or in one that stays open their row, with one line that
 names the models."""
 
+import itertools
+
 import pytest
 import torch
 
-from minitri import GenerationConfig, Request, SpeculationConfig
-from minitri.core import stack
+from minitri import GenerationConfig, Idle, Request, SpeculationConfig
+from minitri.core import generation, runner, stack
+from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.errors import FaultError
 from tests.cascades import ends_of, tiny_engine
 from tests.core.rigs import WARM
@@ -15,15 +18,12 @@ SICK = 101
 SIZES = {"budget": 32, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 4}
 
 
-def texts(run, prompts) -> dict[int, object]:
+def texts(run, prompts, logprobs=(None,) * 4) -> list[object]:
     """What an open run gives for prompts at once: tokens, or what went wrong."""
-    generation = GenerationConfig(8, ignore_eos=True)
-    numbers = [run.submit(Request(prompt, 3, WARM, generation)) for prompt in prompts]
-    events = []
-    while len(ends_of(events)) < len(prompts):
-        events.append(next(run))
-    ends = {end.row: end.error or end.token_ids for end in ends_of(events)}
-    return [ends[number] for number in numbers]
+    for prompt, num in zip(prompts, logprobs, strict=False):
+        run.submit(Request(prompt, 3, WARM, GenerationConfig(8, ignore_eos=True, logprobs=num)))
+    ends = ends_of(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
+    return [end.error or end.token_ids for end in ends]
 
 
 @pytest.mark.parametrize(
@@ -59,33 +59,57 @@ def test_one_row_of_four_fails_alone_and_leaves_nothing(method, tree, damaged):
             assert texts(run, [sick]) == [alone[3]]
 
 
-def test_a_prompt_for_which_memory_is_short_fails_alone(monkeypatch):
-    """The others go on, and what had been read of it is kept."""
-    with (
-        tiny_engine() as engine,
-        engine.open(batch_size=2, reserve=200, prefill_chunk=16, method="autoregressive") as run,
-    ):
+SHORT = {  # what fails, and when
+    "a prompt": (stack, "read_chunk", lambda model, prompt, full, b, *_: full.lengths[b] > 40),
+    "scores": (generation, "log_probs", lambda logits_NV, tokens, num_top: num_top == 5),
+    "a rebuild": (RetrievalCache, "commit", lambda cache, b, _: cache.num_tokens[b] > 90),
+}
+
+
+def short_of_memory(monkeypatch, owner, name, is_short) -> None:
+    function = getattr(owner, name)
+
+    def call(*given):
+        if is_short(*given):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return function(*given)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize("what", SHORT)
+def test_a_row_for_which_memory_is_short_fails_alone(what, monkeypatch):
+    """The other goes on, and what had been read of it is kept."""
+    how = {"prefill_chunk": 16, "method": "retrieval", "coupled": True, **SIZES}
+    with tiny_engine() as engine, engine.open(batch_size=2, reserve=200, **how) as run:
         sound, large = [5, 6, 7], [*range(60, 160)]
         alone = texts(run, [sound])
-        read_chunk = stack.read_chunk
-
-        def fail(model, prompt, full, b, *rest):
-            if full.lengths[b] > 40:
-                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-            return read_chunk(model, prompt, full, b, *rest)
-
         with monkeypatch.context() as patching:
-            patching.setattr(stack, "read_chunk", fail)
-            text, error = texts(run, [sound, large])
+            short_of_memory(patching, *SHORT[what])
+            text, error = texts(run, [sound, large], logprobs=[None, 5])
         assert [text] == alone
         assert isinstance(error, FaultError)
         assert "cpu has run out of memory" in str(error)
-        number = run.submit(Request(large, generation=GenerationConfig(1)))
-        ends = []
-        while not ends:
-            ends = ends_of([next(run)])
-        assert (ends[0].row, ends[0].error) == (number, None)
-        assert ends[0].row_stats.num_cached_tokens > 40
+        num_read = run.stats.num_prefilled_tokens
+        assert len(texts(run, [large])[0]) == 8
+        assert run.stats.num_prefilled_tokens - num_read < 60
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_pass_for_which_memory_is_short_ends_its_rows_and_prefixes_stay(number, monkeypatch):
+    """The first pass of a text, one of the retrieval level, or one that verifies."""
+    passes, prompt = itertools.count(), [*range(60, 160)]
+    how = {"batch_size": 4, "reserve": 200, "method": "retrieval", **SIZES}
+    with tiny_engine() as engine:
+        with engine.open(**how) as run:
+            wanted = texts(run, [prompt])
+        with monkeypatch.context() as patching, engine.open(**how) as run:
+            short_of_memory(patching, runner, "probs_of_rows", lambda *_: next(passes) == number)
+            with pytest.raises(FaultError, match="cpu has run out of memory"):
+                texts(run, [[5, 6, 7], [8, 9]])
+        with engine.open(**how) as run:
+            assert texts(run, [prompt]) == wanted
+            assert run.stats.num_prefilled_tokens < 60
 
 
 @pytest.mark.parametrize("damaged", ["model", "draft"])

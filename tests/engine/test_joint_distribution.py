@@ -1,8 +1,8 @@
 """The joint distribution of several tokens through the real session: greedy and coupled runs cannot
 see a wrong q.
 
-An adversarial drafter, a retrieval cache of a quarter of the prompt, and 4,000 seeds, or 10,000 for
-TriForce. A false alarm has odds of 1 in 100,000 per test, had the seeds been drawn again.
+An adversarial drafter, a retrieval cache of a quarter of the prompt, and 4,000 seeds. A false alarm
+has odds of 1 in 100,000 per test, had the seeds been drawn again.
 """
 
 import pytest
@@ -45,6 +45,7 @@ def case(sampling, method, drafter="", gamma1=1, **settings):
     return sampling, drafter, SpeculationConfig(method, **settings)
 
 
+NUM_SEEDS = 4_000
 METHODS = "autoregressive", "retrieval", "triforce", "auto"
 CASES = {method: case(FILTERED, method) for method in METHODS}
 CASES |= {f"{drafter}, naive": case(OTHERWISE, "naive", drafter, 2) for drafter in DRAFTERS}
@@ -67,11 +68,10 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     target = target_model()
     draft = DRAFTERS[drafter](target) if drafter else other_model()
     probs = exact_probs(target, sampling)
-    num_seeds = 10_000 if case == "triforce" else 4_000
     monkeypatch.setattr("minitri.core.stack.prior_seconds", costs_that_change)
-    counts, runs = count_texts(target, draft, sampling, speculation, num_seeds)
+    counts, runs = count_texts(target, draft, sampling, speculation, NUM_SEEDS)
     found = p_value(counts, probs)
-    print(f"\n  {case}: p-value {found:.3g} over {num_seeds} seeds")
+    print(f"\n  {case}: p-value {found:.3g} over {NUM_SEEDS} seeds")
     # Speculation that is always right, or always wrong, shows little.
     for stage in zip(*(run.stages for run in runs), strict=True):
         accepted = sum(run.num_accepted_tokens for run in stage)

@@ -1,15 +1,20 @@
-"""Method `auto`; its texts under random plans are in `tests/test_properties.py`."""
+"""Method `auto`, and when it may follow the clock; its texts under random plans are in
+`tests/test_properties.py`."""
 
 import itertools
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from minitri import SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.autotuner import Autotuner
+from minitri.core.model.execution import Execution
 from minitri.core.settings import StepPlan
+from minitri.core.shape import MemoryShape
+from minitri.core.stack import may_use_clock
 from tests.cascades import settings_of, tiny_engine
 from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config, tiny_model
 
@@ -77,3 +82,43 @@ def test_a_row_that_ended_costs_nothing_in_a_stage_that_was_left_out(monkeypatch
     for runner in rig.runners.values():
         assert runner.cache.lengths[1] == 0
         assert runner.cache.lengths[0] > 0
+
+
+GREEDY = (SamplingParams(), False)
+COUPLED = (SamplingParams(0.8, top_k=40, top_p=0.95), True)
+
+
+@pytest.mark.parametrize("distribution", [GREEDY, COUPLED, (SamplingParams(1.0), False)])
+def test_a_target_that_drafts_for_itself_is_always_right(distribution):
+    """Every stage sees everything, so nothing may be rejected, at any temperature."""
+    sampling, coupled = distribution
+    target, prompts = tiny_engine(), [[5, 6, 7], list(range(10, 60)), [9], [4] * 20]
+    settings = {"budget": 128, "num_recent_tokens": 200, "gamma1": 3, "gamma2": 6}
+    how = settings_of("triforce", 40, sampling, coupled=coupled, **settings)
+    *_, end = Engine(target.model, target.tokenizer, target.model).generate(prompts, **how)
+    assert [level.acceptance_rate for level in end.stats.levels] == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "is_row_invariant", "distribution", "how", "may"),
+    [
+        (torch.float32, "cpu", False, GREEDY, {}, True),
+        (torch.float32, "cpu", False, GREEDY, {"is_open": True}, False),
+        (torch.float32, "cpu", False, COUPLED, {}, True),
+        (torch.float32, "cpu", True, (SamplingParams(0.8), False), {}, False),
+        (torch.bfloat16, "cpu", False, GREEDY, {}, False),
+        (torch.bfloat16, "cpu", True, GREEDY, {}, True),
+        (torch.float32, "cuda", False, COUPLED, {}, False),
+        (torch.bfloat16, "cuda", False, (SamplingParams(0.8), False), {"timed": True}, True),
+    ],
+)
+def test_a_clock_chooses_plans_only_where_the_text_cannot_depend_on_them(
+    dtype, device, is_row_invariant, distribution, how, may
+):
+    sampling, coupled = distribution
+    speculation = SpeculationConfig("auto", coupled=coupled, timed="timed" in how)
+    shape = MemoryShape((1,), sampling, GenerationConfig(4), speculation)
+    execution = Execution(is_row_invariant=is_row_invariant)
+    target = SimpleNamespace(dtype=dtype, device=torch.device(device), execution=execution)
+    found = may_use_clock(SimpleNamespace(target=target), shape, is_open="is_open" in how)
+    assert found == may

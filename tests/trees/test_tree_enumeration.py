@@ -1,10 +1,15 @@
-"""The output distribution of cascades that guess trees, computed exactly; see
-`tests/core/decoding/test_enumeration.py`."""
+"""The output distribution of cascades that guess trees, computed exactly, as in
+`tests/core/decoding/test_enumeration.py`; drawing nodes and walking through them, one by one."""
 
 import pytest
+import torch
 
+from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.settings import StepPlan
+from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape, sequences
+from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
+from tests.core.exactness import exactly
 from tests.trees.exactness import largest_error
 
 SHAPES = {
@@ -42,3 +47,70 @@ def test_a_tree_by_or_below_the_retrieval_level_gives_the_target_distribution(na
 @pytest.mark.parametrize("plans", [[TREE], [TREE, StepPlan("naive", 1)]], ids=["trees", "turns"])
 def test_nothing_leaks_from_a_tree_into_the_next_step_be_it_a_chain(plans):
     assert error("fork", num_steps=2, plans=plans) < 1e-12
+
+
+PROBS = torch.tensor([0.5, 0.0, 0.2, 0.3], dtype=torch.float64)
+FORK = TreeShape((-1, 0, 0))
+
+
+def level_of(source):
+    """A level that only draws and walks."""
+    return TreeLevel(None, source, None, None)
+
+
+def test_a_child_without_a_token_is_missing():
+    assert draw_children(PROBS, exactly([0.99, 0.0, 0.5, 0.5, 0.5]))[3:] == [MISSING, MISSING]
+    assert likeliest(PROBS.log(), 5) == [0, 3, 2, MISSING, MISSING]
+
+
+def proposal_of(shape, tokens, q_IV, *, is_listed=False):
+    origins = [["draft"] * len(tokens)]
+    return TreeProposal.of([tokens], q_IV.unsqueeze(0), origins, shape=shape, is_listed=[is_listed])
+
+
+def test_a_row_that_guesses_nothing_takes_one_number():
+    """As it does where no other row has a tree."""
+    source, fresh = IndependentSource(), IndependentSource()
+    source.restart(0, 3)
+    fresh.restart(0, 3)
+    proposal = proposal_of(FORK, [MISSING, MISSING], torch.zeros(1, 4))
+    level_of(source).walk(proposal, 0, PROBS.expand(3, 4), 9)
+    fresh.uniforms(0, 1)
+    assert source.uniforms(0, 5).tolist() == fresh.uniforms(0, 5).tolist()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "is_listed", "uniforms", "wanted"),
+    [
+        ([2, MISSING], False, [0.1, 0.1, 0.0], ([1], 0)),
+        ([2, MISSING], False, [0.99, 0.3, 0.0], ([], 3)),
+        ([0, 2], True, [0.0, 0.49, 0.9], ([1], 0)),
+        ([0, 2], True, [0.0, 0.51, 0.39], ([2], 0)),  # 0.2 of the 0.5 that are left
+        ([0, 2], True, [0.99, 0.51, 0.41], ([], 3)),
+    ],
+)
+def test_a_child_is_tested_against_what_its_elder_siblings_left(
+    tokens, is_listed, uniforms, wanted
+):
+    """Listed ones are accepted with the verifier's chance, missing ones are never tested."""
+    one_hot = torch.tensor([[0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
+    proposal = proposal_of(FORK, tokens, one_hot, is_listed=is_listed)
+    assert walk(proposal, 0, PROBS.expand(3, 4), exactly(uniforms)) == wanted
+
+
+def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
+    proposal = proposal_of(TreeShape((-1, 0)), [2], torch.full((1, 4), 0.25))
+    assert walk(proposal, 0, torch.full((2, 4), 0.25), exactly([0.6, 1.0])) == ([], 2)
+
+
+def test_coupled_children_share_the_noise_of_their_position():
+    """The eldest is what a chain would have guessed, and the walk follows the verifier's token."""
+    source, q_V = CoupledSource(), torch.rand(50, generator=torch.Generator().manual_seed(0))
+    q_V /= q_V.sum()
+    children = level_of(source).draw(0, q_V, 3, 17)
+    assert len(set(children)) == 3
+    assert level_of(source).draw(0, q_V, 1, 17) == children[:1]
+    assert source.sample(q_V.unsqueeze(0), [17], [True]).tolist() == children[:1]
+    proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
+    path, _ = level_of(source).walk(proposal, 0, q_V.expand(4, 50), 17)
+    assert path == [3]

@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 
-from minitri.core.errors import InputError
+from minitri.core.errors import InputError, shorten
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
@@ -85,7 +85,8 @@ def clean_exits() -> Iterator[None]:
         _mute()  # drops unwritten output; else Python fails again when it exits
         if isinstance(error, BrokenPipeError):  # whoever read our output has gone
             raise _end(0) from None
-        raise _end(2, f"the system says: {error}; send output elsewhere, or free it") from None
+        problem = f"the system says: {shorten(error)}; send output elsewhere, or free it"
+        raise _end(2, problem) from None
 
 
 @contextlib.contextmanager

@@ -1,7 +1,4 @@
-"""Small servers of OpenAI's API over a Markov chain of words: sound ones, and some with faults.
-
-Texts are made by speculative sampling: a drafter's guesses, accepted or corrected.
-"""
+"""Small servers of OpenAI's API over a Markov chain of words: sound ones, and some with faults."""
 
 import contextlib
 import functools
@@ -14,7 +11,6 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 WORDS = [f" {letter}" for letter in "abcdefghijkl"]
-NUM_DRAFTED = 3
 TARGET, DRAFTER = 1, 2
 Probs = dict[str, float]
 
@@ -47,9 +43,8 @@ class Toy:
         number = next(self._numbers)
         source = random.Random(number // 2 if "one random number" in self.names else number)
         words = [""]
-        while len(words) <= count:
-            words += self._block(words[-1], temperature, source)
-        words = words[: count + 1]
+        for _ in range(count):
+            words += source.choices(WORDS, self._sampled(words[-1], temperature).values())
         if "silent" in self.names or ("silent if greedy" in self.names and not temperature):
             words = words[: 1 + (count == 1)]
         logs = [self._reported(before, temperature) for before in words[:-1]]
@@ -67,19 +62,13 @@ class Toy:
         logprobs["top_logprobs"] = [*map(dict, tops)]
         return {"choices": [{"text": "".join(words), "logprobs": logprobs}]}
 
-    def _block(self, before: str, temperature: float, source: random.Random) -> list[str]:
-        """Words that one round of drafting and verification adds."""
-        block: list[str] = []
-        for _ in range(NUM_DRAFTED):
-            p, q = (self._probs(model, before, temperature) for model in (TARGET, DRAFTER))
-            [guess] = source.choices(WORDS, q.values())
-            if source.random() * q[guess] >= p[guess]:
-                if "recovered" not in self.names:
-                    p = {word: max(p[word] - q[word], 0.0) for word in p}
-                return [*block, *source.choices(WORDS, p.values())]
-            block.append(guess)
-            before = guess
-        return [*block, *source.choices(WORDS, self._probs(TARGET, before, temperature).values())]
+    def _sampled(self, before: str, temperature: float) -> Probs:
+        """The distribution of the next word, by speculative sampling."""
+        p, q = (self._probs(model, before, temperature) for model in (TARGET, DRAFTER))
+        if "recovered" in self.names:  # from p, not from the residual
+            accepted = {word: min(p[word], q[word]) for word in p}
+            p = {word: accepted[word] + (1 - sum(accepted.values())) * p[word] for word in p}
+        return p
 
     def _probs(self, model: int, before: str, temperature: float) -> Probs:
         """The distribution that is sampled at a temperature."""

@@ -105,11 +105,11 @@ def test_a_command_is_answered_in_one_line(begin, capsys, line):
     assert not chat.talk.turns
 
 
-def test_a_conversation_goes_on_where_it_was_saved(begin, num_cached, capsys, tmp_path):
+def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, capsys, tmp_path):
     chat = begin(documents=[NIGHT], system="Be brief.")
     chat.obey("Who?")
     chat.obey(f"/save {tmp_path}/kv")
-    chat._engine.release()
+    loaded.release()
     other = begin(f"-n 12 {ENDLESS} --load {tmp_path}/kv")
     assert "> Who?" in capsys.readouterr().err
     assert other.talk.ids([*other.talk.turns, Turn("Why?")]) == chat.talk.ids(

@@ -1,4 +1,5 @@
-"""The command `minitri`: habits that its programs keep, and what a shell may do to them."""
+"""The command `minitri`: habits that its programs keep, what a shell may do to them, and
+what a terminal may not be sent."""
 
 import ast
 import importlib
@@ -13,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 import minitri
+from minitri import Token, generate
 from minitri import __main__ as command
-from minitri import generate
 from minitri.apps.cli import exits, inputs
+from minitri.apps.cli.terminal import COLORS, RESET, colored, shown
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import edit_json
 
@@ -175,3 +177,14 @@ def test_a_shell_may_close_fill_and_remove_what_a_program_uses(tmp_path, line, c
     done = subprocess.run(line, shell=True, check=False, **options)
     assert (done.returncode, done.stderr.count("\n")) == (code, bool(message)), done.stderr
     assert message in done.stderr
+
+
+ATTACK = "a\x1b]0;title\x07\x1b[2J\x9b31m\r\x00\x7f\tb\nü\u2028"
+HARMLESS = "a\ufffd]0;title\ufffd\ufffd[2J\ufffd31m\ufffd\ufffd\ufffd\tb\nü\u2028"
+
+
+@pytest.mark.parametrize(("is_terminal", "wanted"), [(True, HARMLESS), (False, ATTACK)])
+def test_control_characters_reach_a_pipe_but_no_terminal(is_terminal, wanted, monkeypatch):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal, raising=False)
+    assert shown(ATTACK) == wanted
+    assert colored(Token(0, 5, ATTACK, "draft")) == COLORS["draft"][0] + wanted + RESET

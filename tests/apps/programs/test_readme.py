@@ -3,18 +3,19 @@
 `ADDED` has a line for each command: flags that make it short, or why only its flags are read.
 """
 
-import importlib
 import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from minitri import generate
 from minitri.apps.cli.inputs import demo_text
+from tools.bench import __main__ as bench
+from tools.bench import people
 
 ROOT = Path(__file__).parents[3]
 README = (ROOT / "README.md").read_text("utf-8")
@@ -64,20 +65,13 @@ def test_every_command_is_run_or_known_to_need_more():
     assert ADDED.keys() <= {*commands()}
 
 
-@pytest.mark.parametrize("command", [line for line in commands() if line not in ADDED])
-def test_a_command_that_is_not_run_names_flags_files_and_extras_that_are_there(command):
-    words = shlex.split(command)
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for extra in re.findall(r"\.\[([a-z,]+)\]", command):
-        assert {*extra.split(",")} <= extras["optional-dependencies"].keys()
-    for word in words:
-        assert not word.startswith("tests/") or (ROOT / word).exists()
-    if re.search(r"-m (minitri\.generate|tools\.bench)", command):
-        name, *flags = words[words.index("-m") + 1 :]
-        if flags[:1] == ["people"]:
-            name = f"{name}.{flags.pop(0)}"
-        name += ".__main__" * (ROOT / name.replace(".", "/")).is_dir()
-        importlib.import_module(name).build_parser().parse_args(flags)
+PROGRAMS = {"minitri.generate": generate, "tools.bench people": people, "tools.bench": bench}
+
+
+def test_flags_of_commands_that_are_not_run_are_there():
+    named = [re.search(f"-m ({'|'.join(PROGRAMS)})(.*)", line) for line in commands()]
+    parsed = [PROGRAMS[it[1]].build_parser().parse_args(shlex.split(it[2])) for it in named if it]
+    assert len(parsed) >= 2
 
 
 NOVEL = (demo_text() * 2)[:740_000]

@@ -135,27 +135,12 @@ def resample_from_p(p_BNV, uniforms_BN, guesses):
     return verdict._replace(next_B=sample(p_BV, uniforms_BN[:, -1]))
 
 
-def reuse_number(p_BNV, uniforms_BN, guesses):
-    """The number of the last test is used again for the recovered or bonus token."""
-    num_accepted_B = verify(p_BNV, uniforms_BN, guesses).num_accepted_B
-    numbers_BN = uniforms_BN.clone()
-    for b, count in enumerate(guesses.counts_B.tolist()):
-        if count:
-            numbers_BN[b, -1] = uniforms_BN[b, min(int(num_accepted_B[b]) + 1, count) - 1]
-    return verify(p_BNV, numbers_BN, guesses)
-
-
-@pytest.mark.parametrize(
-    ("broken", "dtype", "verdict"),
-    [
-        (reuse_number, "float32", "BUG"),
-        (resample_from_p, "bfloat16", "unclear"),  # it may be rounding
-    ],
-)
+@pytest.mark.parametrize(("dtype", "verdict"), [("float32", "BUG"), ("bfloat16", "unclear")])
 def test_samples_of_a_broken_verification_raise_an_alarm(
-    check_samples, monkeypatch, broken, dtype, verdict
+    check_samples, monkeypatch, dtype, verdict
 ):
+    """In bfloat16 it may be rounding."""
     monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: False)
-    monkeypatch.setattr(random_source, "verify_block", broken)
+    monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     code, [row] = check_samples(f"--method naive --num-samples 1500 --dtype {dtype}")
     assert (code, row["verdict"]) == (1, verdict)

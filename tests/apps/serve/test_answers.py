@@ -2,7 +2,6 @@
 
 import math
 import re
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Literal
 
 import openai
@@ -102,21 +101,6 @@ def test_a_seed_repeats_its_text_also_one_that_was_drawn(server):
     texts = [it["choices"][0]["text"] for it in (drawn[0], *answers)]
     assert texts[0] == texts[1]
     assert texts[2] == texts[3] != texts[4] == texts[5]
-
-
-def test_a_seed_gives_the_same_text_alone_and_under_load(server, engine):
-    """Every fourth client leaves in the middle of its text."""
-
-    def ask(number: int) -> str:
-        if number % 4 == 3:
-            with server.raw(**ENDLESS) as stream:
-                return stream.recv(12).decode()
-        return complete(server, prompt=PROMPT[: 10 + number], seed=number).choices[0].text
-
-    with ThreadPoolExecutor(8) as clients:
-        for number, text in enumerate(clients.map(ask, range(8))):
-            alone = own_text(engine, PROMPT[: 10 + number], seed=number)
-            assert text == ("HTTP/1.1 200" if number % 4 == 3 else alone)
 
 
 def test_each_of_many_answers_is_what_its_seed_gives_alone(server, engine, ask, template):

@@ -3,67 +3,84 @@
 import base64
 import hashlib
 import re
+import shutil
 
 import pytest
 
-from tests.apps.serve.chromium import browsing
-
+PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 IS_DONE = "document.querySelectorAll('.answer .tools').length === 1 && !running"
 ANSWER = "[...document.querySelectorAll('.answer .text')].at(-1).textContent"
 
 
-def ask(page, question: str) -> str:
+@pytest.fixture
+def page():
+    """A tab of a fresh browser, the machine's own."""
+    driver = pytest.importorskip("playwright.sync_api")
+    program = next(filter(None, map(shutil.which, PROGRAMS)), None)
+    if program is None:
+        pytest.skip("there is no Chromium (Debian: apt install chromium)")
+    how = {"executable_path": program, "args": ["--no-sandbox"], "timeout": 60_000}
+    with driver.sync_playwright() as play, play.chromium.launch(**how) as browser:
+        yield browser.new_page()
+
+
+def type_line(page, place: str, text: str) -> None:
+    page.fill(f"#{place}", text)
+    page.press(f"#{place}", "Enter")
+
+
+def ask(server, page, question: str) -> str:
     """The answer to a typed question."""
-    page.type_line("question", question)
-    page.wait(IS_DONE)
-    return page.run(ANSWER)
+    type_line(page, "question", question)
+    server.wait(lambda: page.evaluate(IS_DONE))
+    return page.evaluate(ANSWER)
 
 
-def open_page(page, url: str) -> None:
-    page.open(url)
-    page.wait("modelName === 'tiny'")
-    page.run("$('max_tokens').value = 24; $('seed').value = 7")
+def open_page(server, page) -> None:
+    page.goto(server.url)
+    server.wait(lambda: page.evaluate("modelName === 'tiny'"))
+    page.evaluate("$('max_tokens').value = 24; $('seed').value = 7")
 
 
 @pytest.mark.slow
-def test_a_person_asks_stops_goes_on_and_deletes(tmp_path, server, template):
+def test_a_person_asks_stops_goes_on_and_deletes(page, server, template):
     """Texts are never markup, and numbers and colors are those of the answer."""
     question = "<img src=x onerror=\"document.title='hacked'\"> Who?"
     fields = {"messages": [{"role": "user", "content": question}], "max_tokens": 24, "seed": 7}
     wanted = server.post("/v1/chat/completions", **fields, temperature=0.7, top_p=0.9).json()
     usage = wanted["usage"]
-    with browsing(tmp_path) as page, server.limited(api_key="secret"):
-        page.open(server.url + "/")
-        page.wait("$('login').open")
-        page.type_line("key", "secret")
-        open_page(page, server.url + "/?key")
-        text = ask(page, question)
+    with server.limited(api_key="secret"):
+        page.goto(server.url)
+        type_line(page, "key", "secret")
+        open_page(server, page)
+        text = ask(server, page, question)
         assert text == wanted["choices"][0]["message"]["content"]
-        assert page.run("document.querySelectorAll('img').length") == 0
-        origins = page.run("[...document.querySelectorAll('.text span')].map(x => x.className)")
-        assert {*origins} <= {"draft", "retrieval", "recovered", "bonus"}
-        assert page.run("$('used').textContent") == str(usage["total_tokens"])
+        assert page.locator("img").count() == 0
+        spans = page.locator(".text span").all()
+        origins = {span.get_attribute("class") for span in spans}
+        assert origins <= {"draft", "retrieval", "recovered", "bonus"}
+        assert page.text_content("#used") == str(usage["total_tokens"])
         share = usage["completion_tokens_details"]["accepted_prediction_tokens"] / 24
-        assert page.run("$('accepted').textContent") == f"{round(100 * share)} %"
-        assert ask(page, "/regenerate") == text  # with this seed
-        page.type_line("question", "/sampling top_p=0.5")
-        assert page.run("$('top_p').value") == "0.5"
-        page.run("$('new').click()")
+        assert page.text_content("#accepted") == f"{round(100 * share)} %"
+        assert ask(server, page, "/regenerate") == text  # with this seed
+        type_line(page, "question", "/sampling top_p=0.5")
+        assert page.input_value("#top_p") == "0.5"
+        page.click("#new")
         with server.held(num_free=20):
-            page.type_line("question", "Who?")
-            page.wait("talk.turns[0]?.pieces.length > 0")
-            page.press("Escape", 27)
-            page.wait(IS_DONE)
-        begun = page.run(ANSWER)
-        assert page.run("talk.turns[0].cut") == "stopped"
-        assert len(ask(page, "/continue").removeprefix(begun)) > 0
-        open_page(page, server.url + "/?again")
-        titles = "[...document.querySelectorAll('#saved li button:first-child')]"
-        assert page.run(f"{titles}.length") == 2
-        page.run(f"{titles}[1].click()")
-        assert page.run(ANSWER) == text
-        page.run("document.querySelector('[aria-label=\"Delete: Who?\"]').click()")
-        assert page.run(f"{titles}.length") == 1
+            type_line(page, "question", "Who?")
+            server.wait(lambda: page.evaluate("talk.turns[0]?.pieces.length > 0"))
+            page.keyboard.press("Escape")
+            server.wait(lambda: page.evaluate(IS_DONE))
+        begun = page.evaluate(ANSWER)
+        assert page.evaluate("talk.turns[0].cut") == "stopped"
+        assert len(ask(server, page, "/continue").removeprefix(begun)) > 0
+        open_page(server, page)
+        titles = page.locator("#saved li button:first-child")
+        assert titles.count() == 2
+        titles.nth(1).click()
+        assert page.evaluate(ANSWER) == text
+        page.click("[aria-label='Delete: Who?']")
+        assert titles.count() == 1
 
 
 def test_the_page_is_one_file_whose_policy_lets_only_its_own_script_and_style_in(server):

@@ -9,7 +9,6 @@ from minitri.core.decoding import sampling
 from minitri.core.decoding.sampling import (
     probs_by_tensor,
     probs_from_logits,
-    probs_of_rows,
     running_sums,
     sample,
     sums_by_parts,
@@ -71,15 +70,6 @@ def test_logits_that_are_not_finite_give_no_distribution(bad, wanted):
     for probs in (probs_by_tensor(logits, form, numbers), probs_from_logits(logits, wanted)):
         assert not probs[0].sum().isfinite()
         assert probs[1].sum() == pytest.approx(1)
-
-
-def test_a_row_has_filters_of_its_own():
-    """Those of its neighbour have the same form and other numbers."""
-    logits_BNV = random_logits(2, 3, 50)
-    params = [SamplingParams(0.7, 5, top_p=0.8), SamplingParams(1.3, 5, top_p=0.9)]
-    together = probs_of_rows(logits_BNV, params)
-    for probs_NV, logits_NV, own in zip(together, logits_BNV, params, strict=True):
-        assert torch.equal(probs_NV, probs_from_logits(logits_NV, own))
 
 
 @pytest.mark.parametrize(

@@ -23,72 +23,56 @@ pytestmark = [
         reason="which of the claims notices a bug was tried on processors with AVX2 alone",
     ),
 ]
+FLOAT = torch.float32
+CLAIMS = {
+    "filters": lambda kernels: (
+        filters.test_every_combination_of_filters_is_the_distribution_by_definition(kernels, 50)
+    ),
+    "greedy": filters.test_of_the_likeliest_tokens_greedy_decoding_takes_the_first,
+    "attention": lambda kernels: claims.test_attention_equals_the_oracle(kernels, FLOAT, 64),
+    "a row": lambda kernels: (
+        claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(
+            kernels, FLOAT
+        )
+    ),
+    "NaN": lambda kernels: claims.test_what_is_not_finite_is_never_hidden(kernels, FLOAT),
+    "linear": lambda kernels: claims.test_linear_equals_plain_formulas(
+        kernels, FLOAT, Form.Q4, 576
+    ),
+    "repack": lambda kernels: [
+        quantized.test_repacked_numbers_are_the_dequantized_ones(kernels, kind)
+        for kind in ("Q4_K", "Q6_K")
+    ],
+    "a pass": lambda kernels: passes.test_a_pass_computes_and_writes_what_the_plain_layers_do(
+        kernels, "streaming", FLOAT, 2, False, 1e-6
+    ),
+    "a round": lambda kernels: rounds.check_rounds(
+        rounds.models_of("lent", FLOAT), SamplingParams(1.0), gamma1=3
+    ),
+}
 MUTANTS = """
-mass.sum >= wanted => mass.sum > 2 * wanted
-std::max(least, power_of_2( => std::max(0 * least, power_of_2(
-float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
-a.logits + row * a.V, a.logits + (row + 1) * a.V, x) => a.logits, a.logits + a.V, x)
-begin = piece * PIECE;
-    => begin = p.num_pieces > 1 && piece ? piece * PIECE - a.lengths[b] % BLOCK : piece * PIECE;
-block : block + t + 1, 0) => block : block + t + 2, 0)
-const float weight = power_of_2( => const float weight = p == 0 ? 0.0f : power_of_2(
-x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-Form::scale(panel, g, word / PARTS => Form::scale(panel, g, 0
-(a.rows ? row : n) % PANEL => n % PANEL
-std::copy(key, key + D, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot)
-    => rotate_head(key, cos, sin, static_cast<T*>(p.raw_keys) + at + slot * p.kv_slot, D)
-slot = p.lengths[b] + t => slot = p.lengths[0] + t
-if (is_in_place && n == BLOCK) { => if (is_in_place) {
-E) + float(eps) => E) + 0.0f
-sums + (r - part) * BLOCK, k == 0); => sums + (r - part) * BLOCK, true);
-a.probs + at * a.width), => a.probs + (at - (i > 0)) * a.width),
-a.uniforms[at] => a.uniforms[b * a.N]
-row[a.ids[n]] = => row[a.ids[n + outputs]] =
-unpack(panel, g, word, lane + v * LANES => unpack(panel, g, word, lane
-largest / 32767 + sum_lanes(none) => largest / 32767
-scales[g] * float(sum) => scales[g]
-half = BITS == 6 ? g / 2 % 2 : g % 2 => half = g % 2
-j % 8 < 4 ? *six & 63 : late => j % 8 < 4 ? *six & 63 : late & 31
-this->dequantize(panel, (input + i) / GROUP => this->dequantize(panel, i / GROUP
+filters: mass.sum >= wanted => mass.sum > 2 * wanted
+greedy: float* first = std::find(x, x + n, top); => float* first = x + n; while (*--first != top);
+attention: block : block + t + 1, 0) => block : block + t + 2, 0)
+a row: begin = piece * PIECE; => begin = piece * PIECE - (piece && p.num_pieces > 1);
+NaN: x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
+linear: scales[g] * float(sum) => scales[g]
+linear: (a.rows ? row : n) % PANEL => n % PANEL
+repack: half = BITS == 6 ? g / 2 % 2 : g % 2 => half = g % 2
+repack: j % 8 < 4 ? *six & 63 : late => j % 8 < 4 ? *six & 63 : late & 31
+a pass: slot = p.lengths[b] + t => slot = p.lengths[0] + t
+a pass: E) + float(eps) => E) + 0.0f
+a round: a.uniforms[at] => a.uniforms[b * a.N]
+a round: row[a.ids[n]] = => row[a.ids[n + outputs]] =
 """
-
-
 ONE_DTYPE = [("work(BFloat16Operand());", "{}"), ("work(Widened<Float16>());", "{}")]
 """What float32 alone does without: two thirds of the time of the compiler."""
 
 
-def check(kernels, monkeypatch) -> None:
-    """The claims about kernels, in float32, on a few cases each, the quick ones first."""
-    dtype = torch.float32
-    for V in (15, 50):
-        filters.test_every_combination_of_filters_is_the_distribution_by_definition(kernels, V)
-    filters.test_of_the_likeliest_tokens_greedy_decoding_takes_the_first(kernels)
-    filters.test_logits_that_are_not_finite_give_no_distribution(kernels, filters.ALL)
-    claims.test_attention_equals_the_oracle(kernels, dtype, 64)
-    claims.test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype)
-    claims.test_what_is_not_finite_is_never_hidden(kernels, dtype)
-    for form, E in ((16, 48), (Form.Q4, 576), (Form.Q8, 576), (Form.Q5_K, 2304), (Form.Q6_K, 2304)):
-        claims.test_linear_equals_plain_formulas(kernels, dtype, form, E)
-    claims.test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype)
-    for case in ((1, False, 1), (5, True, 1), (2, False, 1e-6)):
-        passes.test_a_pass_computes_and_writes_what_the_plain_layers_do(
-            kernels, "streaming", dtype, *case
-        )
-    for kind in quantized.FORMS:
-        quantized.test_repacked_numbers_are_the_dequantized_ones(kernels, kind)
-    monkeypatch.setattr(rounds, "load_kernels", lambda: kernels)
-    for kind in ("lent", "larger"):
-        rounds.check_rounds(rounds.models_of(kind, dtype), SamplingParams(1.0), gamma1=3)
-
-
-@pytest.mark.parametrize(
-    "mutant", MUTANTS.replace("\n    =>", " =>").strip().splitlines(), ids=itertools.count()
-)
+@pytest.mark.parametrize("mutant", MUTANTS.strip().splitlines(), ids=itertools.count())
 def test_a_wrong_kernel_is_noticed(mutant, tmp_path, monkeypatch):
-    wrong = compiled(tmp_path, *ONE_DTYPE, tuple(mutant.split(" => ")))
+    claim, change = mutant.split(": ", 1)
+    wrong = compiled(tmp_path, *ONE_DTYPE, tuple(change.split(" => ")))
+    monkeypatch.setattr(rounds, "load_kernels", lambda: wrong)
     with pytest.raises((AssertionError, InputError)):
-        check(wrong, monkeypatch)
-
-
-def test_right_kernels_pass(tmp_path, monkeypatch):
-    check(compiled(tmp_path, *ONE_DTYPE), monkeypatch)
+        CLAIMS[claim](wrong)

@@ -30,6 +30,7 @@ pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ 
 CONFIG = tiny_config(attention_bias=True, head_norm=True, head_dim=32)
 LONG = replace(CONFIG, context_length=1024)
 WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
+BROAD = replace(WIDE, intermediate_size=2048)
 """As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
 LENGTHS = [37, 5]
@@ -156,17 +157,13 @@ def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):
         assert all(map(torch.equal, pair, caches[0]))
 
 
-@pytest.mark.parametrize("config", [LONG, WIDE], ids=["small", "wide"])
+@pytest.mark.parametrize(("config", "threads"), [(LONG, 1), (WIDE, 1), (BROAD, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config):
-    read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
-
-
-def test_chunks_may_begin_anywhere_on_three_threads(monkeypatch, request):
-    """Which share the outputs of few matrices."""
+def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypatch, request):
+    """Also where threads share the outputs of few matrices."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
-    monkeypatch.setattr(load_kernels(), "num_threads", 3)
-    read_in_chunks(replace(WIDE, intermediate_size=2048))
+    monkeypatch.setattr(load_kernels(), "num_threads", threads)
+    read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
 
 
 @pytest.mark.parametrize("bias", [True, False])

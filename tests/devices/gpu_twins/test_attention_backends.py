@@ -1,7 +1,6 @@
 """Every backend for short blocks equals the oracle. On a CPU Triton's interpreter runs ours, and
 FlashAttention has a stand-in."""
 
-import math
 import mmap
 from contextlib import suppress
 from functools import partial
@@ -133,32 +132,26 @@ def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype)
 
 
+FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real size, or of heads
+    "rows": ((0, 3, 70, 1, 17, 66), 32 * 122_880 * 128, 31 * 122_880 * 128, 128),
+    "slots": ((36,), 128, 128, 1 << 26),
+}
+
+
 @needs_triton
 @pytest.mark.skipif(ON_GPU, reason="sparse memory is the host's")
-def test_kernels_reach_rows_that_are_far_apart():
-    """The last of six rows of the real size begins after 2^31 numbers. They are in the middle of
-    more memory: a wrong offset finds zeros, not a fault."""
-    shape, far = (6, 32, 122_880, 128), []
-    q, *near, lengths = random_case(2, (0, 3, 70, 1, 17, 66), 4, 2, 128, S=80, dtype=torch.float16)
-    for here in near:
-        rows = sparse(3 * math.prod(shape), torch.float16).chunk(3)[1].view(shape)[:, ::31]
-        rows[:, :, :80] = here
-        far.append(rows)
+@pytest.mark.parametrize("where", FAR)
+def test_kernels_reach_rows_and_slots_that_are_far_apart(where):
+    """They begin after 2^31 numbers, in the middle of more memory: a wrong offset finds zeros, not
+    a fault."""
+    prefixes, *strides = FAR[where]
+    q, *near, lengths = random_case(2, prefixes, 4, 2, 128, S=80, dtype=torch.float16)
+    far = [sparse(3 << 33, torch.float16)[1 << 33 :] for _ in near]
+    far = [it.as_strided(near[0].shape, (*strides, 1)) for it in far]
+    for ours, theirs in zip(far, near, strict=True):
+        ours.copy_(theirs)
     found = [flash_decoding.attend_short_block(q, *far, torch.tensor(lengths))]
-    if (compiled := load_kernels()) is not None:
+    if where == "rows" and (compiled := load_kernels()) is not None:
         found.append(compiled.attend(q, *far, lengths))
     for got in found:
         assert (got.double() - oracle(q, *near, lengths)).abs().max() < 3e-3
-
-
-@needs_triton
-@pytest.mark.skipif(ON_GPU, reason="sparse memory is the host's")
-def test_kernels_reach_slots_that_are_far_apart():
-    """Slot 32 begins after 2^31 numbers, as slot 262,144 does of 32 KV heads next to each other."""
-    stride, far = 1 << 26, []
-    q, *near, lengths = random_case(2, (36,), 4, 2, 128, S=40, dtype=torch.float16)
-    for here in near:
-        middle = sparse(80 * stride, torch.float16)[40 * stride :]
-        far.append(middle.as_strided(here.shape, (stride, 128, stride, 1)).copy_(here))
-    got = flash_decoding.attend_short_block(q, *far, torch.tensor(lengths))
-    assert (got.double() - oracle(q, *near, lengths)).abs().max() < 3e-3

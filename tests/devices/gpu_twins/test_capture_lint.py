@@ -74,7 +74,9 @@ ADDED = {
 @pytest.mark.parametrize("message", ADDED)
 def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
     new = f"self.rope.at(block.positions_BT + ({ADDED[message]}))"
-    mutant = Mutant(message, "Llama.forward", "self.rope.at(block.positions_BT)", new, "")
+    mutant = Mutant(
+        message, "core.model.llama:Llama.forward", "self.rope.at(block.positions_BT)", new
+    )
     with mutated(mutant), pytest.raises(CaptureError, match=message):
         tokens(LintedPool(), **GAMMAS)
 
@@ -84,7 +86,7 @@ def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device)
     new = "self.graphs.run(self.passes.probs, filtered_BNV)"
     how = {"sampling": WARM, "coupled": True, **GAMMAS}
     plain, found = tokens(None, **how), None
-    mutant = Mutant("rows not copied", "ModelRunner._output", f"{new}.clone()", new, "")
+    mutant = Mutant("rows not copied", "core.runner:ModelRunner._output", f"{new}.clone()", new)
     with mutated(mutant), suppress(ArithmeticError):
         found = tokens(LintedPool(), **how)
     assert found != plain

@@ -135,21 +135,6 @@ def test_when_one_rank_ends_all_end_with_one_line(models, how, which):
     assert f"rank {1 - which} has lost the other ranks" in "".join(messages)
 
 
-@pytest.mark.slow
-def test_two_launchers_with_one_store_write_the_text_of_one_process(models):
-    """As on two nodes. Each has a rank; rank 0 alone shows the text."""
-    flags = "--device cpu --dtype float32 --max-new-tokens 12 --ignore-eos --seed 3 --prompt She"
-    program = ["minitri.generate", "--model", str(models / "tied"), *flags.split()]
-    meeting = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-id test --rdzv-backend"
-    meeting += f" c10d --rdzv-endpoint 127.0.0.1:{free_port()} --local-addr 127.0.0.1 -m"
-    processes = [run_module(program)]
-    processes += [run_module([*meeting.split(), *program]) for _ in range(2)]
-    (text, _), *found = (process.communicate(timeout=300) for process in processes)
-    assert [process.returncode for process in processes] == [0, 0, 0], found
-    assert sorted(out for out, _ in found) == ["", text]
-    assert sum(err.count("tokens/s") for _, err in found) == 1
-
-
 def load(folder: Path, name: str, draft: str = "suffix", **options: Any) -> Engine:
     options = {"dtype": "float32", "device": "cpu", "draft_weights": "same", **options}
     return minitri.load(folder / name, draft=draft, **options)

@@ -158,21 +158,6 @@ def test_of_a_snapshot_nobody_knows_who_computed_it(engine, prompt, saved, tmp_p
     assert not blocks(tmp_path / "store")
 
 
-def test_a_block_that_cannot_be_copied_is_one_line_and_takes_no_room(
-    engine, prompt, tmp_path, monkeypatch, caplog
-):
-    monkeypatch.setattr(kv_store, "WAITING_BYTES", 0)
-    engine.release()
-    engine.open_kv_store(str(tmp_path), LARGE)
-    with monkeypatch.context() as patch:
-        patch.setattr(kv_store, "HeldRow", None)
-        say(engine, [7] * 120)
-    assert len(caplog.records) == 1
-    say(engine, prompt)
-    engine.release()
-    assert blocks(tmp_path)
-
-
 def test_what_was_used_last_stays(engine, other, tmp_path):
     """Prompts have three blocks each; somebody else's files stay, too."""
     used, old, new = (random_prompt(engine.config, 120, seed=seed) for seed in range(3))

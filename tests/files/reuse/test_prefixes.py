@@ -11,7 +11,7 @@ import minitri
 from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
-from tests.cascades import ends_of, texts_of, tiny_engine
+from tests.cascades import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.offload import offloaded
@@ -209,22 +209,6 @@ def request(engine, number: int) -> Request:
 
 def until_idle(run) -> list:
     return list(itertools.takewhile(lambda event: not isinstance(event, Idle), run))
-
-
-def test_requests_that_come_later_get_what_they_get_alone(engine):
-    """Also next to a row that never has a text."""
-    wanted, ends = [request(engine, number) for number in range(6)], []
-    with start(engine, 4) as run:
-        assert isinstance(next(run), Idle)
-        for first in (0, 3):
-            numbers = [run.submit(each) for each in wanted[first : first + 3]]
-            assert numbers == [first, first + 1, first + 2]
-            ends += ends_of(until_idle(run))
-    for asked, end in zip(wanted, ends, strict=True):
-        engine.release()
-        assert [end.token_ids] == texts_of(engine.stream([asked], speculation=TREE))
-        assert end.row_stats.num_prompt_tokens == len(asked.prompt)
-        assert end.row_stats.num_generated_tokens == sum(end.row_stats.by_origin.values()) == 12
 
 
 def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):

@@ -1,0 +1,91 @@
+"""The paper's baselines as plug-ins: a datastore, layers of the target, and H2O, which evicts for
+good while the prompt is read, as published."""
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from minitri.core.model.llama import Llama
+from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config, tiny_model
+from tools.paper.baselines.datastore import LONGEST, Datastore
+from tools.paper.baselines.policies import QUERIES_AT_ONCE, HeavyHitters
+from tools.paper.baselines.skipped_layers import with_layers
+
+END = 30
+TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=4)
+
+
+def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
+    """The definition: a vote on what follows the longest match, at all places of all texts."""
+    tokens = [token for text in texts for token in (*text, END)]
+    for n in range(min(LONGEST, len(sequence)), 1, -1):
+        ends = range(n, len(tokens))
+        votes = Counter(tokens[end] for end in ends if tokens[end - n : end] == sequence[-n:])
+        if votes:
+            winner = max(votes, key=lambda token: (votes[token], -token))
+            return winner if winner != END else None
+    return None
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
+def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
+    assert Datastore(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
+
+
+@pytest.mark.parametrize("layers", [[4], [1, 2, 4], [0, 1, 2, 3, 4]])
+def test_a_view_is_the_model_of_these_layers_and_has_no_weights(layers):
+    config = tiny_config(num_layers=5)
+    model, expected = tiny_model(config), tiny_model(tiny_config(num_layers=len(layers)))
+    weights = dict(model.named_parameters())
+    for name, weight in expected.named_parameters():
+        parts = name.split(".")
+        if parts[0] == "layers":
+            parts[1] = str(layers[int(parts[1])])
+        weight.copy_(weights[".".join(parts)])
+    tokens, view = random_prompt(config, 9), with_layers(model, layers)
+    assert isinstance(view, Llama)
+    assert torch.equal(fresh_read(view, tokens)[1], fresh_read(expected, tokens)[1])
+    assert {id(w) for w in view.parameters()} <= {id(w) for w in model.parameters()}
+    assert (model.config.num_layers, len(model.layers)) == (5, 5)
+
+
+CONFIG = tiny_config()
+L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
+PIECES = [40, 1, 99, 3, 64, 93]
+LENGTH = sum(PIECES)
+
+
+@pytest.mark.parametrize("budget", [16, 100, None])
+@pytest.mark.parametrize(("layer", "k"), [(0, 0), (L - 1, K - 1)])
+def test_kept_tokens_are_those_with_most_attention_from_queries_that_saw_them(budget, layer, k):
+    """By plain loops: after every block the older tokens with least attention go for good, and
+    later queries attend to what is left alone. Half of the budget is for the latest tokens."""
+    generator = torch.Generator().manual_seed(0)
+    full = new_cache(CONFIG, 1, LENGTH)
+    full.keys.copy_(torch.randn(full.shape, generator=generator))
+    queries_LTHD = torch.randn(L, LENGTH, H, D, generator=generator) * 3
+    policy = HeavyHitters(budget)
+    received: dict[int, float] = {}
+    end = 0
+    for count in PIECES:
+        start, end = end, end + count
+        policy.observe(full, 0, queries_LTHD[:, start:end], end)
+        for t in range(start, end):
+            received[t] = 0.0
+            keys_PD = full.keys[layer, 0, k, [*received]]
+            for query_D in queries_LTHD[layer, t, k * H // K : (k + 1) * H // K]:
+                weights = (keys_PD @ query_D / math.sqrt(D)).softmax(0).tolist()
+                received = {p: received[p] + w for p, w in zip(received, weights, strict=True)}
+            is_last = t == end - 1 or (t - start + 1) % QUERIES_AT_ONCE == 0
+            if is_last and budget is not None and len(received) > budget:
+                older = [*received][: len(received) - budget // 2]
+                for place in sorted(older, key=received.__getitem__)[: len(received) - budget]:
+                    del received[place]
+        chunks_KNMD = full.keys[layer, 0, :, :end].unsqueeze(2)
+        scores = policy.scores(layer, 0, torch.empty(K, 1, D), chunks_KNMD)[k].tolist()
+        kept = {place: score for place, score in enumerate(scores) if score > -math.inf}
+        assert kept == pytest.approx(received, rel=1e-4)
