@@ -101,7 +101,7 @@ class Autotuner:
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round; an untimed stage has the target's factor."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
-        return self._factors.get(stage, default) * self._prior(stage, num_guesses)
+        return self._factors.get(stage, default) * self._prior(stage, round(num_guesses))
 
     def _prior(self, stage: str, num_guesses: float) -> float:
         return max(self.prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes
