@@ -37,18 +37,18 @@ def main() -> None:
     list(prefill(target, TEXT[:1000], full, 0, chunk=128))
     verifier.next_probs([TEXT[:1000]], [True])
     small.commit(0, small.queries_LBTHD[:, 0, :1])
-    for text in (TEXT[:end] for end in range(4, 1001, 4)):  # the drafter reads a few tokens at once
-        drafter.prepare([text], [True])
-        drafter.next_probs([text], [True])
+    small.prepare()
+    for end in range(4, 1001, 4):  # the drafter reads a few tokens at once
+        drafter.prepare([TEXT[:end]], [True])
+        drafter.next_probs([TEXT[:end]], [True])
     print("cache            tokens read   slots valid next position           KiB")
-    for cache in (full, small, window):
-        counts = cache.num_tokens[0], cache.lengths[0], cache.next_positions[0]
-        numbers = (*counts, cache.num_bytes // 1024)
-        print(f"{type(cache).__name__:14}" + "".join(f"{number:14}" for number in numbers))
+    for it in (full, small, window):
+        numbers = it.num_tokens[0], it.lengths[0], it.next_positions[0], it.num_bytes // 1024
+        print(f"{type(it).__name__:14}" + "".join(f"{number:14}" for number in numbers))
     slots_1S = torch.arange(window.lengths[0])[None]
     raw, keys = (it[:, 0, :, slots_1S[0]].transpose(1, 2) for it in (window.raw_keys, window.keys))
-    again = draft.rope.at(slots_1S).rotate(raw)
-    print("the drafter's keys are raw keys, rotated by slot:", torch.allclose(keys, again))
+    raw = draft.rope.at(slots_1S).rotate(raw)
+    print("the drafter's keys are raw keys, rotated by slot:", torch.allclose(keys, raw))
     before = verifier.next_probs([TEXT], [True]).probs_BNV
     verifier.next_probs([[*TEXT, 7, 8, 9]], [True])  # guesses, all rejected
     verifier.crop([1000])

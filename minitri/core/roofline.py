@@ -32,7 +32,7 @@ class Machine:
 
 CPU = Machine(30e9, 25e9, 25e9, 0.08e-3, 0.8e-3, share_per_extra_token=0.06, share_in_few_bits=0.4)
 # Without AVX-512 a CPU is bound by arithmetic sooner.
-NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_few_bits=0.5)
+NARROW_CPU = replace(CPU, share_per_extra_token=0.16, share_in_few_bits=0.3)
 GPU = Machine(2e12, 2e12, 25e9, seconds_per_layer=0.05e-3, share_per_extra_token=0.01)
 # Nominal machines: of the right order of magnitude, and the same in every run.
 

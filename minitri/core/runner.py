@@ -198,7 +198,8 @@ class ModelRunner:
         return Output(probs_BNV, logits_BNV, filtered_BNV)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Called before a step: lets text filters see the tokens committed since the last step."""
+        """Called before a step: shows cache and text filters what the last step has committed."""
+        self.cache.prepare()
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters is not None and on:
                 filters.extend(sequence)

@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from minitri.core.errors import MAX_COUNT, check_unicode
@@ -267,7 +268,7 @@ class SpeculationConfig:
         }
         return plans.get(self.method) or [*itertools.chain(*plans.values())]
 
-    @property
+    @cached_property
     def max_block(self) -> int:
         """Most tokens per row in a pass of the target: the last token of the text, gamma2 - 1
         guesses, and those of the round that fills gamma2, with a token of the retrieval level."""

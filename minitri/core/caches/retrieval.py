@@ -15,6 +15,7 @@ chunks that are kept, M tokens of a chunk, W observation window, R = W H / K.
 
 import math
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -37,6 +38,7 @@ class RetrievedRow:
     num_committed: int = 0  # length of the text so far, copied or left out by a build
     built_at: float = -math.inf  # length of the text at the last build
     is_planned: bool = False  # whether chunks were selected in the target's latest pass
+    is_used: bool = True  # whether a step has guessed with the row since its last build
 
 
 class RetrievalCache(Cache):
@@ -97,8 +99,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Updates row b by the T tokens that the target has just read and kept, with their
-        rotated queries; returns whether the row was rebuilt."""
+        """Updates row b by the T tokens that the target has just read and kept, with their rotated
+        queries; returns whether the row was rebuilt. `prepare` copies their K and V."""
         row = self.rows[b]
         # `hold(b, slots, tokens)` drops the guessed block and keeps the rest.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
@@ -110,18 +112,27 @@ class RetrievalCache(Cache):
         if row.is_planned:
             M = self._settings.chunk_size
             held = known // M * M  # tokens after the last whole chunk are copied below
-            self.rows[b] = RetrievedRow(row.budget, 0, num_committed=held, built_at=known)
+            self.rows[b] = RetrievedRow(row.budget, 0, held, known, is_used=False)
             self.hold(b, row.budget, held)
-        self._copy_committed(b)
         self.observe(b, queries_LTHD)
         return row.is_planned
 
+    def prepare(self) -> None:
+        for b, row in enumerate(self.rows):
+            row.is_used = True
+            self._copy_committed(b)
+
+    def of_rows(self, rows: slice) -> Self:
+        part = super().of_rows(rows)
+        part.rows = self.rows[rows]
+        part._full = self._full.of_rows(rows)
+        return part
+
     def _is_due(self, row: RetrievedRow, num_tokens: int) -> bool:
         """Whether the row should be rebuilt by a pass of the target after `num_tokens` tokens."""
-        return num_tokens > row.budget and (
-            row.num_overwritten >= row.budget / 2
-            or num_tokens - row.built_at >= self._settings.rebuild_stride
-        )
+        is_old = num_tokens - row.built_at >= self._settings.rebuild_stride
+        is_worn = row.num_overwritten >= row.budget / 2
+        return row.is_used and num_tokens > row.budget and (is_old or is_worn)
 
     def _select(
         self, layer: int, b: int, end: int, query_HD: Tensor, keys_KSD: Tensor, values_KSD: Tensor

@@ -17,6 +17,7 @@ SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
 RARITY = 50  # an unused stage gets no bonus until this many times its catch-up time has passed
+WINDOW = 256  # most tokens that a drafter reads to catch up, where no clock times it
 
 
 class Autotuner:
@@ -50,6 +51,9 @@ class Autotuner:
             if speeds[best] > HYSTERESIS * speeds[self.plan]:
                 self.plan = best
         used = _proposers(self.plan)
+        if "draft" in used and self._num_unused["draft"] > 0 and not self._use_clock:
+            num_lacking = min(self._num_unused["draft"], WINDOW)
+            self._delay("draft", self._prior("draft", num_lacking))
         for stage, n in self._num_unused.items():
             self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
         return self.plan
@@ -57,8 +61,7 @@ class Autotuner:
     def note_catching_up(self, stage: str, seconds: float) -> None:
         """Records the seconds in which a stage read what its cache lacked before a step."""
         if self._use_clock and stage in self._num_unused:
-            num_steps = RARITY * seconds / self._cost("target", 0)
-            self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
+            self._delay(stage, seconds)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
         """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
@@ -90,6 +93,10 @@ class Autotuner:
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
+    def _delay(self, stage: str, seconds: float) -> None:
+        num_steps = RARITY * seconds / self._cost("target", 0)
+        self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
+
     def _optimistic_speed(self, plan: StepPlan) -> float:
         num_steps = max((self._num_unused[stage] for stage in _proposers(plan)), default=0)
         return self.tokens_per_second(plan) * EXPLORATION ** min(max(num_steps, 0), 10_000)
@@ -101,7 +108,7 @@ class Autotuner:
     def _cost(self, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's round; an untimed stage has the target's factor."""
         default = self._factors.get("target", next(iter(self._factors.values()), 1.0))
-        return self._factors.get(stage, default) * self._prior(stage, num_guesses)
+        return self._factors.get(stage, default) * self._prior(stage, round(num_guesses))
 
     def _prior(self, stage: str, num_guesses: float) -> float:
         return max(self.prior_seconds(stage, num_guesses), 1e-9)  # lookup reads no bytes

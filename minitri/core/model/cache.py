@@ -89,6 +89,9 @@ class Cache:
         """Adds the first `counts[b]` tokens of the block just read to the prefix of row b."""
         self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
 
+    def prepare(self) -> None:
+        """Called before a step that uses the cache, which then takes what another cache has."""
+
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
         rows = zip(self._filled, num_tokens, strict=True)

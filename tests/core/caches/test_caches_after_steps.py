@@ -66,13 +66,13 @@ def poison_all(rig: Rig) -> None:
 
 def check_caches(rig: Rig, *, has_begun: bool) -> None:
     """The full cache is a fresh prefill of all but the last token; others have read a beginning of
-    it: all, but what a drafter reads before its next guess, at most a block once it has begun."""
+    it: all, but what they take before their next guess, at most a block once it has begun."""
     for b, sequence in enumerate(rig.sequences):
         length = len(sequence) - 1 if rig.cascade.active[b] else 0
         for name, runner in rig.runners.items():
             missing = length - runner.cache.num_tokens[b]
             limit = rig.speculation.max_block if has_begun else length
-            assert 0 <= missing <= (limit if name == "draft" and length else 0)
+            assert 0 <= missing <= (limit if name != "target" and length else 0)
         assert rig.full.lengths[b] == length
         if length:
             fresh, _ = fresh_read(TARGET, sequence[:-1])

@@ -44,7 +44,9 @@ class Bench:
 
     def commit(self, count: int = 1) -> bool:
         """Both caches read on; returns whether the retrieval cache was rebuilt."""
-        return self.cache.commit(0, self._advance(count))
+        was_rebuilt = self.cache.commit(0, self._advance(count))
+        self.cache.prepare()
+        return was_rebuilt
 
     def _advance(self, count: int) -> torch.Tensor:
         self.full.advance([count])
@@ -214,6 +216,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(policy):
     prompts = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
     def compare(rig):
+        rig.small.prepare()
         for b, length in enumerate(rig.full.lengths):
             if rig.cascade.active[b]:
                 assert rig.small.lengths[b] == length

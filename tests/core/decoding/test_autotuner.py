@@ -101,7 +101,7 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
     draft, retrieval = (FIRST_RATES[stage] for stage in ("draft", "retrieval"))
     length = 2 + draft / 2  # 1 + draft tokens a round
     rounds, cost = length / (1 + draft), prior_of(COSTS)
-    seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", length)
+    seconds = rounds * (cost("draft", 0) + cost("retrieval", 1)) + cost("target", round(length))
     tokens = expected_tokens(retrieval, length)
     assert tuner.tokens_per_second(TRIFORCE) == pytest.approx(tokens / seconds)
     for rate, num in ((0.3, 2), (0.8, 5), (1.0, 3), (0.0, 4)):
