@@ -18,8 +18,7 @@ from minitri.core.offload.layer_major import read_by_layers
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 
 SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
-Score = Callable[[Tensor, list[int]], None]
-"""Called with logits (N, V), and the N tokens of the text that follow them."""
+Score = Callable[[Tensor, list[int]], None]  # of logits (N, V) and the N tokens that follow them
 
 
 def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
@@ -64,7 +63,7 @@ def read_chunk(
     score: Score | None = None,
 ) -> int:
     """Reads the next chunk of a prompt into row b; returns how many tokens the row holds. For
-    `watch` see `prefill`. `score` gets the logits after each token, `SCORED_AT_ONCE` at a time."""
+    `watch` see `prefill`. `score` gets logits (N, V) and the N tokens of the text that follow."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None

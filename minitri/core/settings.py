@@ -97,11 +97,6 @@ class SamplingParams:
             refuse(self, "temperature", f"it must be 0 (greedy) or at least {MIN_TEMPERATURE:g}")
 
     @property
-    def reads_text(self) -> bool:
-        """Whether any filter depends on the text so far, or on token ids."""
-        return self != SamplingParams(self.temperature, self.top_k, self.top_p, self.min_p)
-
-    @property
     def form(self) -> tuple[int, bool, bool]:
         """Settings fixed in a captured CUDA graph: top-k, and whether top-p and min-p are on."""
         return self.top_k, self.top_p < 1, self.min_p > 0

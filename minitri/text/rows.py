@@ -55,7 +55,8 @@ def text_filters(
 ) -> TextFilters | None:
     """The text filters of a new row; None if its settings need none. Raises `InputError` for a
     token that the model lacks, and for a grammar that cannot be compiled."""
-    if not sampling.reads_text:
+    by_probability = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    if sampling == SamplingParams(*by_probability):
         return None
     vocab_size = config.vocab_size
     for token in dict(sampling.logit_bias):

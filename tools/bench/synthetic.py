@@ -222,7 +222,7 @@ def decode(
     session.start([*range(len(session.sequences))])
     for _ in range(WARMUP_STEPS):
         session.step()
-    session.meter.settle()
+    session.meter.clock.settle()
     for stage in stats.stages:
         stage.seconds = 0.0
     stats.commit_seconds = 0.0
@@ -232,7 +232,7 @@ def decode(
         started = time.perf_counter()
         session.step()
         times.append(1e3 * (time.perf_counter() - started))
-    session.meter.settle()
+    session.meter.clock.settle()
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
     seconds = {"commit": stats.commit_seconds / len(times)}

@@ -118,8 +118,7 @@ class RetrievalCache(Cache):
         return row.is_planned
 
     def prepare(self) -> None:
-        for b, row in enumerate(self.rows):
-            row.is_used = True
+        for b in range(len(self.rows)):
             self._copy_committed(b)
 
     def of_rows(self, rows: slice) -> Self:
@@ -159,8 +158,8 @@ class RetrievalCache(Cache):
 
     def _copy_committed(self, b: int) -> None:
         """Copies row b's new exact K and V: to free slots, then over the least important ones."""
-        row = self.rows[b]
-        end = self._full.lengths[b]
+        row, end = self.rows[b], self._full.lengths[b]
+        row.is_used = True
         while (start := row.num_committed) < end:
             used = self.lengths[b]
             is_free = used < row.budget

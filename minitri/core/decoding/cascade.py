@@ -81,7 +81,7 @@ class Cascade:
     def catch_up(self) -> None:
         """Runs `Stage.prepare` right after `start`, so that its time counts as prefill."""
         self._connect(self._meter.tuner.plan)
-        self._meter.settle()  # waits for the device
+        self._meter.clock.settle()  # waits for the device
 
     def step(self) -> list[Emitted]:
         """Extends every active row by its accepted guesses and one token of the target."""
@@ -107,6 +107,6 @@ class Cascade:
     def retire(self, b: int) -> None:
         """Ends row b and empties its caches, so that passes over other rows spend no time on it."""
         self.active[b] = False
-        self._meter.settle()
+        self._meter.clock.settle()
         for stage in self.stages:
             stage.reset(b)

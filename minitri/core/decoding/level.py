@@ -122,7 +122,7 @@ class Level(Stage):
                 proposal = proposal.with_forced(forced, proposer)
         with self._meter.round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
-            self._meter.settle()  # waits for the device
+            self._meter.clock.settle()  # waits for the device
         for b, row in enumerate(emitted):
             if row.tokens:
                 who = proposer if guessing[b] else None

@@ -13,7 +13,7 @@ class Meter:
     def __init__(self, stats: Stats, tuner: Autotuner, clock: Clock) -> None:
         self.stats = stats
         self.tuner = tuner
-        self._clock = clock
+        self.clock = clock
 
     def round(
         self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
@@ -43,12 +43,8 @@ class Meter:
             # A proposal without guesses counts as one rejected guess: nothing was gained.
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
-    def settle(self) -> None:
-        """Waits until the device has finished all timed work."""
-        self._clock.settle()
-
     @contextmanager
     def _timed(self, take: Callable[[float], None]) -> Iterator[None]:
-        started = self._clock.now()
+        started = self.clock.now()
         yield
-        self._clock.since(started, take)
+        self.clock.since(started, take)

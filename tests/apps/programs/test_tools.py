@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tools.bench.peers.choice import PEERS, find_peers
+from tools.bench.peers.float16 import as_float16
+from tools.bench.peers.in_transformers import transformers_model, transformers_peer
 
 from minitri import load
 from minitri.core.decoding.verification import Proposal
@@ -21,9 +24,6 @@ from tests.files.gguf_writer import write_gguf
 from tools import serve_load, tour
 from tools.bench import __main__ as bench
 from tools.bench import floor
-from tools.bench.peers.choice import PEERS, find_peers
-from tools.bench.peers.float16 import as_float16
-from tools.bench.peers.in_transformers import transformers_model, transformers_peer
 from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model
 
 
