@@ -117,7 +117,7 @@ def test_rows_that_are_not_finite_or_for_which_memory_is_short_fail_alone(
     prompts = [PROMPT, "£", PROMPT[:9], PROMPT * 8, PROMPT[:20]]
     asked = [{"prompt": it, "seed": 7, "max_tokens": 24, "logprobs": 2} for it in prompts]
     asked[2]["logprobs"] = 5
-    weights = engine.model.embed_tokens[engine.tokenizer.encode("£")[-1]]
+    weights = engine.model.embed_tokens.weight[engine.tokenizer.encode("£")[-1]]
     error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99")
     scores = short(log_probs, lambda *it: it[2] == 5, error)
     commit = short(RetrievalCache.commit, lambda it, b, _: it._full.lengths[b] > 100, error)
