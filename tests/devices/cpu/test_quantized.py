@@ -81,8 +81,8 @@ def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
 
 def forms_of(model) -> tuple[set[Form], Form]:
     """Of a model's blocks, and of its LM head."""
-    *forms, head = [it.form for it in model.modules() if isinstance(it, KernelLinear)]
-    return {*forms}, head
+    forms = {it.form for it in model.layers.modules() if isinstance(it, KernelLinear)}
+    return forms, getattr(model.lm_head, "linear", model.lm_head).form
 
 
 def test_a_copy_in_4_bits_guesses_like_its_model_and_keeps_a_lent_table_and_a_trimmed_head():
