@@ -13,7 +13,8 @@ import pytest
 from minitri import load
 from minitri.core.config import ModelConfig
 from minitri.files.named_models import MODELS, NamedModel
-from tools.bench import people, random_gguf
+from tools.bench import __main__ as bench
+from tools.bench import random_gguf
 
 STAND_IN = """
 import os, signal, time
@@ -37,7 +38,7 @@ class Llama:
 """
 SIZES = {"context_length": 256, "vocab_size": 300, "num_heads": 2, "num_kv_heads": 1}
 TINY = ModelConfig(2, 256, 256, head_dim=128, **SIZES, name="tiny")
-FLAGS = "--model tiny --prompt-tokens 5 --context 12 --new-tokens 4 --threads 1 --quiet --json"
+FLAGS = "people --model tiny --prompt-tokens 5 --context 12 --new-tokens 4 --threads 1 -q --json"
 
 
 @pytest.fixture
@@ -52,7 +53,7 @@ def run(call, monkeypatch, tmp_path):
 
     def run(repeats: int, *engines: str):
         chosen = (f"--engine={engine}" for engine in engines)
-        return call(people.main, *FLAGS.split(), "--repeats", repeats, *chosen)
+        return call(bench.main, *FLAGS.split(), "--repeats", repeats, *chosen)
 
     return run
 

@@ -33,6 +33,7 @@ import minitri
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
+from minitri.apps.plan import config_of
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
 from minitri.files.fetch import locate
@@ -117,20 +118,20 @@ def build_parser() -> arguments.OneLineParser:
 
 def open_subject(args: argparse.Namespace, model: str) -> Subject:
     """Finds a model, or writes it, and its prompts. Raises `InputError`."""
-    is_random = model in MODELS and model != DEFAULT_MODEL
+    is_random, config = model in MODELS and model != DEFAULT_MODEL, config_of(model)
+    lengths = sorted({*args.prompt_tokens, *args.context})
+    most, holds = lengths[-1] + args.new_tokens, config.context_length
+    if most > holds:
+        problem = f"{model} holds {holds} tokens, fewer than {most} of the longest prompt"
+        raise InputError(f"{problem} and --new-tokens; give smaller --context, --prompt-tokens")
     file = random_gguf(model) if is_random else locate(model).path
     if file.suffix != ".gguf":
         raise InputError(f"{file} is no GGUF file, which other engines need; give one as --model")
-    opened = OpenEngine(model=str(file), draft="suffix")
-    lengths = sorted({*args.prompt_tokens, *args.context})
-    most, holds = lengths[-1] + args.new_tokens, opened.config.context_length
-    if most > holds:
-        problem = f"{model} holds {holds} tokens, fewer than {most} of the longest prompt"
-        raise InputError(f"{problem} and --new-tokens; give a smaller --context")
     if is_random:
-        ids = random.Random(0).choices(range(2, opened.config.vocab_size), k=2 * most)
+        ids = random.Random(0).choices(range(2, config.vocab_size), k=2 * most)
     else:
-        ids = opened.tokenizer.encode(read_prompt(args.prompt_file))
+        tokenizer = OpenEngine(model=str(file), draft="suffix").tokenizer
+        ids = tokenizer.encode(read_prompt(args.prompt_file))
     if len(ids) < lengths[-1] + len(lengths):
         problem = f"the text has {len(ids)} tokens, fewer than the longest prompt"
         raise InputError(f"{problem}; give a longer --prompt-file, or a smaller --context")

@@ -60,7 +60,8 @@ minitri.apps.bench --method naive:4x | ^--tree is '4x'
 minitri.apps.plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
 tools.bench --compare | methods and several texts are for minitri bench
 tools.bench.people --engine vllm | --engine: 'vllm' is no engine; give one of minitri, llama.cpp
-tools.bench.people --model tiny | tiny is no GGUF file, which other engines need
+tools.bench.people --prompt-tokens 9 --context 99 | tiny is no GGUF file, which other engines need
+tools.bench.people | tiny holds 512 tokens, fewer than 8064 of the longest prompt
 tools.tour --max-prompt-tokens 300 --device cpu | 300 tokens, too few
 """
 NO_MODEL = ("minitri", "minitri.apps.audit", "minitri.apps.plan", "tools.bench")
