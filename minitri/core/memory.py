@@ -33,8 +33,6 @@ from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
 E = TypeVar("E", bound=BaseException)
-TARGET_BLOCKS = (1, 5, 9, LONGEST_BLOCK)  # tokens of captured passes, at most a run's max_block
-PLACEMENT = ("generation.offload", "generation.on_chip", "generation.cuda_graphs")
 WORTH_COPYING = 64  # tokens that a prompt shares with an old text: copied to a larger new cache
 
 
@@ -184,7 +182,7 @@ def allocate(
         **common,
         queries_LBTHD=cache.queries_LBTHD if cache else None,
         graphs=None if isinstance(full, OffloadedFullCache) else graphs,
-        block_sizes={min(size, speculation.max_block) for size in TARGET_BLOCKS},
+        block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )
     return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
 
@@ -265,7 +263,9 @@ class MemoryPool:
 
 def fits(kept: Memory, new: MemoryShape) -> bool:
     """Whether the `kept` full KV cache has the size and placement for a run of the `new` shape."""
-    placement = operator.attrgetter("num_rows", *PLACEMENT)
+    placement = operator.attrgetter(
+        "num_rows", "generation.offload", "generation.on_chip", "generation.cuda_graphs"
+    )
     return new.capacity <= kept.full.capacity and placement(new) == placement(kept.shape)
 
 

@@ -4,7 +4,6 @@ Legend: B rows, N places of a block, V vocab, L layers, T tokens, H query heads,
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -45,8 +44,7 @@ class Stack:
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._prompt_lengths = [*shape.prompt_lengths]
         self._pass_bytes = pass_bytes(models)
-        cache_bytes = sum(runner.cache.num_bytes for runner in memory.runners)
-        self.stats = Stats(kv_cache_bytes=cache_bytes)
+        self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
         use_clock = may_use_clock(models, shape, is_open=is_open)
         prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
         self.tuner = Autotuner(speculation.plans, prior, use_clock=use_clock)
@@ -69,11 +67,12 @@ class Stack:
             return None
         drafter = self.memory.models.drafter
         common = (self._stats_of("draft"), self.meter)
-        target = self.target
-        where: dict[str, Any] = {"vocab_size": target.config.vocab_size, "device": target.device}
-        if drafter is None:
-            return LookupDrafter(self.shape.num_rows, *common, **where)
-        return PluggedDrafter(drafter, *common, self.source, self.memory.target, **where)
+        if drafter is not None:
+            return PluggedDrafter(drafter, *common, self.source, self.memory.target)
+        vocab_size = self.target.config.vocab_size
+        return LookupDrafter(
+            self.shape.num_rows, *common, vocab_size=vocab_size, device=self.target.device
+        )
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""

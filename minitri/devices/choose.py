@@ -69,8 +69,8 @@ def attention_for(
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     """The compiled CPU kernels if they support this device and model, else None."""
-    is_supported = config.is_plain and config.head_dim <= MAX_HEAD_DIM
-    return load_kernels() if device.type == "cpu" and is_supported else None
+    is_known = not (config.norms_after or config.joint_norm) and config.head_dim <= MAX_HEAD_DIM
+    return load_kernels() if device.type == "cpu" and is_known else None
 
 
 def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
@@ -100,7 +100,8 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
         copy.lent_embedding = model.lent_embedding
         copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
     lender = getattr(copy.lent_embedding, "__self__", copy)
-    if type(lender) is Llama and lender.dtype == copy.dtype and lender.config.is_plain:
+    are_plain = lender.config.is_plain and copy.config.is_plain
+    if type(lender) is Llama and lender.dtype == copy.dtype and are_plain:
         copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
     return copy
 

@@ -70,8 +70,8 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 def table() -> str:
     """The named models as a text table for `--list-models`, and the families of others."""
     width = _TABLE[0].index("kind")
-    others = f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"
-    return "\n".join([*(line[:width].rstrip() for line in _TABLE), others])
+    rows = [line[:width].rstrip() for line in _TABLE]
+    return "\n".join([*rows, f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"])
 
 
 def unknown_model(name: str) -> InputError:

@@ -9,7 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from tests.conftest import refused, write_hf_folder
+from tests.conftest import write_hf_folder
+from tests.files.refused import refused
 from tools import distill_data, distill_draft
 
 pytestmark = pytest.mark.slow

@@ -46,15 +46,12 @@ class PluggedDrafter(Stage):
         meter: Meter,
         source: RandomSource,
         target: ModelRunner,
-        *,
-        vocab_size: int,
-        device: torch.device,
     ) -> None:
         super().__init__(stats, meter)
         self._drafter = drafter
         self._source = source
         self._target = target
-        self._no_guess_V = torch.zeros(vocab_size, device=device)
+        self._no_guess_V = torch.zeros(target.passes.vocab_size, device=target.model.device)
         self._first = 0  # row of the batch that is row 0 here
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:

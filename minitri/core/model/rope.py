@@ -32,13 +32,10 @@ class Rotary:
 class Rope:
     """The rotary embedding of a model: D/2 inverse frequencies, and the scale of cos and sin."""
 
-    def __init__(
-        self, config: RopeConfig, head_dim: int, device: torch.device, factor: float = 1.0
-    ) -> None:
-        """`factor` multiplies all products of rotated queries and keys."""
+    def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, scale = rope_frequencies(config, head_dim)
         self.frequencies = frequencies.to(device)  # (D/2,) float32
-        self.scale = scale * math.sqrt(factor)
+        self.scale = scale
 
     def at(self, positions_BT: Tensor) -> Rotary:
         """The rotation of a block at absolute positions (B, T), integers."""

@@ -48,7 +48,7 @@ class LinearArguments(Struct):
     _fields_ = [
         *fields(POINTER, "x norm weights bias residual out"),
         *fields(INTEGER, "R E N stride is_gated is_wide num_threads"),
-        ("eps", DOUBLE),
+        *fields(DOUBLE, "eps scale"),
     ]
 
 
@@ -97,6 +97,7 @@ class LayerWeights(Struct):
 
     _fields_ = [
         *fields(POINTER, "input_norm post_norm q_norm k_norm"),
+        ("is_unrotated", INTEGER),
         ("qkv", Matrix * 3),
         *fields(Matrix, "o gate_up down"),
     ]
@@ -109,7 +110,7 @@ class PassArguments(Struct):
         *fields(POINTER, "layers x cos sin keys values raw_keys queries lengths rule"),
         *fields(INTEGER, "L B T W E H K D"),
         *fields(INTEGER, "kv_layer kv_batch kv_head kv_slot queries_layer is_tiled num_threads"),
-        ("eps", DOUBLE),
+        *fields(DOUBLE, "eps scale"),
         ("seconds", POINTER),
     ]
 

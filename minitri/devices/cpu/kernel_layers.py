@@ -21,7 +21,7 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
-from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
+from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
 from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
 from minitri.core.model.rope import Rotary
 from minitri.core.settings import LONGEST_BLOCK
@@ -93,15 +93,11 @@ class KernelHead(KernelLinear):
         return self.kernels.linear(x, *matrix, bias=self.bias, is_wide=self.is_wide)
 
 
-class KernelTable(KernelLinear, Table):
-    """Embedding table, quantized or not, of which rows alone are read."""
+class KernelTiedHead(KernelHead, TiedHead):
+    """LM head that shares its weights with the embedding table."""
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
-
-
-class KernelTiedHead(KernelTable, KernelHead, TiedHead):
-    """LM head that shares its weights with the embedding table."""
 
 
 class KernelPartialHead(KernelHead):
@@ -179,6 +175,7 @@ class KernelLayers(Layers):
         arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B)
         arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
+        arguments.scale = first.residual_scale
         arguments.fill(raw_keys=raw_keys, seconds=self.kernels.seconds)
         kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
@@ -205,6 +202,7 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     weights.post_norm = layer.post_attention_layernorm.weight
     if attention.q_norm is not None and attention.k_norm is not None:
         weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
+    weights.is_unrotated = not attention.rotates
     return weights
 
 
@@ -230,8 +228,6 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     model.layers = KernelLayers(layers, kernels)
     model.norm = KernelNorm(model.norm, kernels)
     model.lm_head = replace_modules(model.lm_head, heads)
-    if hasattr(model, "embed_tokens"):
-        model.embed_tokens = KernelTable(model.embed_tokens, kernels)
     model.attend = kernels.attend
     model.execution = Execution(
         is_row_invariant=True,

@@ -6,8 +6,7 @@
 // vector hold fixed elements, keys are cut into BLOCKs and PIECEs at absolute slots, and masked
 // slots add exact zeros.
 //
-// `build.py` compiles this file for the machine it runs on, `kernels.py` calls it, and `abi.py` has
-// the structs of arguments. Vectors are as long as a register of the processor.
+// `build.py` compiles this file, `kernels.py` calls it, and `abi.py` has the structs of arguments.
 //
 // Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens of a
 // row, R rows of a matrix, N outputs of a linear layer, E its inputs.
@@ -24,11 +23,12 @@
 
 namespace {
 
-// RoPE of one head: (x1, x2) cos + (x2, x1) sin, where the sine is negative in the first half.
+// RoPE of one head: (x1, x2) cos + (x2, x1) sin, the sine negative in the first half; or a copy.
 template <class T>
 inline void rotate_head(const T* x, const float* cos, const float* sin, T* out, int64_t D) {
     const int64_t half = D / 2;
-    for (int64_t d = 0; d < half; ++d) {
+    if (cos == nullptr) std::copy(x, x + D, out);
+    for (int64_t d = 0; cos && d < half; ++d) {
         const float first = widen(x[d]), second = widen(x[half + d]);
         narrow(first * cos[d] + second * sin[d], out + d);
         narrow(second * cos[half + d] + first * sin[half + d], out + half + d);
@@ -69,6 +69,7 @@ struct Matrix {
 struct LayerWeights {
     const void *input_norm, *post_norm;
     const void *q_norm, *k_norm;  // (D): of every head of q and of k before RoPE; or null
+    int64_t is_unrotated;         // without RoPE
     Matrix qkv[3];  // q, k and v where their forms differ; else the fused one, and two empty ones
     Matrix o, gate_up, down;
 };
@@ -84,10 +85,9 @@ struct PassArguments {
     const uint8_t* rule;     // (T, T), or null: causal
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled;                                             // see `AttentionArguments`
-    int64_t num_threads;
-    double eps;
-    double* seconds;  // (2): added up for linear layers and for attention; or null
+    int64_t is_tiled, num_threads;                                // see `AttentionArguments`
+    double eps, scale;  // of norms; of what attention and MLP add
+    double* seconds;    // (2): added up for linear layers and for attention; or null
 };
 
 // Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.
@@ -96,9 +96,10 @@ void rotate_and_write(const PassArguments& p, int64_t layer, T* qkv, T* queries)
     const T* q_norm = static_cast<const T*>(p.layers[layer].q_norm);
     const T* k_norm = static_cast<const T*>(p.layers[layer].k_norm);
     const int64_t D = p.D, width = (p.H + 2 * p.K) * D;
+    const bool rotates = !p.layers[layer].is_unrotated;
     for (int64_t row = 0; row < p.B * p.T; ++row, qkv += width) {
         const int64_t b = row / p.T, t = row % p.T;
-        const float *cos = p.cos + row * D, *sin = p.sin + row * D;
+        const float *cos = rotates ? p.cos + row * D : nullptr, *sin = p.sin + row * D;
         for (int64_t h = 0; q_norm && h < p.H + p.K; ++h)
             norm_head(qkv + h * D, h < p.H ? q_norm : k_norm, p.eps, D);
         T* q = queries + row * p.H * D;
@@ -148,7 +149,7 @@ template <class Op> void pass(const PassArguments& p) {
                        void* out, int64_t stride, bool is_gated) {
         timed(0, [&] {
             linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
-                                        stride, is_gated, false, p.num_threads, p.eps});
+                                        stride, is_gated, false, p.num_threads, p.eps, p.scale});
         });
     };
     for (int64_t i = 0; i < p.L; ++i) {
@@ -231,7 +232,7 @@ template <class Op> void draft_round(const RoundArguments& a) {
         void* logits = a.ids ? static_cast<void*>(rounded) : wide;
         linear_of<Op>(int(a.head.form),
                       {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E, outputs,
-                       outputs, false, a.ids == nullptr, p.num_threads, p.eps});
+                       outputs, false, a.ids == nullptr, p.num_threads, p.eps, 1});
         Pool::get().run(B, B * V, p.num_threads, [&](int64_t b) {
             static thread_local Scratch<float> row_memory;
             const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;

@@ -13,14 +13,14 @@ struct LinearArguments {
     const void* norm;  // (E): x passes through an RMSNorm first; or null
     const void* weights;
     const void* bias;      // (N) or null
-    const void* residual;  // (R, outputs) or null, added last
+    const void* residual;  // (R, outputs) or null, added last to `scale` times the product
     void* out;             // (R, outputs)
     int64_t R, E, N;
     int64_t stride;    // from a row of the residual and of out to the next
     int64_t is_gated;  // outputs N / 2: silu(first half) * second half
     int64_t is_wide;   // out is float32, whatever x is
     int64_t num_threads;
-    double eps;
+    double eps, scale;
 };
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread delays the others little
@@ -350,7 +350,7 @@ template <class Weights> void linear(const Weights& weights, const LinearArgumen
                     const int64_t at = r * a.stride + first + i;
                     float y = sums[r * CHUNK + i];
                     if (a.bias) y += widen(static_cast<const T*>(a.bias)[first + i]);
-                    if (a.residual) y += widen(static_cast<const T*>(a.residual)[at]);
+                    if (a.residual) y = y * a.scale + widen(static_cast<const T*>(a.residual)[at]);
                     if (a.is_wide) static_cast<float*>(a.out)[at] = y;
                     else narrow(y, static_cast<T*>(a.out) + at);
                 }

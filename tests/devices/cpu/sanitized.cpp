@@ -96,13 +96,14 @@ std::vector<T> results(int dtype, int threads) {
     auto o = filled<T>(E * H * D, 13), up = filled<T>(2 * inner * E, 14), down = filled<T>(E * inner, 15);
     auto cos = filled<float>(R * D, 16), sin = filled<float>(R * D, 17);
     std::vector<T> queries(L * B * W * H * D), turned(R * (H + K) * D), flat = filled<T>(R * total, 18);
-    LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(),
+    LayerWeights layer{norm.data(), norm.data(), head.data(), head.data(), 0,
                        {{qkv.data(), nullptr, H * D, E, 16},
                         {qkv.data() + H * D * E, nullptr, K * D, E, 16},
                         {qkv.data() + (H + K) * D * E, nullptr, K * D, E, 16}},
                        {o.data(), nullptr, E, H * D, 16},
                        {up.data(), nullptr, 2 * inner, E, 16}, {down.data(), nullptr, E, inner, 16}};
-    const std::vector<LayerWeights> layers(L, layer);
+    std::vector<LayerWeights> layers(L, layer);
+    layers[1].is_unrotated = 1;
     for (int is_tiled = 0; is_tiled < 2; ++is_tiled) {
         const int64_t S = is_tiled ? 704 : 700;
         const std::vector<int64_t> lengths{S - T_, 0};
@@ -110,7 +111,7 @@ std::vector<T> results(int dtype, int threads) {
         PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(),
                         is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, L, B, T_, W,
                         E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads, 1e-6,
-                        nullptr};
+                        1.0, nullptr};
         ok(minitri_pass(dtype, 0, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
@@ -134,7 +135,7 @@ std::vector<T> results(int dtype, int threads) {
         std::vector<float> probs(B * G * 95);
         PassArguments p{layers.data(), x.data(), nullptr, nullptr, old_keys.data(), old_values.data(),
                         old_raw.data(), nullptr, starts.data(), nullptr, L, B, T_, 0, E, H, K, D,
-                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, nullptr};
+                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, 1.0, nullptr};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
                          table.data(), 100, 16,
                          norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},

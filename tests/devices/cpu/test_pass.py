@@ -32,6 +32,7 @@ LONG = replace(CONFIG, context_length=1024)
 WIDE = replace(LONG, hidden_size=576, intermediate_size=1536)
 BROAD = replace(WIDE, intermediate_size=2048)
 """As the matrices of a real model, which PyTorch multiplies in other ways than small ones."""
+FAMILIES = {"scaled, unrotated": replace(CONFIG, residual_scale=0.3, unrotated_layers=(1,))}
 SPECULATION = SpeculationConfig(budget=64, chunk_size=8, num_recent_tokens=40, num_sink_tokens=4)
 LENGTHS = [37, 5]
 B = len(LENGTHS)
@@ -65,7 +66,7 @@ def on_kernels(config, dtype=torch.float32, kernels=None):
     return model
 
 
-@pytest.mark.parametrize("kind", ["full", "tiled", "retrieval", "streaming"])
+@pytest.mark.parametrize("kind", ["full", "tiled", "retrieval", "streaming", *FAMILIES])
 @every_dtype
 @pytest.mark.parametrize(
     ("T", "has_rule", "scale"), [(1, False, 1), (2, False, 1), (5, True, 1), (2, False, 1e-6)]
@@ -74,8 +75,8 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(
     kernels, kind, dtype, T, has_rule, scale
 ):
     """Norms of almost zeros are bounded by their epsilon."""
-    plain = tiny_model(CONFIG, dtype=dtype)
-    plain.embed_tokens.weight.mul_(scale)
+    plain = tiny_model(FAMILIES.get(kind, CONFIG), dtype=dtype)
+    plain.embed_tokens.mul_(scale)
     fused = copy.deepcopy(plain)
     use_kernels(fused, kernels)
     tokens = torch.randint(CONFIG.vocab_size, (B, T), generator=torch.manual_seed(2))
@@ -96,10 +97,10 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(
 
 
 @every_dtype
-@pytest.mark.parametrize("bits", [16, 4])
-def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits):
+@pytest.mark.parametrize(("bits", "kind"), [(16, ""), (4, ""), *((16, kind) for kind in FAMILIES)])
+def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits, kind):
     """Neighbours in its block, other rows, threads."""
-    config = replace(CONFIG, hidden_size=608, intermediate_size=160)
+    config = replace(FAMILIES.get(kind, CONFIG), hidden_size=608, intermediate_size=160)
     model = on_kernels(config, dtype, kernels)
     if bits == 4:
         model = quantized_copy(model)
