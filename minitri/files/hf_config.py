@@ -23,11 +23,18 @@ _KEYS = {
     "score_scale": "attention_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_divisor": "logits_scaling",
+    "min_tokens": "min_new_tokens",
 }
-"""Fields of `ModelConfig`, and their names in config.json where these differ."""
-_SUPPORTED = {"hidden_act": "silu", "mlp_bias": False, "quantization_config": None}
+"""Fields of settings, and their names in files of Hugging Face where these differ."""
+_SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "quantization": None}
+_SUPPORTED |= {"quantization_config": None, "compression_config": None}
 _SUPPORTED |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
 """Settings of a config.json of which minitri supports one value only, with that value."""
+_TEMPERED = ("temperature", "top_k", "top_p", "min_p")
+"""Settings of sampling that change no greedy text."""
+_UNFOLLOWED: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": []}
+_UNFOLLOWED |= {"suppress_tokens": [], "min_length": 0, "typical_p": 1.0, "guidance_scale": 1.0}
+"""Settings of a generation_config.json that minitri does not have, with values that do nothing."""
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
@@ -35,10 +42,8 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
     another family."""
     kind: Any = settings.get("model_type")
     if kind not in list(FAMILIES):  # a file may have any type here
-        raise InputError(
-            f"{name} is a {shorten(repr(kind), 60)} model; use one of a kind that minitri runs: "
-            f"{', '.join(FAMILIES)}"
-        )
+        got = f"{name} is a {shorten(repr(kind), 60)} model"
+        raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = DEFAULTS.get(kind, {}) | _without_null(settings)
         if given.get("use_sliding_window") is False:
@@ -53,7 +58,15 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
         config = ModelConfig(**{"head_dim": 2, **fields})
         head_dim = fields.get("head_dim", config.hidden_size // config.num_heads)
-        return dataclasses.replace(config, head_dim=head_dim)
+        ends = tuple(token for token in config.eos_token_ids if token < config.vocab_size)
+        if ends != config.eos_token_ids:
+            text = "%s: eos_token_id is %s, and there are %d tokens; other ends are left out"
+            log.warning(text, name, shorten(eos, 60), config.vocab_size)
+        length, rope = config.context_length, config.rope
+        if rope.kind == "yarn":  # files may keep the context of before
+            length = max(length, int(rope.factor * (rope.original_context or 0)))
+        changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
+        return dataclasses.replace(config, **changes)
 
 
 def _without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,20 +104,16 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
         value = settings.get(key)
         is_alike = isinstance(value, bool) == isinstance(wanted, bool)
         if value is not None and not (is_alike and value == wanted):
-            raise InputError(
-                f"{name} has {key}={shorten(repr(value), 60)}, which minitri does not run; use a "
-                f"model with {key}={shorten(wanted, 60)}"
-            )
+            got = f"{name} has {key}={shorten(repr(value), 160)}, which minitri does not run"
+            raise InputError(f"{got}; use a model with {key}={shorten(wanted, 60)}")
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     """A config with the context extended from its trained length by a setting such as `yarn:4`,
     which replaces the scaling in `config`. Raises `InputError`."""
     if config.rope.frequency_divisors is not None:
-        raise InputError(
-            f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file), "
-            "which rope_scaling= cannot replace; leave it out"
-        )
+        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file)"
+        raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
     with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
         if kind == "default":
@@ -118,12 +127,15 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set.
-    Malformed values warn."""
-    if settings.get("do_sample") is True:
-        try:
-            given = _fields(SamplingParams, _without_null(settings))
-            return SamplingParams(**{"temperature": 1.0, **given})
-        except InputError as error:
-            log.warning("%s: generation_config.json is not followed: %s", name, error)
+    """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set, with
+    penalties in both cases. What is malformed, or not followed, warns."""
+    given = _without_null(settings)
+    samples = given.get("do_sample") is True
+    fields = {"temperature": 1.0, **_fields(SamplingParams, given)}
+    kept = {key: value for key, value in fields.items() if samples or key not in _TEMPERED}
+    try:
+        require(given, _UNFOLLOWED | {"do_sample": samples}, name)
+        return SamplingParams(**kept)
+    except InputError as error:
+        log.warning("%s: generation_config.json is not followed: %s", name, error)
     return SamplingParams()

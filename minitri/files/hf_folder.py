@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
+from minitri.core.log import log
 from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
 from minitri.text.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
@@ -49,20 +50,20 @@ class Folder:
         """The content of tokenizer_config.json, with the template of chat_template.jinja if any."""
         settings = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
-        if template.is_file():
+        if is_there(template):
             settings["chat_template"] = template.read_text("utf-8")
         return settings
 
     def tokenizer(self) -> Backend:
         """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
         file = self.path / "tokenizer.json"
-        if file.is_file():
+        if is_there(file):
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
             return TokenizersBackend(pipeline)
         model = self.path / "tokenizer.model"
-        if model.is_file():
+        if is_there(model):
             return SentencePieceBackend(model.read_bytes())
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
@@ -86,11 +87,9 @@ class Folder:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, an empty object if there is no file. Raises `InputError`."""
-    if not path.exists():
+    if not is_there(path):
         return {}
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
-        if not path.is_file():  # a pipe might never end
-            raise FileNotFoundError("there is no such regular file")
         content = json.loads(path.read_text("utf-8"))
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}, not an object")
@@ -98,20 +97,33 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Paths of the files with a checkpoint's weights: safetensors, if a folder has both formats.
-    Raises `InputError` if there are none, or one is missing."""
+    """Paths of the files with a checkpoint's weights: safetensors, if a folder has both formats,
+    and one file rather than shards. Raises `InputError` if there are none, or one is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         single = path / name
         index = path / f"{name}.index.json"
+        if is_there(single):
+            if index.exists():
+                log.warning("%s: the file is read, not the shards in %s", single, index.name)
+            return [single]
         if index.exists():
             with explain(f"{index} does not list the shards in its folder"):
                 shards = sorted({path / file for file in read_json(index)["weight_map"].values()})
                 if missing := [shard.name for shard in shards if not shard.is_file()]:
                     raise FileNotFoundError(f"there is no {missing}")
                 return shards
-        if single.is_file():
-            return [single]
-    raise InputError(
-        f"{path} has no weights; expected model.safetensors, pytorch_model.bin, or shards with "
-        "their index"
-    )
+    raise lacking(path, "weights: model.safetensors, pytorch_model.bin, or shards with an index")
+
+
+def is_there(file: Path) -> bool:
+    """Whether there is such a file. Raises `InputError` for a pipe, or a link to nothing."""
+    if not file.is_file() and (file.exists() or file.is_symlink()):
+        raise InputError(f"{file} is no file, or a link to one that is gone; get it again")
+    return file.is_file()
+
+
+def lacking(path: Path, wanted: str) -> InputError:
+    """The error for a folder without what is `wanted`, which says what the folder is instead."""
+    if (path / "adapter_config.json").exists():
+        return InputError(f"{path} is a LoRA adapter; merge it into its base model, and give that")
+    return InputError(f"{path} has no {wanted}; give a folder in the Hugging Face layout")

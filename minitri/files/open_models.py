@@ -122,7 +122,6 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
         return drafter
     except InputError as error:
         if choice.draft != "auto":
-            problem = f"draft={shorten(name, 60)}: {error.message}"
-            raise InputError(problem, *error.ways) from None
+            raise InputError(f"draft={shorten(name, 60)}: {error.message}", *error.ways) from None
         log.warning("%s; suffix lookup takes its place", error)
         return None

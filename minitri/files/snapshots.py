@@ -26,13 +26,8 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
 FORMAT = "minitri KV snapshot 3"
-DTYPES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int32: "I32",
-    torch.int64: "I64",
-}
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
@@ -72,10 +67,9 @@ def origin_of(model: Llama) -> Origin:
     """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
     if execution.ranks.count > 1 or not execution.fingerprint:
-        raise InputError(
-            f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
-            "from a file, or is divided among processes; use a model of a file in one process"
-        )
+        got = f"the KV cache of {model.config.name} is neither saved nor loaded"
+        why = "it is not of a file, or divided among processes"
+        raise InputError(f"{got}: {why}; use a model of a file in one process")
     return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 
 
@@ -85,8 +79,6 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
     model = origin.config.name
     problem = f"there is no KV snapshot {shorten(name)} for {model}"
     with explain(problem, "read the text again and save it again"):
-        if Path(name).is_dir():
-            raise ValueError("it is a folder")
         with safe_open(name, "pt") as file:
             facts = file.metadata() or {}
             # Copies, as the file may be overwritten while the tensors are in use.

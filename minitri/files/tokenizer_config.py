@@ -6,7 +6,7 @@ from typing import Any
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_folder import Folder
+from minitri.files.hf_folder import Folder, read_json
 from minitri.text.tokenizer import Tokenizer
 
 
@@ -21,7 +21,11 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
         if not isinstance(add_bos, bool):
             raise TypeError(f"add_bos_token is {shorten(repr(add_bos), 60)}")
         template, tool_template = _chat_templates(settings.get("chat_template"))
-    if not 1 <= backend.num_tokens <= config.vocab_size:
+    # Tokens may have been added without a row of weights: a prompt that has one is refused.
+    beyond = range(config.vocab_size, backend.num_tokens)
+    added = read_json(checkpoint.path / "tokenizer.json").get("added_tokens", ()) if beyond else ()
+    added_ids = {token["id"] for token in added}
+    if not (backend.num_tokens and all(token in added_ids for token in beyond)):
         raise InputError(
             f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's "
             f"vocabulary has {config.vocab_size}; they belong to different models"

@@ -28,6 +28,7 @@ class GrammarMatcher:
         """`start` is a matcher of llguidance at the start of a text."""
         self._matcher = start
         self._ends = [*config.eos_token_ids]
+        self._vocab_size = config.vocab_size  # a tokenizer may have tokens beyond
         self._path: list[int] = []  # tokens that the library has read after the committed ones
         self._is_over = False
         self._forced: list[int] = []  # the latest result of `forced`, after the committed tokens
@@ -54,7 +55,8 @@ class GrammarMatcher:
             is_over = self._is_over or not self._read(path)
             if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
                 return []
-            self._forced = [*path, *self._matcher.compute_ff_tokens()]
+            known = takewhile(self._vocab_size.__gt__, self._matcher.compute_ff_tokens())
+            self._forced = [*path, *known]
         return self._forced[len(path) :]
 
     @property
@@ -67,7 +69,7 @@ class GrammarMatcher:
         Only end tokens may follow a complete text, another end token, or a guess that the grammar
         does not allow."""
         is_over = self._is_over or not self._read(path)
-        mask = bytearray(self._matcher.compute_logit_bias())
+        mask = bytearray(self._matcher.compute_logit_bias())[: self._vocab_size]
         if self._matcher.is_error():
             return None
         is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
@@ -129,6 +131,23 @@ def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> 
         return llguidance.LLTokenizer(lexicon, size, [*ends])
 
 
+def schema_text(text: str, **options: object) -> str:
+    """A JSON schema with options of llguidance; white space is bounded, as models may end none."""
+    schema = json.loads(text, parse_int=as_exact)
+    if not isinstance(schema, dict):
+        return text
+    how = {"whitespace_pattern": r"[ \n]{0,16}", **schema.get("x-guidance", {}), **options}
+    return json.dumps({**schema, "x-guidance": how})
+
+
+def as_exact(digits: str) -> int:
+    """The integer in a schema. Raises `ValueError` for one that llguidance cannot hold."""
+    number = int(digits)
+    if abs(number) >= 1 << 63 or float(number) != number:
+        raise ValueError(f"llguidance rounds the number {shorten(digits, 40)}")
+    return number
+
+
 NOT_FORCED = '%llguidance {"no_forcing": true}'
 """An option of llguidance, without which masks allow only one tokenization of forced text."""
 
@@ -144,11 +163,9 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
             spelled = (map("\\x{{{:x}}}".format, map(ord, choice)) for choice in json.loads(text))
             text = "|".join(map("".join, spelled))
         if grammar.kind in ("choice", "regex"):
-            from_regex = json.loads(LLMatcher.grammar_from_regex(text))
-            text = from_regex["grammars"][0]["lark_grammar"]
+            text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         elif grammar.kind != "lark":
-            schema = json.dumps(json.loads(text or '{"type": "object"}'))
-            text = f"start: %json {schema}"
+            text = "start: %json " + schema_text(text or '{"type": "object"}')
         source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
         limits = LLParserLimits(verbose_errors=False)
         matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)

@@ -38,10 +38,8 @@ def _as_list(prompt: Any, convert: Callable[[Any], Any] = lambda item: item) -> 
             return [convert(item) for item in prompt]
     except TypeError:
         pass
-    raise InputError(
-        f"the prompt is {shorten(repr(prompt), 60)}; give a text, a list of token ids, or a list "
-        "of those"
-    )
+    got = f"the prompt is {shorten(repr(prompt), 60)}"
+    raise InputError(f"{got}; give a text, a list of token ids, or a list of those")
 
 
 def as_int(number: Any) -> int:
@@ -58,10 +56,7 @@ def check_prompt(ids: list[int], config: ModelConfig, num_new: int, *ways: str) 
         raise InputError("the prompt is empty; give at least one character or token")
     for token in ids:
         if not 0 <= token < config.vocab_size:
-            raise InputError(
-                f"prompt has token id {token}; {config.name} has ids from 0 to "
-                f"{config.vocab_size - 1}"
-            )
+            raise InputError(f"prompt has token id {token}; give ids 0 to {config.vocab_size - 1}")
     most = config.context_length
     room = most - num_new
     if len(ids) > room:
@@ -98,8 +93,6 @@ def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     except TypeError:
         seeds = []
     if len(seeds) != num_rows or not all(0 <= number <= MAX_SEED for number in seeds):
-        raise InputError(
-            f"seed is {shorten(seed, 60)}; give a whole number from 0 to 2^32 - {num_rows}, or one "
-            f"for each of {num_rows} prompts"
-        )
+        wanted = f"a whole number from 0 to 2^32 - {num_rows}, or one for each of {num_rows}"
+        raise InputError(f"seed is {shorten(seed, 60)}; give {wanted} prompts")
     return seeds

@@ -71,12 +71,14 @@ def write_gguf(
     changes: Mapping[str, object] | None = None,
     pre: str = "gpt-2",
     architecture: str = "llama",
+    max_tensors: int = 0,
     **kinds: str,
 ) -> Path:
     """A file with a byte-level BPE that cuts words in the way `pre`, or with the pieces of a
     sentencepiece model, and `changes` of metadata and tensors. `weights` are under Hugging Face
-    names; without them there is only an embedding. `kinds` of parts such as `v_proj` may differ."""
-    writer = gguf.GGUFWriter(path, architecture)
+    names; without them there is only an embedding. `kinds` of parts such as `v_proj` may differ.
+    With `max_tensors` there are several files, as llama.cpp splits them."""
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
     writer.add_context_length(config.context_length)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)

@@ -15,7 +15,7 @@ from minitri.core.model.block import read_block
 from minitri.core.model.rope import rope_frequencies
 from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_config import stretch_rope
+from minitri.files.hf_config import read_config, stretch_rope
 from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
 from tests.core.rigs import new_cache
@@ -129,6 +129,31 @@ def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(t
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(load_file(file) | more, file)
     assert torch.equal(logits(load(tied)), wanted)
+    weights = load_file(file)
+    weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
+    save_file(weights, file)
+    assert torch.equal(logits(load(tied)), wanted)
+
+
+def test_one_file_wins_over_shards_of_before_with_a_warning(folder, tmp_path, caplog):
+    copy = sharded(write_hf_folder(tmp_path / "other", seed=1), tmp_path / "copy")
+    shutil.copy(folder / "model.safetensors", copy)
+    assert torch.equal(logits(load(copy)), logits(load(folder)))
+    assert "not the shards in model.safetensors.index.json" in caplog.text
+
+
+def test_tokens_added_without_a_row_of_weights_run_until_a_prompt_has_one(folder, tmp_path):
+    copy = copy_of(folder, tmp_path / "copy")
+    pipeline = byte_level_tokenizer()
+    pipeline.add_special_tokens([f"<new{number}>" for number in range(12)])  # 10 fill the table
+    pipeline.save(str(copy / "tokenizer.json"))
+    engine = load(copy)
+    how = {"max_new_tokens": 3, "ignore_eos": True, "bad_words": ["<new11>", "a"]}
+    assert len(engine.complete("The sea<new0>", **how).token_ids) == 3
+    grammar = minitri.Grammar("choice", '["<new11>"]')
+    assert set(engine.complete("The sea", grammar=grammar).token_ids) < {*range(320)}
+    with refused("token id 321"):
+        engine.complete("The sea<new11>")
 
 
 def test_generation_config_decides_the_end_tokens_and_null_is_as_good_as_absent(folder, tmp_path):
@@ -159,6 +184,27 @@ def test_weights_stored_in_bfloat16_run_so_and_with_them_their_drafter(folder, t
     for path in (copy, as_gguf(folder, tmp_path / "it.gguf", kind="BF16")):
         models = minitri.load(str(path), draft=str(folder), device="cpu").models
         assert models.target.dtype == models.draft.dtype == torch.bfloat16
+
+
+def test_all_parts_of_a_split_gguf_file_are_read_from_any_of_them(folder, tmp_path):
+    as_gguf(folder, tmp_path / "x.gguf", max_tensors=9)
+    parts = sorted(tmp_path.glob("x-*.gguf"))
+    for part in parts:
+        assert torch.equal(logits(load(part)), logits(load(folder)))
+    alone = shutil.copy(parts[1], tmp_path / "alone.gguf")
+    with refused("one of 3 parts", "-00003-of-00003.gguf"):
+        load(alone)
+    parts[0].unlink()
+    with refused("one of 3 parts", f"no {parts[0].name}"):
+        load(parts[1])
+
+
+def test_a_yarn_block_stretches_the_context_that_it_names(folder):
+    settings = json.loads((folder / "config.json").read_text())
+    for kind, original, context in (("yarn", 512, 2048), ("yarn", 100, 512), ("llama3", 512, 512)):
+        block = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": original}
+        config = read_config(settings | {"rope_parameters": block}, "tiny")
+        assert config.context_length == context
 
 
 def test_rope_scaling_stretches_the_trained_context(folder):

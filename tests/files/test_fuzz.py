@@ -129,7 +129,10 @@ def test_a_config_is_refused_or_means_what_it_says(folder, work, changes):
         config = json.loads(text, object_hook=without_null)
         for key in ("bos_token_id", "eos_token_id"):  # several, or of no use to logits
             config.pop(key, None)
-        assert engine.config.context_length == config.get("max_position_embeddings", 2048)
+        rope = engine.config.rope
+        stretched = int(rope.factor * rope.original_context) if rope.kind == "yarn" else 0
+        trained = config.get("max_position_embeddings", 2048)
+        assert engine.config.context_length == max(trained, stretched)
         assert_same(engine, config, work)
 
 

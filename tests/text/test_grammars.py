@@ -44,6 +44,8 @@ REFUSED = [
     ("json_schema", json.dumps({"enum": ["x" * 10**7]}), "at most 1048576 characters"),
     ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000, "the schema cannot be read"),
     ("json_schema", "[1]", "it is list"),
+    ("json_schema", '{"enum": [9007199254740993]}', "rounds the number 9007199254740993"),
+    ("json_schema", '{"maximum": 9223372036854775808}', "rounds the number 9223372036854775808"),
     ("json_object", "x", "it must be empty"),
     ("regex", "(a", "the regex cannot be used (invalid"),
     ("regex", "", "it must be given"),
@@ -63,6 +65,16 @@ def test_what_is_no_grammar_is_refused_in_one_line(kind, text, word):
 def test_a_model_without_an_end_token_has_no_grammars():
     with refused("no end-of-sequence token"):
         compiled(Grammar("json_object"), TOY, tiny_config(vocab_size=4))
+
+
+def test_white_space_of_json_ends(engine):
+    start = compiled(Grammar("json_object"), engine.tokenizer, engine.config)
+    [brace, line] = (engine.tokenizer.encode(text)[-1] for text in ("{", "\n"))
+    lines = [
+        GrammarMatcher(start.deep_copy(), engine.config).forbidden([brace, *[line] * num])
+        for num in (15, 16)
+    ]
+    assert [bool(forbidden_V[line]) for forbidden_V in lines] == [False, True]
 
 
 def closed(properties: dict) -> dict:

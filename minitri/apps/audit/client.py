@@ -1,6 +1,7 @@
 """Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
 import json
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top 
 """Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 """Fields that switch filters off, in the spelling of several servers; left out if refused."""
+LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])", re.IGNORECASE)  # where no proxy leads
 NUM_NEW = 32
 """Tokens of an answer."""
 BURST = 8
@@ -69,14 +71,16 @@ class Client:
     def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
         data = None if body is None else json.dumps(body).encode()
-        advice = "check the URL, the key, and if the server takes 8 requests at a time"
+        advice = "check the URL, the key, http_proxy, and if it takes 8 requests at a time"
         with explain(f"{self.url}{path} cannot be had", advice):
             headers = {"Content-Type": "application/json"}
             request = urllib.request.Request(self.url + path, data, headers)
             if self.key:  # which no other server gets, if this one redirects
                 request.add_unredirected_header("Authorization", f"Bearer {self.key}")
             try:
-                return json.load(urllib.request.urlopen(request, timeout=600))
+                proxies: Any = {} if LOCAL.match(self.url) else None  # None: those of the system
+                opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
+                return json.load(opener.open(request, timeout=600))
             except urllib.error.HTTPError as error:
                 said = error.read(500).decode(errors="replace")
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None

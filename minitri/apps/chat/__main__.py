@@ -221,8 +221,7 @@ def build_parser() -> arguments.OneLineParser:
     text = "keep what of the documents fits the context with room for questions and answers"
     parser.add_argument("--fit", action="store_true", help=text)
     text = "keep N tokens of the documents: the longest are cut"
-    kind = arguments.positive
-    parser.add_argument("--max-prompt-tokens", type=kind, metavar="N", help=text)
+    parser.add_argument("--max-prompt-tokens", type=arguments.positive, metavar="N", help=text)
     text = "continue the conversation that /save wrote to FILE"
     parser.add_argument("--load", metavar="FILE", help=text)
     arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)

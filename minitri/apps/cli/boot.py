@@ -71,11 +71,11 @@ def sampling_of(
     *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else (not at temperature 0) by the model's files, or `otherwise`;
-    and the seed, drawn if no flag gives it. Logs the model, `work` (notes) and the sampling."""
+    """Sampling by the flags, or else by the model's files, or else `otherwise`; and the seed, drawn
+    if no flag gives it. Logs the model, `work` (notes) and the sampling."""
     plain = SamplingParams()
     advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
-    sampling = taken(SamplingParams, args, plain if args.temperature == 0 else advised)
+    sampling = taken(SamplingParams, args, advised)
     changes = {name: value for name, value in vars(sampling).items() if value != vars(plain)[name]}
     seed: int = args.seed or 0
     if sampling.temperature:

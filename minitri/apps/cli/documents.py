@@ -24,8 +24,7 @@ def _text_of(content: bytes) -> tuple[str, str]:
     if content.startswith(b"%PDF"):
         pypdf = import_module("pypdf")
         logging.getLogger("pypdf").setLevel(logging.CRITICAL)  # it warns of every small damage
-        pages = pypdf.PdfReader(io.BytesIO(content)).pages
-        text = "\n".join(page.extract_text() for page in pages)
+        text = "\n".join(page.extract_text() for page in pypdf.PdfReader(io.BytesIO(content)).pages)
         encoding = "PDF"
     elif re.search(b"<html|<!doctype html", content[:512], re.IGNORECASE):
         page = import_module("bs4").BeautifulSoup(content, "html.parser")

@@ -5,7 +5,6 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 """
 
 import argparse
-import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,7 +31,8 @@ class Line(NamedTuple):
     position: int  # among those lines, from 0; added to the seed
     number: int  # in the file, from 1
     id: Any  # by default the number
-    fields: dict[str, Any]  # the others; empty if the line is no object of JSON
+    fields: dict[str, Any]  # the others that are not null
+    problem: str  # why the line is no object of JSON, if it is none
 
 
 def many(args: argparse.Namespace) -> int:
@@ -53,21 +53,22 @@ def read_lines(args: argparse.Namespace) -> list[Line]:
     """The lines of --prompts that are not empty. Raises `InputError`."""
     lines: list[Line] = []
     for number, text in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
-        if text.strip():
+        if text.strip(" \t\r"):
             fields = {}
-            with contextlib.suppress(TypeError, ValueError, RecursionError):
-                fields = {**json.loads(text)}
-            lines.append(Line(len(lines), number, fields.pop("id", number), fields))
+            problem = ""
+            try:
+                fields = {k: v for k, v in {**json.loads(text)}.items() if v is not None}
+            except (TypeError, ValueError, RecursionError) as error:
+                problem = f" ({shorten(error, 140)})"
+            lines.append(Line(len(lines), number, fields.pop("id", number), fields, problem))
     return lines
 
 
 def check_wrong(args: argparse.Namespace, num_wrong: int, num_lines: int) -> None:
     """Raises `InputError` if lines were wrong, or there are none."""
     if num_wrong or not num_lines:
-        problem = (
-            f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong"
-        )
-        raise InputError(f"{problem}; the answers with an error say which, and why")
+        got = f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong"
+        raise InputError(f"{got}; the answers with an error say which, and why")
 
 
 def answers(
@@ -85,9 +86,8 @@ def answers(
             check_names(fields, KNOWN)
             [row_seed] = as_seeds(fields.pop("seed"), 1)
             if not isinstance(text := fields.pop("prompt", None), str):
-                raise InputError(
-                    'this is no JSON object with a prompt; write such as {"prompt": "Once"}'
-                )
+                got = f"line {line.number} is no JSON object with a text as prompt{line.problem}"
+                raise InputError(f'{got}; write such as {{"prompt": "Once"}}')
             request = Request(text, row_seed, sampling, generation, **fields)
             request.prompt = encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)

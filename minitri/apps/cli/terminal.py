@@ -55,7 +55,6 @@ def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
             elif isinstance(event, Token):
                 bar.close()
                 if show:
-                    text = colored(event) if args.color else shown(event.text)
-                    print(text, end="", flush=True)
+                    print(colored(event) if args.color else shown(event.text), end="", flush=True)
             if is_stopped:
                 break

@@ -59,8 +59,7 @@ def answered(file: IO[bytes]) -> dict[str, bool]:
     Raises `ValueError` or the like if the file holds something else, and leaves it as it is."""
     file.seek(0)
     *lines, last = file.read().split(b"\n")
-    rows = map(json.loads, lines)
-    done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in rows}
+    done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in map(json.loads, lines)}
     if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
         raise ValueError("its last line is no answer that was cut off")
     file.truncate(file.tell() - len(last))

@@ -68,8 +68,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def run_command(args: argparse.Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
-    has_drafter = {*args.methods} != {"retrieval"}
-    args.method = "triforce" if has_drafter else "retrieval"
+    args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"
     for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
         arguments.taken(settings, args)  # bad values fail before anything is loaded
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])

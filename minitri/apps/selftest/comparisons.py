@@ -139,8 +139,7 @@ def run_test(
         p_NV = probs_of_text(engine, engine.model, prompt, new, sampling)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(prompt) + len(new) <= draft.config.context_length:
-            q_NV = probs_of_text(engine, draft, prompt, new, sampling)
-            scores["drafter"] = (q_NV > p_NV).float()
+            scores["drafter"] = (probs_of_text(engine, draft, prompt, new, sampling) > p_NV).float()
         tokens_N = torch.tensor(new, device=p_NV.device)
         is_bonus_N = torch.tensor([token.origin == "bonus" for token in end.tokens]).to(p_NV.device)
         for kind, rows_N in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):

@@ -126,8 +126,7 @@ def open_worker(
     generation = arguments.taken(GenerationConfig, args, reserve=context)
     rows = (1,) * (args.batch_size or MAX_ROWS)
     shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
-    fewest = args.batch_size or 1
-    num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=fewest)
+    num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=args.batch_size or 1)
     how: Any = {"sampling": sampling, "generation": generation, "speculation": speculation}
     open_run = functools.partial(engine.open, batch_size=num_rows, **how)
     run = open_run()

@@ -5,6 +5,7 @@ have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the wor
 """
 
 import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -21,8 +22,11 @@ ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream fo
 
 
 def to_json(content: Json) -> bytes:
-    """JSON in UTF-8, where lone surrogates become question marks."""
-    return json.dumps(content, ensure_ascii=False).encode("utf-8", "replace")
+    """JSON in UTF-8, where lone surrogates become question marks. What some clients take for ends
+    of lines is escaped."""
+    text = json.dumps(content, ensure_ascii=False)
+    text = re.sub("[\x85\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
+    return text.encode("utf-8", "replace")
 
 
 def in_stream(content: Json) -> bytes:

@@ -6,24 +6,14 @@ from typing import NamedTuple
 
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.chat_body import Json, checked
+from minitri.apps.serve.bodies.chat_body import checked
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed
-from minitri.core.log import log
 from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
 from minitri.text.rows import text_filters
 
-IGNORED = ("metadata", "service_tier", "store")
-NEUTRAL: Json = {
-    "best_of": 1,
-    "include": ["reasoning.encrypted_content"],
-    "modalities": ["text"],
-    "truncation": "disabled",
-}
-"""Values of unknown fields that ask for nothing, as does whatever is false or empty."""
-MAX_WARNINGS = 100
 Asked = TextBody | ChatBody | ResponseBody
 
 
@@ -55,7 +45,7 @@ class Protocol:
             given = split_prompts(asked.prompt)
             prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
-            chat = ChatPrompt(asked.conversation, self.engine)
+            chat = ChatPrompt(asked.conversation(self.ignored), self.engine)
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
@@ -101,20 +91,10 @@ class Protocol:
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
 
     def parsed(self, body: bytes, kind: type[Asked]) -> Asked:
-        """The fields of a body. Unknown ones that ask for something are refused, or ignored with a
-        warning. Raises `InputError`, and `ApiError` for another model."""
+        """The fields of a body. Raises `InputError`, and `ApiError` for another model."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
-        for name in content.keys() - kind.model_fields.keys():
-            value = content[name]
-            if value and name not in IGNORED and value != NEUTRAL.get(name):
-                if self.ignored is None:
-                    continue  # the model refuses it
-                if name not in self.ignored and len(self.ignored) < MAX_WARNINGS:
-                    self.ignored.add(name)
-                    log.warning("the field %r is ignored: this server does not know it", name[:60])
-            del content[name]
-        asked = checked(kind, content)
+        asked = checked(kind, content, self.ignored)
         self.check_model(asked.model or self.names[0])
         return asked
 

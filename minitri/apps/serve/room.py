@@ -31,10 +31,6 @@ def choose_rows(
         taken = (sized.on_device(num_layers) + uncounted) / GIB
         if sized.has_room(most - uncounted, on_host):
             return num_rows, taken
-    raise InputError(
-        f"{fewest} x {shape.generation.reserve} tokens of {needs.config.name} take {taken:.3f} GiB "
-        f"with the weights, and there are {most / GIB:.3f} to take",
-        "lower batch_size=",
-        "lower context=",
-        "give more memory=",
-    )
+    got = f"{fewest} x {shape.generation.reserve} tokens of {needs.config.name} and the weights"
+    ways = ("lower batch_size=", "lower context=", "give more memory=")
+    raise InputError(f"{got} take {taken:.3f} GiB, and there are {most / GIB:.3f} to take", *ways)

@@ -77,6 +77,21 @@ class _Reader:
         self.position += -self.position % alignment
 
 
+def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
+    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several.
+    Raises `ValueError` and others for damaged files."""
+    metadata, tensors = read_container(path)
+    count = metadata.get("split.count", 1)
+    for number in range(count, 0, -1) if count > 1 else ():
+        end = f"-{number:05d}-of-{count:05d}.gguf"
+        part = path.with_name(path.name[: -len(end)] + end)
+        if not part.is_file():
+            raise ValueError(f"it is one of {count} parts, and there is no {part.name}")
+        metadata, stored = read_container(part)
+        tensors |= stored
+    return metadata, tensors
+
+
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Metadata and tensors of a GGUF file by their names. Each tensor has to begin where another
     ends, so wrong types or shapes are noticed. Raises `ValueError` and others for damaged files."""

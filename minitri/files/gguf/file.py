@@ -27,6 +27,7 @@ _TABLE = Path(__file__).with_name("names.txt").read_text("utf-8").splitlines()[1
 _SUPPORTED = {
     "expert_count": 0,
     "attention.sliding_window": 0,
+    "attention.causal": True,
     "rope.scale_linear": 1.0,
     "rope.scaling.attn_factor": 1.0,
     "rope.scaling.yarn_attn_factor": 1.0,
@@ -50,9 +51,10 @@ class GgufFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         with explain(f"{path.name} needs the package gguf", "run: pip install 'minitri[gguf]'"):
-            from minitri.files.gguf.container import read_container
+            from minitri.files.gguf.container import read_parts
         with explain(f"{path.name} is not a whole GGUF file"):
-            self.metadata, stored = read_container(path)
+            self.metadata, stored = read_parts(path)
+        require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
         names = _names("tensor")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
@@ -81,6 +83,9 @@ class GgufFile:
             config = read_config(
                 {
                     **{name: settings.get(key) for key, name in _names("setting").items()},
+                    # Unlike their counterparts in a config.json, these have no defaults.
+                    "max_position_embeddings": settings.get("context_length", 0),
+                    "rms_norm_eps": settings.get("attention.layer_norm_rms_epsilon", 0.0),
                     "model_type": self._architecture,
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,

@@ -76,7 +76,8 @@ def test_our_own_server_passes(call, engine):
         ("untold", "at some token it names no likely ones"),
     ],
 )
-def test_what_cannot_be_audited_is_one_line(call, names, message):
+def test_what_cannot_be_audited_is_one_line(call, names, message, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which this machine needs not
     with toy_server(names) as url:
         url = names if ":" in names else url
         done = call(audit.main, url, "--api-key", "secret", "-q", "--num-tokens", "1")

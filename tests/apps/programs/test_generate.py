@@ -165,8 +165,8 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
 
 
 WRONG = [
-    ("nonsense", "JSON"),
-    ("[" * 100_000, "JSON"),
+    ("nonsense", "line 2 is no JSON object with a text as prompt (Expecting value"),
+    ("[" * 100_000, "line 3 is no JSON"),
     ({"text": "x"}, "text is not a setting"),
     ({"prompt": "word " * 5000}, "prompt has"),
 ]

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from minitri.apps.serve.answers import in_stream
+from minitri.apps.serve.bodies.chat_body import checked
+from minitri.apps.serve.bodies.completion import ChatBody, read_form
 from tests.apps.serve.conftest import complete, own_text, serving
 
 TEXT, CHAT, RESPONSE = "/v1/completions", "/v1/chat/completions", "/v1/responses"
@@ -54,6 +57,7 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (chat(), {"object": "chat.completion", "choices": [{"message": YES, "finish_reason": "stop"}]}),
     (chat({**YES, "name": None}, USER, max_completion_tokens=9, max_tokens=1), {}),
     (chat(CALLED), {"object": "chat.completion"}),
+    (chat({**YES, "refusal": None, "annotations": []}, USER), {"object": "chat.completion"}),
     (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
     (text(**SAMPLING), {"choices": answer("Yes.")}),
     (response(), {"object": "response", "status": "completed", "error": None}),
@@ -92,6 +96,11 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (response(input=[{"type": "item_reference", "id": "x"}]), "input", "messages or calls"),
     (response(text={"format": {"type": "json_schema"}}), "text.format", "/docs"),
     (response(details=True), "details", "alse"),
+    (chat(enable_thinking=False), "enable_thinking is False", "leave it out"),
+    (chat({**YES, "reasoning": "hm"}, USER), "messages[1].reasoning", "leave it out"),
+    (response(input=[ITEMS[0] | {"reasoning": "hm"}]), "reasoning is 'hm'", "leave it out"),
+    (text(response_format=FORM | {"strict": True}), "response_format", "/docs"),
+    (text(structured_outputs={"json": {"maximum": 1 << 64}}), str(1 << 64), "rounds"),
 ]
 
 
@@ -194,6 +203,25 @@ def test_unknown_fields_are_ignored_if_that_is_wanted_with_one_warning_each(engi
             assert caplog.text.count(f"the field {name!r} is ignored") == (name in extra)
         server.post(prompt="She had", **{f"x{i}": 1 for i in range(300)})
         assert caplog.text.count("is ignored") == 100
+
+
+def test_unknown_fields_within_messages_are_ignored_if_that_is_wanted():
+    ignored = set[str]()
+    asked = checked(ChatBody, {"messages": [USER | {"reasoning": "hm"}]}, ignored)
+    assert (asked, ignored) == (checked(ChatBody, {"messages": [USER]}), {"reasoning"})
+
+
+def test_a_schema_of_a_json_object_is_held():
+    schema = {"required": ["team"]}
+    inner = {"name": "x", "strict": True, "schema": {"type": "object", **schema}}
+    wanted = read_form({"type": "json_schema", "json_schema": inner})
+    assert read_form({"type": "json_object", "schema": schema}) == wanted
+
+
+def test_an_event_is_one_line_for_all_clients():
+    content = {"text": "a\u2028b\u2029c\x85d"}
+    line, _ = in_stream(content).decode().splitlines()
+    assert json.loads(line.removeprefix("data: ")) == content
 
 
 def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):

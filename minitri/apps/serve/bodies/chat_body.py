@@ -11,6 +11,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.fields import refuse
+from minitri.core.log import log
 
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
 """A function's name, which is no value of `tool_choice`."""
@@ -28,6 +29,13 @@ ADVICE = {
 }
 """Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
 T = TypeVar("T")
+NEUTRAL: dict[str, Any] = {"best_of": [1], "truncation": ["disabled"], "echo": [False]}
+NEUTRAL |= {"include": [[], ["reasoning.encrypted_content"]], "suffix": [""], "refusal": [""]}
+NEUTRAL |= {"modalities": [["text"]], "annotations": [[]], "stop_token_ids": [[]]}
+"""Values of unknown fields that ask for nothing, as null does in all fields. In others false, 0 and
+what is empty may ask for something."""
+IGNORED = ("metadata", "service_tier", "store")
+MAX_WARNINGS = 100
 Json = dict[str, Any]
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
@@ -47,12 +55,21 @@ class Body(pydantic.BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_empty(cls, given: Any) -> Any:
-        """Null is as if nothing was given; unknown fields that are empty ask for nothing."""
+    def _drop_unasked(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
+        """Leaves out what asks for nothing; of unknown fields all, with a warning for each name,
+        if the context is a set: of those that a warning has named."""
         if not isinstance(given, dict):
             return given
-        known = cls.model_fields
-        return {name: v for name, v in given.items() if v or (name in known and v is not None)}
+        kept = {name: value for name, value in given.items() if value is not None}
+        for name in kept.keys() - cls.model_fields.keys():
+            if name not in IGNORED and kept[name] not in NEUTRAL.get(name, ()):
+                if (warned := info.context) is None or cls.model_config["extra"] == "ignore":
+                    continue  # pydantic decides
+                if name not in warned and len(warned) < MAX_WARNINGS:
+                    warned.add(name)
+                    log.warning("the field %r is ignored: this server does not know it", name[:60])
+            del kept[name]
+        return kept
 
 
 B = TypeVar("B", bound=Body)
@@ -70,10 +87,11 @@ def says(advice: str) -> pydantic.WrapValidator:
     return pydantic.WrapValidator(check)
 
 
-def checked(kind: type[B], content: object) -> B:
-    """The content as a model. Raises `InputError` for the first thing that is wrong."""
+def checked(kind: type[B], content: object, ignored: set[str] | None = None) -> B:
+    """The content as a model; unknown fields are refused, or ignored and added to a set. Raises
+    `InputError` for the first thing that is wrong."""
     try:
-        return kind.model_validate(content)
+        return kind.model_validate(content, context=ignored)
     except ValidationError as error:
         problem = error.errors()[0]
     cause = problem.get("ctx", {}).get("error")
@@ -204,5 +222,4 @@ class Conversation(Body):
     def callable_functions(self) -> dict[str, Function]:
         """Functions that may be called, by their names."""
         functions = {tool.function.name: tool.function for tool in self.tools}
-        choice = self.tool_choice
-        return {n: f for n, f in functions.items() if choice in ("auto", "required", n)}
+        return {n: f for n, f in functions.items() if self.tool_choice in ("auto", "required", n)}

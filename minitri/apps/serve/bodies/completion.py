@@ -22,6 +22,7 @@ STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every to
 MAX_PROMPTS = 2048  # as at OpenAI
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
+NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
 
 
 def like(name: str) -> Any:
@@ -34,21 +35,21 @@ def like(name: str) -> Any:
 def read_form(form: object) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `ValueError`."""
     match form:
-        case {"type": "text"}:
+        case {"type": "json_schema", "json_schema": dict(inner), **others} if not others:
+            form = {"type": "json_schema", **inner}
+    given = {name: v for name, v in form.items() if v is not None} if isinstance(form, dict) else {}
+    match given:
+        case {"type": "text", **others} if not others:
             return None
-        case {"type": "json_object"}:
+        case {"type": "json_object", **others} if not others:
             return Grammar("json_object")
-        case {"type": "json_schema", "json_schema": {"schema": schema}} | {
-            "type": "json_schema",
-            "schema": schema,
-        }:
+        case {"type": "json_object", "schema": dict(schema), **others} if not others:
+            return Grammar("json_schema", json.dumps({"type": "object", **schema}))
+        case {"type": "json_schema", "schema": schema, **others} if others.keys() <= NOTES:
             return Grammar("json_schema", json.dumps(schema))
-        case dict() if form.keys() <= GRAMMARS.keys():
-            given = [(name, value) for name, value in form.items() if value is not None]
-            if len(given) == 1:
-                [(name, value)] = given
-                text = value if isinstance(value, str) else json.dumps(value)
-                return Grammar(GRAMMARS[name], text)
+    if len(given) == 1 and given.keys() <= GRAMMARS.keys():
+        [(name, value)] = given.items()
+        return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
     raise ValueError("see /docs for what it may be")
 
 
@@ -171,8 +172,8 @@ class ChatBody(Fields, Conversation):
             refuse(self, "top_logprobs", "set logprobs to true, too")
         return self
 
-    @property
-    def conversation(self) -> Conversation:
+    def conversation(self, _: set[str] | None = None) -> Conversation:
+        """Messages and tools."""
         return self
 
     @property
@@ -215,8 +216,8 @@ class ResponseBody(Fields):
         form = self.text.format
         return super().forms | ({} if form is None else {"text": form})
 
-    @property
-    def conversation(self) -> Conversation:
+    def conversation(self, ignored: set[str] | None = None) -> Conversation:
+        """Messages and tools; for `ignored` see `checked`."""
         tools = [
             {"type": "function", "function": tool}
             for tool in self.tools
@@ -228,7 +229,7 @@ class ResponseBody(Fields):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        return checked(Conversation, content)
+        return checked(Conversation, content, ignored)
 
     def _messages(self) -> list[Json]:
         """Messages of the chat; calls that follow one another are of one message."""
@@ -249,8 +250,9 @@ class ResponseBody(Fields):
                     messages[-1].setdefault("tool_calls", []).append(call)
                 case {"type": "function_call_output", "call_id": call_id, "output": output}:
                     messages.append({"role": "tool", "tool_call_id": call_id, "content": output})
-                case {"role": role, "content": content} if item.get("type", "message") == "message":
-                    messages.append({"role": role, "content": content})
+                case {"role": _, "content": _} if item.get("type", "message") == "message":
+                    about = ("type", "id", "status")
+                    messages.append({name: v for name, v in item.items() if name not in about})
                 case _:
                     raise InputError(f"input has {shorten(repr(item), 60)}; give messages or calls")
         return messages

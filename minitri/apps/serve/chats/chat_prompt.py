@@ -22,9 +22,9 @@ from minitri.apps.serve.chats.answer_parser import (
     ToolFormat,
 )
 from minitri.core.errors import shorten
+from minitri.text.matcher import schema_text
 
 Turn = dict[str, Any]
-SPACES = r"[ \n]{0,16}"  # within arguments: without a limit some models never end them
 GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
 TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
 TEMPLATES.filters["quoted"] = json.dumps  # as a string of Lark
@@ -142,13 +142,16 @@ def schema_of(function: Function) -> str:
     or `InputError` if the client wants it strict."""
     from llguidance import LLMatcher
 
-    how = {"lenient": not function.strict, "whitespace_pattern": SPACES}
-    text = json.dumps(function.parameters | {"type": "object", "x-guidance": how})
-    problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    how = {"lenient": not function.strict}
+    try:
+        text = schema_text(json.dumps(function.parameters | {"type": "object"}), **how)
+        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
+    except (TypeError, ValueError) as error:
+        problem = str(error)
     if problem and function.strict:
         got = f"tools has {function.name}, whose parameters cannot be held ({shorten(problem)})"
         raise InputError(f"{got}; simplify them, or leave strict out")
-    return json.dumps({"type": "object", "x-guidance": how}) if problem else text
+    return schema_text('{"type": "object"}', **how) if problem else text
 
 
 def format_of(template: str) -> ToolFormat:

@@ -1,0 +1,87 @@
+"""Optional keys of files and requests: what null, false, 0 and what is empty mean.
+
+Null is as good as absent in all of them.
+"""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+
+from minitri.apps.serve.bodies.chat_body import NEUTRAL, Message, checked
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.core.errors import InputError
+from minitri.files.gguf.file import GgufFile
+from minitri.files.hf_config import read_config, read_sampling
+from tests.conftest import SHAPE
+from tests.files.test_checkpoint import as_gguf
+
+TABLE = Path(__file__).with_name("optional_keys.txt").read_text("utf-8").splitlines()
+"""Rows of a place, a key, and for each value: = if it means the same as an absent key, + if it
+means something else, ! if it is refused, ~ if a warning says that it is left out."""
+VALUES = [json.loads(value) for value in TABLE[0].split()[2:]]
+ROWS = [line.split() for line in TABLE[1:]]
+ABSENT = object()
+BODIES = {"completions": TextBody, "chat": ChatBody, "responses": ResponseBody, "message": Message}
+FILES = {
+    "config": SHAPE | {"model_type": "llama"},
+    "rope": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+    "generation": {"repetition_penalty": 1.2, "top_k": 5},
+}
+NAMES = """num_hidden_layers num_layers, num_attention_heads num_heads, block_count num_layers,
+num_key_value_heads num_kv_heads, max_position_embeddings context_length, rope_theta theta,
+original_max_position_embeddings original_context, min_new_tokens min_tokens, head_count num_heads,
+embedding_length hidden_size, feed_forward_length intermediate_size, head_count_kv num_kv_heads,
+key_length head_dim, layer_norm_rms_epsilon rms_norm_eps, freq_base theta, type kind"""
+NAMED = dict(pair.split() for pair in NAMES.split(","))
+"""Names of keys in lines about them, where these differ."""
+
+
+def read(place: str, key: str, value: object, file: GgufFile) -> object:
+    """What a file or a body means where a key has this value. Raises `InputError`."""
+    known = FILES.get(place, {"role": "assistant"} if place == "message" else {})
+    if place == "gguf":
+        known = file.metadata
+    content = {name: known[name] for name in known if name != key}
+    content |= {} if value is ABSENT else {key: value}
+    if place == "gguf":
+        present = {name: value for name, value in content.items() if value is not None}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(file, "metadata", present)
+            return file.config("x")
+    if place == "rope":
+        place, content = "config", FILES["config"] | {"rope_scaling": content}
+    readers = {"config": read_config, "generation": read_sampling}
+    return readers[place](content, "x") if place in readers else checked(BODIES[place], content)
+
+
+@pytest.fixture(scope="module")
+def file(folder, tmp_path_factory) -> GgufFile:
+    return GgufFile(as_gguf(folder, tmp_path_factory.mktemp("files") / "x.gguf"))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=" ".join)
+def test_a_key_means_what_the_table_says_and_lines_about_it_name_it(row, file, caplog):
+    place, key, *wanted = row
+    caplog.set_level(logging.WARNING)
+    for value, cell in zip(VALUES, wanted, strict=True):
+        caplog.clear()
+        try:
+            found, line = read(place, key, value, file), caplog.text
+        except InputError as error:
+            found, line = "!", str(error)
+        name = key.rpartition(".")[2]
+        if line:
+            assert NAMED.get(name, name) in line
+            assert cell == ("!" if found == "!" else "~"), line
+        else:
+            assert cell == ("=" if found == read(place, key, ABSENT, file) else "+")
+
+
+def test_the_table_has_all_fields_of_bodies_and_all_values_that_ask_for_nothing():
+    """Fields of all endpoints are listed with those of the first one."""
+    for place, kind in BODIES.items():
+        rows = {key for other, key, *_ in ROWS if other in (place, "completions")}
+        assert {*kind.model_fields} <= rows
+    assert {*NEUTRAL} <= {key for _, key, *_ in ROWS}
