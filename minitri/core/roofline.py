@@ -59,7 +59,7 @@ def outline(config: ModelConfig) -> "Llama":
 def weights_per_pass(config: ModelConfig) -> int:
     """Number of weights that a pass reads: all but the embedding table, whose rows are few."""
     weights = outline(config).named_parameters()
-    return sum(weight.numel() for name, weight in weights if name != "embed_tokens")
+    return sum(weight.numel() for name, weight in weights if name != "embed_tokens.weight")
 
 
 def num_weights(config: ModelConfig) -> int:
@@ -70,7 +70,8 @@ def num_weights(config: ModelConfig) -> int:
 
 def bytes_per_pass(model: "Llama") -> int:
     """Bytes of weights that a pass of a loaded model reads, quantized or not."""
-    weights = (getattr(module, "weight", None) for module in model.modules())
+    modules = (module for name, module in model.named_modules() if name != "embed_tokens")
+    weights = (getattr(module, "weight", None) for module in modules)
     return sum(weight.nbytes for weight in weights if weight is not None)
 
 

@@ -37,7 +37,7 @@ from minitri.files.snapshots import checksum
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
 NAMES = {
-    "embed_tokens": "model.embed_tokens.weight",
+    "embed_tokens.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "lm_head.linear.weight": "lm_head.weight",
     "embedding_sample": "target.embedding_sample",
@@ -186,7 +186,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
     }
     names = dict(NAMES)
     if config.tie_word_embeddings:
-        names["lm_head.weight"] = names["embed_tokens"]
+        names["lm_head.weight"] = names["embed_tokens.weight"]
     places: dict[str, Tensor] = {}
     for path, tensor in model.state_dict().items():
         if path.startswith("layers."):

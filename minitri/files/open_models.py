@@ -65,8 +65,8 @@ class OpenModel:
             return model, retrieval_copy(model, plan.proposer)
         proposer = self._load(in_blocks=True)
         if not self.config.tie_word_embeddings:
+            proposer.num_bytes -= proposer.embed_tokens.weight.nbytes
             proposer.embed_tokens = model.embed_tokens
-            proposer.num_bytes -= model.embed_tokens.nbytes
         return model, proposer
 
     def load_drafter(self, target: Llama) -> Llama:

@@ -10,7 +10,7 @@ from minitri import GenerationConfig, Idle, Request, SpeculationConfig
 from minitri.core import generation, runner, stack
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.errors import FaultError
-from tests.cascades import ends_of, tiny_engine
+from tests.conftest import ends_of, tiny_engine
 from tests.core.rigs import WARM
 
 SICK = 101
@@ -45,17 +45,17 @@ def test_one_row_of_four_fails_alone_and_leaves_nothing(method, tree, damaged):
             alone = [texts(run, [prompt])[0] for prompt in (*sound, sick)]
         assert all(SICK not in text for text in alone[:3])
         model = engine.models.draft if damaged == "draft" else engine.model
-        weight = model.embed_tokens[SICK].clone()
+        weight = model.embed_tokens.weight[SICK].clone()
         engine.release()
         with engine.open(batch_size=4, reserve=200, speculation=speculation) as run:
-            model.embed_tokens[SICK] = torch.nan
+            model.embed_tokens.weight[SICK] = torch.nan
             for place in (0, 3):
                 found = texts(run, [*sound[:place], sick, *sound[place:]])
                 error = found.pop(place)
                 assert isinstance(error, FaultError)
                 assert "computed logits that are not finite" in str(error)
                 assert found == alone[:3]
-            model.embed_tokens[SICK] = weight
+            model.embed_tokens.weight[SICK] = weight
             assert texts(run, [sick]) == [alone[3]]
 
 

@@ -211,7 +211,7 @@ def compare(args: argparse.Namespace, of: Subject, contestants: list[Contestant]
     found: Figures = {one.name: {} for one in contestants}
     order = [*contestants]
     total = len(of.prompts) * len(order) * args.repeats
-    with tqdm(total=total, desc=of.model, disable=args.quiet, dynamic_ncols=True) as bar:
+    with tqdm(total=total, desc=of.file.name, disable=args.quiet, dynamic_ncols=True) as bar:
         for _ in range(args.repeats):
             for one in [*order]:
                 try:
@@ -247,7 +247,7 @@ def run_command(args: argparse.Namespace) -> None:
     if not contestants:
         raise InputError("no --engine can run; install one of them, or give --engine minitri")
     facts: dict[str, Any] = {"machine": machine(), "isa": torch.backends.cpu.get_cpu_capability()}
-    facts |= {"load_average": os.getloadavg()[0], "repeats": args.repeats}  # 0 if it was quiet
+    facts |= {"load_average": round(os.getloadavg()[0], 1), "repeats": args.repeats}
     facts |= {"new_tokens": args.new_tokens}
     head = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
     results = {}

@@ -97,8 +97,7 @@ def kind_of(name: str, config: ModelConfig) -> str:
 
 def random_blocks(shape: tuple[int, ...], num_columns: int, kind: str, seed: int) -> Any:
     """Blocks of bytes, of numbers with mean 0 that lengthen no vector much."""
-    data = bytearray(np.random.default_rng(seed).bytes(math.prod(shape)))
-    rows = np.frombuffer(data, np.uint8).reshape(shape)
+    rows = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
     blocks = rows.reshape(shape[0], num_columns // BLOCK, -1)
     unit = 0.7 / math.sqrt(num_columns)
     if kind == "Q4_K":  # units of the scales, and of what is subtracted: 7.5 times a scale

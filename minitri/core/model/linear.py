@@ -1,4 +1,4 @@
-"""Linear layers and LM heads in plain PyTorch, which `minitri/devices` may replace."""
+"""Linear layers, LM heads and embedding tables in plain PyTorch, which `devices` may replace."""
 
 import math
 from typing import Self
@@ -19,11 +19,9 @@ class Linear(nn.Module):
         self.bias = bias
 
     @classmethod
-    def empty(
-        cls, in_features: int, out_features: int, *, dtype: torch.dtype, bias: bool = False
-    ) -> Self:
-        """A layer with uninitialised weights, to be filled from a checkpoint."""
-        shapes = [(out_features, in_features), (out_features,)][: 1 + bias]
+    def empty(cls, E: int, N: int, *, dtype: torch.dtype, bias: bool = False) -> Self:
+        """A layer with uninitialised weights (N, E), to be filled from a checkpoint."""
+        shapes = [(N, E), (N,)][: 1 + bias]
         weights = (torch.empty(shape, dtype=dtype) for shape in shapes)
         return cls(*(nn.Parameter(weight, requires_grad=False) for weight in weights))
 
@@ -31,26 +29,28 @@ class Linear(nn.Module):
         return F.linear(x, self.weight, self.bias)
 
 
-class TiedHead(Linear):
-    """An LM head that is also the embedding table: y = x W^T, and rows of W by token id."""
+class Table(Linear):
+    """An embedding table W (V, E)."""
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Embeddings (..., in_features) of token ids (...)."""
+        """Embeddings (..., E) of token ids (...)."""
         return F.embedding(tokens, self.weight)
 
 
+class TiedHead(Table):
+    """An LM head that is also the embedding table: y = x W^T, and rows of W by token id."""
+
+
 class TrimmedHead(nn.Module):
-    """An LM head over part of the vocabulary; all other tokens have logit -inf, so q = 0."""
+    """An LM head over N of V tokens; all others have logit -inf, so q = 0."""
 
     token_ids: Tensor  # token id of each output of `linear`
 
-    def __init__(
-        self, in_features: int, num_tokens: int, vocab_size: int, *, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, E: int, N: int, V: int, *, dtype: torch.dtype) -> None:
         super().__init__()
-        self.linear = Linear.empty(in_features, num_tokens, dtype=dtype)
-        self.vocab_size = vocab_size
-        self.register_buffer("token_ids", torch.zeros(num_tokens, dtype=torch.int64))
+        self.linear = Linear.empty(E, N, dtype=dtype)
+        self.vocab_size = V
+        self.register_buffer("token_ids", torch.zeros(N, dtype=torch.int64))
 
     def forward(self, x: Tensor) -> Tensor:
         known = self.linear(x)

@@ -20,7 +20,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.model.attention import Attend, attend_math
 from minitri.core.model.cache import BlockKV, Cache
 from minitri.core.model.execution import Execution
-from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
 from minitri.core.model.rope import Rope, Rotary
 
 EMBEDDING_SAMPLE = 64  # embeddings by which a drafter without a table recognises its target
@@ -65,12 +65,14 @@ class Llama(nn.Module):
         self.config = config
         self.attend = attend
         self.execution = Execution()
+        V = config.vocab_size
+        E = config.hidden_size
         with torch.device(device):
+            if target is None and not config.tie_word_embeddings:
+                self.embed_tokens = Table.empty(E, V, dtype=dtype)
             self.layers = Layers(Layer(config, dtype, i) for i in range(config.num_layers))
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype=dtype)
+            self.norm = RMSNorm(E, config.rms_norm_eps, dtype=dtype)
             self.lm_head: Linear | TrimmedHead
-            V = config.vocab_size
-            E = config.hidden_size
             if config.head_size is None:
                 head = TiedHead if config.tie_word_embeddings else Linear
                 self.lm_head = head.empty(E, V, dtype=dtype)
@@ -78,8 +80,6 @@ class Llama(nn.Module):
                 self.lm_head = TrimmedHead(E, config.head_size, V, dtype=dtype)
                 sample = torch.empty(EMBEDDING_SAMPLE, E, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
-            if target is None and not config.tie_word_embeddings:
-                self.embed_tokens = nn.Parameter(torch.empty(V, E, dtype=dtype))
         self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
         self.rope = Rope(config.rope, config.head_dim, device)
@@ -116,11 +116,9 @@ class Llama(nn.Module):
         """Embeddings (..., E) of token ids (...)."""
         if self.lent_embedding is not None:
             return self.lent_embedding(tokens).to(self.dtype)
-        if isinstance(self.lm_head, TiedHead):
-            rows = self.lm_head.rows(tokens)
-        else:
-            rows = F.embedding(tokens, self.embed_tokens)
-        return rows * self.config.embedding_scale
+        table = self.lm_head if isinstance(self.lm_head, TiedHead) else self.embed_tokens
+        rows, scale = table.rows(tokens), self.config.embedding_scale
+        return rows if scale == 1 else rows * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits by the LM head, float32: hidden states (..., E) to (..., V)."""

@@ -16,7 +16,7 @@ from minitri.core.model.linear import TiedHead, TrimmedHead
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu.abi import FilterArguments, RoundArguments
-from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTiedHead, matrix_of
+from minitri.devices.cpu.kernel_layers import KernelHead, KernelLayers, KernelTable, matrix_of
 from minitri.devices.cpu.kernels import require, set_filters
 from minitri.devices.cpu.quantized import Form
 
@@ -34,9 +34,9 @@ class DraftRound:
         self._head = head
         self._layers = model.layers
         self._ids_2N = None if ids is None else torch.stack((ids, ids.sort().values))
-        tied = lender.lm_head if isinstance(lender.lm_head, TiedHead) else None
-        self._table_VX: Tensor = lender.embed_tokens if tied is None else tied.weight
-        self._table_form = tied.form if isinstance(tied, KernelTiedHead) else Form.PLAIN
+        table = lender.lm_head if isinstance(lender.lm_head, TiedHead) else lender.embed_tokens
+        self._table_VX = table.weight
+        self._table_form = table.form if isinstance(table, KernelTable) else Form.PLAIN
         self._norm_E = model.norm.weight
         self._rope = model.rope
         self._rotary = self._rope.at(torch.arange(0))  # grows with the longest cache

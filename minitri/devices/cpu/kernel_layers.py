@@ -21,7 +21,7 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
-from minitri.core.model.linear import Linear, TiedHead, TrimmedHead
+from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
 from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
 from minitri.core.model.rope import Rotary
 from minitri.core.settings import LONGEST_BLOCK
@@ -93,11 +93,15 @@ class KernelHead(KernelLinear):
         return self.kernels.linear(x, *matrix, bias=self.bias, is_wide=self.is_wide)
 
 
-class KernelTiedHead(KernelHead, TiedHead):
-    """LM head that shares its weights with the embedding table."""
+class KernelTable(KernelLinear, Table):
+    """Embedding table, quantized or not, of which rows alone are read."""
 
     def rows(self, numbers: Tensor) -> Tensor:
         return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
+
+
+class KernelTiedHead(KernelTable, KernelHead, TiedHead):
+    """LM head that shares its weights with the embedding table."""
 
 
 class KernelPartialHead(KernelHead):
@@ -228,6 +232,8 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     model.layers = KernelLayers(layers, kernels)
     model.norm = KernelNorm(model.norm, kernels)
     model.lm_head = replace_modules(model.lm_head, heads)
+    if hasattr(model, "embed_tokens"):
+        model.embed_tokens = KernelTable(model.embed_tokens, kernels)
     model.attend = kernels.attend
     model.execution = Execution(
         is_row_invariant=True,

@@ -1,9 +1,10 @@
 """Faults, put in one by one: what each client sees, and that the others and later ones go on.
 
-Others are tested where they arise: drafters and memory in `tests/engine`, forks in
-`tests/test_library.py`, snapshots in `tests/files`.
+Others are tested where they arise: drafters and prompts in `tests/engine`, forks in
+`tests/test_worker.py`, snapshots in `tests/files`.
 """
 
+import itertools
 import json
 import re
 import socket
@@ -13,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.decoding.sampling import log_probs, probs_of_rows
 from minitri.worker import NUM_TICKS
 from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of, serving
 
@@ -95,14 +98,34 @@ def test_a_place_is_free_again_when_a_request_cannot_start(engine):
         assert server.service.num_open == 0
 
 
-def test_a_row_that_is_not_finite_fails_alone(server, engine):
-    """The others have the texts that they have by themselves, and so it has when that is mended."""
-    prompts = [PROMPT, "£", PROMPT[:20]]
+def short(function, is_short, error):
+    """The function with this error where memory is short."""
+
+    def call(*args):
+        if is_short(*args):
+            raise error
+        return function(*args)
+
+    return call
+
+
+def test_rows_that_are_not_finite_or_for_which_memory_is_short_fail_alone(
+    server, engine, monkeypatch
+):
+    """Three rows fail: by weights, by log-probabilities, by the rebuild. Two others have the texts
+    that they have by themselves, and so have all when the faults are mended."""
+    prompts = [PROMPT, "£", PROMPT[:9], PROMPT * 8, PROMPT[:20]]
+    asked = [{"prompt": it, "seed": 7, "max_tokens": 24, "logprobs": 2} for it in prompts]
+    asked[2]["logprobs"] = 5
+    weights = engine.model.embed_tokens.weight[engine.tokenizer.encode("£")[-1]]
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99")
+    scores = short(log_probs, lambda *it: it[2] == 5, error)
+    commit = short(RetrievalCache.commit, lambda it, b, _: it._full.lengths[b] > 100, error)
     alone = [own_text(engine, prompt) for prompt in prompts]
-    weights = engine.model.embed_tokens[engine.tokenizer.encode("£")[-1]]
     num_runs = len(server.runs)
-    asked = [{"prompt": it, "seed": 7, "max_tokens": 24} for it in prompts]
-    with ThreadPoolExecutor(3) as clients, torch.inference_mode():
+    with monkeypatch.context() as patch, ThreadPoolExecutor(5) as clients, torch.inference_mode():
+        patch.setattr("minitri.core.generation.log_probs", scores)
+        patch.setattr(RetrievalCache, "commit", commit)
         sound = weights.clone()
         weights.fill_(torch.nan)
         try:
@@ -110,11 +133,32 @@ def test_a_row_that_is_not_finite_fails_alone(server, engine):
             stream = server.post(**asked[1], stream=True)
         finally:
             weights.copy_(sound)
-    assert [it.status_code for it in answers] == [200, 503, 200]
+    assert [it.status_code for it in answers] == [200, 503, 503, 503, 200]
     assert all("computed logits that are not finite" in it.text for it in (answers[1], stream))
-    answers[1] = server.post(**asked[1])
+    assert all("has run out of memory (" in it.text for it in answers[2:4])
+    answers[1:4] = [server.post(**fields) for fields in asked[1:4]]
     assert [it.json()["choices"][0]["text"] for it in answers] == alone
     assert len(server.runs) == num_runs
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_a_pass_for_which_memory_is_short_fails_its_rows_and_prefixes_stay(
+    engine, monkeypatch, number
+):
+    """The first pass of a text, one of the retrieval level, or one that verifies."""
+    passes = itertools.count()
+    probs = short(probs_of_rows, lambda *_: next(passes) == number, MemoryError("scratch"))
+    with serving(engine) as server:
+        complete(server, prompt=PROMPT * 4)
+        with monkeypatch.context() as patching, ThreadPoolExecutor(3) as clients:
+            patching.setattr("minitri.core.runner.probs_of_rows", probs)
+            answers = [*clients.map(lambda it: server.post(prompt=it), ("I", "We", "They"))]
+        again = complete(server, prompt=PROMPT * 4)
+        assert len(server.runs) <= 2  # a pass of one row alone fails only that row
+    [why] = {it.json()["error"]["message"] for it in answers if it.status_code == 503}
+    assert "cpu has run out of memory (scratch); shorten the prompt" in why
+    assert again.choices[0].text == own_text(engine, PROMPT * 4)
+    assert again.usage.prompt_tokens_details.cached_tokens > 40
 
 
 def test_connections_that_are_reset_leave_nothing(server, engine):
