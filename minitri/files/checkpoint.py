@@ -142,7 +142,7 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
     tied LM head, also in place of its table, and buffers of the rotary embedding may be there."""
     missing = placements(model)
     head = "lm_head.weight"
-    table = NAMES["embed_tokens.weight"] if model.config.tie_word_embeddings else head
+    table = "model.embed_tokens.weight" if model.config.tie_word_embeddings else head
     unexpected = []
     checksums = dict[str, Future[int]]()
     disable = None if progress else True  # None: where standard error is no terminal

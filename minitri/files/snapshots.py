@@ -68,7 +68,7 @@ def origin_of(model: Llama) -> Origin:
     execution = model.execution
     if execution.ranks.count > 1 or not execution.fingerprint:
         got = f"the KV cache of {model.config.name} is neither saved nor loaded"
-        why = "it is not of a file, or divided among processes"
+        why = "it was not read from a file, or is divided among processes"
         raise InputError(f"{got}: {why}; use a model of a file in one process")
     return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
 

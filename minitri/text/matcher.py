@@ -27,8 +27,7 @@ class GrammarMatcher:
     def __init__(self, start: Any, config: ModelConfig) -> None:
         """`start` is a matcher of llguidance at the start of a text."""
         self._matcher = start
-        self._ends = [*config.eos_token_ids]
-        self._vocab_size = config.vocab_size  # a tokenizer may have tokens beyond
+        self._config = config  # its vocabulary may be smaller than the tokenizer's
         self._path: list[int] = []  # tokens that the library has read after the committed ones
         self._is_over = False
         self._forced: list[int] = []  # the latest result of `forced`, after the committed tokens
@@ -55,7 +54,7 @@ class GrammarMatcher:
             is_over = self._is_over or not self._read(path)
             if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
                 return []
-            known = takewhile(self._vocab_size.__gt__, self._matcher.compute_ff_tokens())
+            known = takewhile(self._config.vocab_size.__gt__, self._matcher.compute_ff_tokens())
             self._forced = [*path, *known]
         return self._forced[len(path) :]
 
@@ -69,11 +68,11 @@ class GrammarMatcher:
         Only end tokens may follow a complete text, another end token, or a guess that the grammar
         does not allow."""
         is_over = self._is_over or not self._read(path)
-        mask = bytearray(self._matcher.compute_logit_bias())[: self._vocab_size]
+        mask = bytearray(self._matcher.compute_logit_bias())[: self._config.vocab_size]
         if self._matcher.is_error():
             return None
         is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
-        is_bad_V[self._ends] = not (is_over or self._matcher.is_accepting())
+        is_bad_V[[*self._config.eos_token_ids]] = not (is_over or self._matcher.is_accepting())
         return is_bad_V
 
     def _read(self, path: list[int]) -> bool:
@@ -81,7 +80,7 @@ class GrammarMatcher:
         Returns whether all of `path` is allowed and has no end token."""
         common = num_common(path, self._path)
         self._matcher.rollback(len(self._path) - common)
-        words = [*takewhile(lambda token: token not in self._ends, path)]
+        words = [*takewhile(lambda token: token not in self._config.eos_token_ids, path)]
         count = common + self._matcher.try_consume_tokens(words[common:])
         self._path = path[:count]
         return count == len(path)
@@ -132,7 +131,7 @@ def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> 
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema with options of llguidance; white space is bounded, as models may end none."""
+    """A JSON schema for llguidance; white space is bounded, as some models never end it."""
     schema = json.loads(text, parse_int=as_exact)
     if not isinstance(schema, dict):
         return text

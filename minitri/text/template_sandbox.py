@@ -57,7 +57,8 @@ def main(seconds: float, num_bytes: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, seconds)  # of computing, not of waiting
         try:
             source, variables = json.loads(line)
-            answer = {"text": compiled(source).render(variables) if variables else ""}
+            template = compiled(source)  # also without variables, to find what is wrong in it
+            answer = {"text": template.render(variables) if variables else ""}
         except Exception as error:
             answer = {"error": f"{type(error).__name__}: {str(error)[:999]}"}
         print(json.dumps(answer), flush=True)
