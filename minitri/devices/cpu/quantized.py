@@ -68,17 +68,13 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
         factors = [(torch.maximum(-least, most) / 127).half()]
     groups_NGQ /= factors[0].float().clamp_min(1e-12)
     quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8).view(torch.uint8)
-    return pack(Form(bits), quants_NGQ, *(factor.squeeze(2) for factor in factors))
+    return _pack(bits, quants_NGQ, *(factor.squeeze(2) for factor in factors))
 
 
-def pack(form: Form, quants_NGQ: Tensor, *factors: Tensor) -> Tensor:
-    """Packs quantized numbers q (uint8; for 8 bits the bytes of int8) and the `factors` of groups:
-    scales and offsets (floats), or for K-quants units and then their integer multiples."""
-    low = 8 if form.bits == 8 else 4
-    parts = [_words(quants_NGQ & (1 << low) - 1, low)]
-    if form.bits > low:
-        parts.append(_words(quants_NGQ >> low, form.bits - low))
-    parts += (it.half() if it.is_floating_point() else it for it in factors)
+def _pack(bits: int, quants_NGQ: Tensor, *factors_NG: Tensor) -> Tensor:
+    """Packs quantized numbers q (uint8; for 8 bits the bytes of int8) of 4 or 8 bits, and scales
+    and offsets of groups (float16)."""
+    parts = (_words(quants_NGQ & (1 << bits) - 1, bits), *factors_NG)
     rows = -len(quants_NGQ) % PANEL
     lanes = (F.pad(it, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)).transpose(1, 2) for it in parts)
     panels_P = [it.contiguous().flatten(1).view(torch.uint8) for it in lanes]
