@@ -1,10 +1,12 @@
-"""Tiny seeded models for the CPU, and the real weights where they can be had."""
+"""Tiny seeded models and engines for the CPU, and the real weights where they can be had."""
 
+import contextlib
 import functools
 import itertools
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,12 +18,15 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 import minitri
-from minitri import Generation
+from minitri import Engine, Generation, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.errors import InputError
+from minitri.core.requests import End
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
+from minitri.text.tokenizer import Tokenizer, TokenizersBackend
 from minitri.trees.tree_level import level_type
 from tests.core import rigs
+from tests.core.rigs import GREEDY, near_copy, tiny_config
 
 if not torch.cuda.is_available():
     # Before anything imports Triton, whose kernels then run on the CPU.
@@ -177,3 +182,54 @@ def long_text() -> str:
     from minitri.apps.cli.inputs import demo_text
 
     return demo_text()
+
+
+def ends_of(events) -> list[End]:
+    """How the requests of a run ended, in their order."""
+    return sorted((event for event in events if isinstance(event, End)), key=lambda end: end.row)
+
+
+def texts_of(events) -> list[tuple[int, ...]]:
+    return [end.token_ids for end in ends_of(events)]
+
+
+def settings_of(
+    method: str = "autoregressive",
+    num_new: int = 24,
+    sampling: SamplingParams = GREEDY,
+    *,
+    prefill_chunk: int = 1024,
+    seed: int = 0,
+    **speculation,
+) -> dict[str, object]:
+    """What `generate` and `complete` are given for texts of just this length."""
+    return {
+        "sampling": sampling,
+        "generation": GenerationConfig(num_new, ignore_eos=True, prefill_chunk=prefill_chunk),
+        "speculation": SpeculationConfig(method, **speculation),
+        "seed": seed,
+    }
+
+
+def tiny_engine(*, noise: float | None = 0.02) -> Engine:
+    """An engine without files, whose drafter is near to its model (`noise=None`: n-grams)."""
+    model = tiny_model(tiny_config(vocab_size=320, context_length=512))
+    draft = None if noise is None else near_copy(model, noise)
+    return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)
+
+
+def check_parts(message: str) -> None:
+    """Asserts that a message is one line of moderate length that ends with advice."""
+    assert message.isprintable(), message
+    assert len(message) < 1000, message
+    assert "; " in message, message
+
+
+@contextlib.contextmanager
+def refused(*words: str) -> Iterator[None]:
+    """A block that ends with an error whose message has these words."""
+    with pytest.raises(InputError) as caught:
+        yield
+    message = str(caught.value)
+    check_parts(message)
+    assert all(word in message for word in words), message

@@ -14,8 +14,7 @@ from minitri import Engine, Grammar
 from minitri.core.errors import MAX_COUNT
 from minitri.core.settings import METHODS, VERIFICATIONS
 from minitri.text.prompt_ids import MAX_SEED
-from tests.cascades import tiny_engine
-from tests.conftest import tiny_model
+from tests.conftest import tiny_engine, tiny_model
 from tests.core.policies import NAMES
 from tests.core.rigs import near_copy, trimmed_copy
 

@@ -26,7 +26,7 @@ from minitri import (
 from minitri.core.model.block import read_block
 from minitri.text.chat_template import ChatTemplate
 from minitri.worker import Job, Worker
-from tests.cascades import tiny_engine
+from tests.conftest import tiny_engine
 from tests.core.rigs import new_cache
 from tests.files.test_chat_template import CHATML
 

@@ -10,10 +10,10 @@ import functools
 import pytest
 
 from minitri import GenerationConfig, Request, SamplingParams
-from tests.cascades import texts_of
+from tests.conftest import texts_of
 from tests.core.policies import policy_of
 from tests.core.rigs import random_prompt
-from tests.devices.gpu_twins.offload import offloaded
+from tests.devices.gpu_twins.conftest import offloaded
 from tests.strategies import engine_of
 
 SMALL = {"budget": 32, "chunk_size": 8, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minitri
-from tests.cascades import settings_of
+from tests.conftest import settings_of
 from tests.core.rigs import WARM
 
 PROMPT = "She had been forced into prudence; she had been forced into romance; she had been"

@@ -22,7 +22,7 @@ from minitri import (
 from minitri.core.model.block import read_block
 from minitri.core.requests import PrefillProgress, Row
 from minitri.text.text_stream import TextReader
-from tests.cascades import texts_of
+from tests.conftest import texts_of
 from tests.core.rigs import new_cache
 from tests.strategies import WRONG as WRONG_SETTINGS
 

@@ -88,7 +88,7 @@ made_up() {
 call_attention() {
     part "environment" 40 python3 -c "$ENVIRONMENT"
     tests "kernels against their oracles" 230 -x tests/devices/gpu_twins/test_attention_backends.py \
-        tests/devices/gpu_twins/test_fused_modules.py tests/devices/gpu_twins/test_quantized_copies.py
+        tests/devices/gpu_twins/test_quantized_copies.py
     made_up "made-up weights on chip" 250 --new-tokens 16
 }
 

@@ -10,7 +10,7 @@ from minitri import GenerationConfig, Idle, Request, SpeculationConfig
 from minitri.core import generation, runner, stack
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.errors import FaultError
-from tests.cascades import ends_of, tiny_engine
+from tests.conftest import ends_of, tiny_engine
 from tests.core.rigs import WARM
 
 SICK = 101

@@ -6,7 +6,7 @@ import torch
 from minitri import SamplingParams
 from minitri.core.decoding.noise import noise_keys
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
-from tests.cascades import settings_of, texts_of, tiny_engine
+from tests.conftest import settings_of, texts_of, tiny_engine
 
 PROMPTS = [[5, 6, 7, 8] * 10, [9, 10, 11], list(range(20, 90))]
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 24, "num_recent_tokens": 20}

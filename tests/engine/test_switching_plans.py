@@ -15,7 +15,7 @@ from minitri.core.model.execution import Execution
 from minitri.core.settings import StepPlan
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import may_use_clock
-from tests.cascades import settings_of, tiny_engine
+from tests.conftest import settings_of, tiny_engine
 from tests.core.rigs import Rig, near_copy, random_prompt, tiny_config, tiny_model
 
 AR, NAIVE = StepPlan("autoregressive"), StepPlan("naive", 2)

@@ -11,9 +11,8 @@ from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text import chat_template
 from minitri.text.chat_template import ChatTemplate
-from tests.conftest import byte_level_tokenizer
+from tests.conftest import byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
-from tests.files.refused import refused
 
 TALK = [
     {"role": "system", "content": "Be brief."},

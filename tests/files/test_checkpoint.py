@@ -17,10 +17,9 @@ from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import read_config, stretch_rope
 from minitri.files.hf_folder import Folder
-from tests.conftest import byte_level_tokenizer, edit_json, write_hf_folder
+from tests.conftest import byte_level_tokenizer, edit_json, refused, write_hf_folder
 from tests.core.rigs import new_cache
 from tests.files.gguf_writer import write_gguf
-from tests.files.refused import refused
 
 TOKENS = torch.randint(0, 320, (1, 20), generator=torch.Generator().manual_seed(0))
 

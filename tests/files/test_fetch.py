@@ -15,7 +15,7 @@ from minitri.devices.folders import weights_folder
 from minitri.files import fetch
 from minitri.files.fetch import locate
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
-from tests.files.refused import refused
+from tests.conftest import refused
 
 CONTENT = b"the weights"
 

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import minitri
 from minitri.core.errors import InputError
-from tests.files.refused import check_parts
+from tests.conftest import check_parts
 from tests.files.test_checkpoint import TOKENS, as_gguf, copy_of, load, logits
 
 NUM_EXAMPLES = int(os.environ.get("MINITRI_FUZZ_EXAMPLES", "60"))

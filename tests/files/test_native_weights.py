@@ -19,10 +19,8 @@ from minitri.devices.cpu.quantized import Form
 from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import ModelChoice
 from minitri.files.weight_plan import plan_weights
-from tests.cascades import settings_of, texts_of
-from tests.conftest import write_hf_folder
+from tests.conftest import refused, settings_of, texts_of, write_hf_folder
 from tests.core.rigs import WARM, new_cache
-from tests.files.refused import refused
 from tests.files.test_checkpoint import as_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")

@@ -18,8 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from minitri.files.hf_config import FAMILIES, read_config
-from tests.conftest import edit_json
-from tests.files.refused import refused
+from tests.conftest import edit_json, refused
 from tests.files.test_checkpoint import as_gguf, copy_of, load, sharded
 
 CONFIGS = """

@@ -17,10 +17,9 @@ from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
 from minitri.text.text_stream import IncrementalDecoder
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
-from tests.conftest import SENTENCES, byte_level_tokenizer
+from tests.conftest import SENTENCES, byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
 from tests.files.gguf_writer import write_gguf
-from tests.files.refused import refused
 from tests.files.test_checkpoint import copy_of
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from tests.conftest import write_hf_folder
-from tests.files.refused import refused
+from tests.conftest import refused, write_hf_folder
 from tools import distill_data, distill_draft
 
 pytestmark = pytest.mark.slow

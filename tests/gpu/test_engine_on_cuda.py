@@ -6,8 +6,7 @@ import torch
 import minitri
 from minitri import GenerationConfig, Request, SamplingParams
 from minitri.core.graphs import clear_workspaces
-from tests.cascades import settings_of, texts_of
-from tests.conftest import write_hf_folder
+from tests.conftest import settings_of, texts_of, write_hf_folder
 from tests.core.rigs import GREEDY
 
 PROMPTS = [[5, 6, 7], list(range(10, 200)), [9]]

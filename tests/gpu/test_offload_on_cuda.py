@@ -7,7 +7,7 @@ from minitri.core.caches.full import FullCache
 from minitri.core.offload.host_memory import HostMemory, host_memory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from tests.core.rigs import tiny_config
-from tests.devices.gpu_twins.offload import check_blocks
+from tests.devices.gpu_twins.conftest import check_blocks
 
 
 @pytest.mark.takes(seconds=10, gib=1)

@@ -12,7 +12,7 @@ import torch
 
 import minitri
 from minitri import GenerationConfig, Grammar, Request, SamplingParams, SpeculationConfig, Token
-from tests.cascades import ends_of, texts_of, tiny_engine
+from tests.conftest import ends_of, texts_of, tiny_engine
 from tests.core.rigs import fresh_read, random_prompt
 from tests.strategies import GRAMMARS
 

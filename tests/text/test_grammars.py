@@ -10,10 +10,8 @@ from minitri import Grammar, Request, SamplingParams
 from minitri.core.decoding.verification import verify, verify_block
 from minitri.text.matcher import GrammarMatcher, compiled
 from minitri.text.tokenizer import Tokenizer, TokenizersBackend
-from tests.cascades import ends_of
-from tests.conftest import byte_level_tokenizer
+from tests.conftest import byte_level_tokenizer, ends_of, refused
 from tests.core.rigs import tiny_config
-from tests.files.refused import refused
 from tests.text.test_text_filters import KINDS, ROUNDING, TOY, error, make_matcher
 
 TEXTS = "tests.text.test_text_filters.TEXTS"

@@ -20,7 +20,7 @@ from huggingface_hub import constants
 from minitri import generate, loader
 from minitri.apps import plan
 from minitri.apps.cli import inputs
-from tests.cascades import tiny_engine
+from tests.conftest import tiny_engine
 
 BAD = r"""
 minitri Chat --document x.txt | no program Chat; did you mean chat

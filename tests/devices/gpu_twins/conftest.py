@@ -1,9 +1,13 @@
-"""Twins of a GPU on a CPU: lengths that are read on the device, and a flash kernel."""
+"""Twins of a GPU on a CPU: lengths that are read on the device, a flash kernel, and offloaded
+caches, whose copies run in program order."""
 
+from collections.abc import Sequence
 from functools import partial
+from unittest.mock import MagicMock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
@@ -11,9 +15,13 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding import noise
 from minitri.core.graphs import GraphPool
 from minitri.core.model import block as block_module
+from minitri.core.model.cache import BlockKV
+from minitri.core.offload.host_memory import HostMemory
+from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.gpu.attention_backends import GpuAttention, attend_flash, attend_masked
-from tests.core.rigs import random_prompt, tiny_config
+from tests.conftest import fill
+from tests.core.rigs import CPU, random_prompt, tiny_config
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -66,3 +74,77 @@ def lengths_on_the_device(monkeypatch):
 def as_on_a_gpu(model, backend=attend_masked):
     model.attend = GpuAttention(backend)
     return model
+
+
+CONFIG = tiny_config(num_layers=5)
+TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
+"""Bytes of K and V of a token in one layer."""
+
+
+def offloaded(
+    on_chip: int, batch_size: int = 3, capacity: int = 512, stream=None, config=CONFIG, **settings
+) -> OffloadedFullCache:
+    settings = {"host": HostMemory(CPU), **settings}
+    settings |= {"on_chip": on_chip, "dtype": torch.float32, "device": CPU}
+    settings["stream"] = stream or MagicMock()
+    return OffloadedFullCache(config, batch_size, capacity, **settings)
+
+
+class Traffic(TorchDispatchMode):
+    """Counts the bytes that travel between the device and the host memory of a cache."""
+
+    def __init__(self, cache: OffloadedFullCache) -> None:
+        super().__init__()
+        self.host = cache.host_LBSPKD
+        self.to_device = self.to_host = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            start = self.host.data_ptr()
+            is_host = [start <= it.data_ptr() < start + self.host.nbytes for it in args[:2]]
+            self.to_host += is_host[0] * args[0].nbytes
+            self.to_device += is_host[1] * args[0].nbytes
+            assert not any(is_host) or all(it.is_contiguous() for it in args[:2])
+        return func(*args, **(kwargs or {}))
+
+
+def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
+    """All that is held, by every way to read it."""
+    assert ours.lengths == theirs.lengths
+    for b, length in enumerate(theirs.lengths):
+        spans = ((0, length), (max(0, length - 9), length), (length // 2, length))
+        pairs = [(ours.tokens(b, *span), theirs.tokens(b, *span)) for span in spans]
+        for layers in (ours.held_layers(b), ours.layers(b)):
+            for got, exact in zip(layers, theirs.layers(b), strict=True):
+                pairs.append([[slots[:, :length] for slots in pair] for pair in (got, exact)])
+        assert all(torch.equal(*slots) for pair in pairs for slots in zip(*pair, strict=True))
+
+
+def random_block(cache: FullCache, size: int, *, has_slots: bool = False) -> BlockKV:
+    """New K and V after what a cache holds, by lengths on the host or by slots on the device."""
+    _, B, K, _, D = cache.shape
+    keys, values = cache.keys.new_empty(2, B, size, K, D).normal_()
+    starts_B1 = torch.tensor(cache.lengths, device=cache.device).unsqueeze(1)
+    slots_BT = starts_B1 + torch.arange(size, device=cache.device) if has_slots else None
+    return BlockKV(keys, keys, values, slots_BT)
+
+
+def check_blocks(ours: OffloadedFullCache, theirs: FullCache, sizes: Sequence[int]) -> None:
+    """Blocks of these sizes, kept in part, after what another cache held, have the same bits."""
+    theirs.keys.normal_()
+    theirs.values.normal_()
+    theirs.advance([280, 131])
+    fill(ours, theirs)
+    for number, size in enumerate(sizes):
+        assert_same(ours, theirs)
+        for layer in range(theirs.shape[0]):
+            block = random_block(theirs, size, has_slots=number % 2 == 1 and size < LONGEST_BLOCK)
+            pairs = zip(ours.update(layer, block), theirs.update(layer, block), strict=True)
+            for got, exact in pairs:
+                for b, length in enumerate(theirs.lengths):
+                    assert torch.equal(got[b, :, : length + size], exact[b, :, : length + size])
+        rejected = ((number * 7) % size, (number * 11) % size)
+        for cache in (ours, theirs):
+            cache.advance([size, size])
+            cache.crop([length - cut for length, cut in zip(cache.lengths, rejected, strict=True)])
+    assert_same(ours, theirs)

@@ -12,8 +12,7 @@ from minitri.core.runner import ModelRunner
 from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, Rig, near_copy, new_cache, plain_tokens, tiny_config
-from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu
-from tests.devices.gpu_twins.offload import offloaded
+from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu, offloaded
 from tests.engine.test_switching_plans import AR, forced
 
 CONFIG = tiny_config(num_layers=3)

@@ -21,9 +21,10 @@ from minitri.core.settings import LONGEST_BLOCK
 from tests.conftest import tiny_model
 from tests.core.policies import NAMES, policy_of
 from tests.core.rigs import WARM, Rig, near_copy, new_cache, random_prompt
-from tests.devices.gpu_twins.conftest import PROMPTS, SMALL
-from tests.devices.gpu_twins.offload import (
+from tests.devices.gpu_twins.conftest import (
     CONFIG,
+    PROMPTS,
+    SMALL,
     TOKEN,
     Traffic,
     assert_same,

@@ -25,7 +25,7 @@ from minitri.core.shape import MemoryShape
 from minitri.files.named_models import MODELS
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, new_cache, tiny_config
-from tests.devices.gpu_twins.offload import offloaded
+from tests.devices.gpu_twins.conftest import offloaded
 
 TRIFORCE = SpeculationConfig("triforce", gamma1=2, gamma2=6)
 SEVEN_B, DRAFT = (MODELS[name].shape for name in ("llama2-7b-128k", "llama-68m"))

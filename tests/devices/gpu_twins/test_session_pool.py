@@ -12,7 +12,7 @@ from minitri.core import memory
 from minitri.core.caches.full import HeldRow
 from minitri.core.graphs import GraphPool
 from minitri.core.settings import METHODS
-from tests.cascades import texts_of, tiny_engine
+from tests.conftest import texts_of, tiny_engine
 from tests.core.rigs import CPU, random_prompt
 from tests.devices.gpu_twins.conftest import as_on_a_gpu
 

@@ -24,8 +24,7 @@ from minitri.core.settings import METHODS
 from minitri.devices.parallel.ranks import join
 from minitri.engine import Engine
 from minitri.files import open_models
-from tests.cascades import settings_of, texts_of
-from tests.conftest import write_hf_folder
+from tests.conftest import settings_of, texts_of, write_hf_folder
 from tests.core.rigs import GREEDY, WARM
 
 PROMPTS = [[5 + 7 * i % 300 for i in range(length)] for length in (90, 3, 41)]

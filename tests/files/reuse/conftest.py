@@ -5,7 +5,7 @@ import resource
 
 import pytest
 
-from tests.cascades import settings_of
+from tests.conftest import settings_of
 from tests.core.rigs import WARM, random_prompt
 
 SIZES = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}

@@ -14,8 +14,8 @@ import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
 from minitri.files.snapshots import origin_of
+from tests.conftest import refused
 from tests.core.rigs import new_cache, random_prompt
-from tests.files.refused import refused
 from tests.files.reuse.conftest import files_may_not_grow, say
 
 BLOCK = 32

@@ -11,11 +11,10 @@ import minitri
 from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
-from tests.cascades import ends_of, tiny_engine
+from tests.conftest import ends_of, refused, tiny_engine
 from tests.core.policies import policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
-from tests.devices.gpu_twins.offload import offloaded
-from tests.files.refused import refused
+from tests.devices.gpu_twins.conftest import offloaded
 
 WARM = SamplingParams(0.9, 30)
 SIZES = {"budget": 32, "num_recent_tokens": 16, "observation_window": 4}

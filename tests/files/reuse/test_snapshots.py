@@ -20,9 +20,7 @@ import minitri
 from minitri import InputError
 from minitri.files import snapshots
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
-from tests.cascades import tiny_engine
-from tests.conftest import edit_json
-from tests.files.refused import refused
+from tests.conftest import edit_json, refused, tiny_engine
 from tests.files.reuse.conftest import files_may_not_grow, say
 
 
