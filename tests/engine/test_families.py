@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 import minitri
 from minitri import Request
 from minitri.core.model.block import read_block
-from tests.cascades import ends_of, texts_of
-from tests.conftest import write_hf_folder
+from tests.conftest import ends_of, texts_of, write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
-from tests.devices.gpu_twins.offload import offloaded
+from tests.devices.gpu_twins.conftest import offloaded
 from tests.files.test_checkpoint import as_gguf
 
 TOLERANCE = 3e-6

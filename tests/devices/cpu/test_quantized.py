@@ -17,9 +17,9 @@ from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, KernelTiedHead, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
+from minitri.devices.cpu.tiles import Tiles, tiled_slots
 from minitri.files.gguf.blocks import FORMS, is_exact, repack
 from minitri.files.gguf.container import StoredTensor
-from minitri.devices.cpu.tiles import Tiles, tiled_slots
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import every_dtype, random
