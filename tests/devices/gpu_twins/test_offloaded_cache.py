@@ -137,6 +137,9 @@ def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree):
         settings = {"num_new": 12, "prefill_chunk": LONGEST_BLOCK + 20, "budget": 24}
         settings |= {"method": method, "tree": tree, "draft": near_copy(target, 0.02)}
         Rig(target, prompts, full=full, num_recent_tokens=60, **settings).run()
+        for layer in range(5):
+            full.update(layer, random_block(full, 4))
+        full.advance([4] * len(prompts))
         reads = full.held_layers(0) if method == "retrieval" else [full.tokens(0, 0, 9)]
         for keys, _ in reads:
             keys.sum()
