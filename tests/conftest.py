@@ -23,7 +23,7 @@ from minitri.core.errors import InputError
 from minitri.core.requests import End
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
-from minitri.text.tokenizer import Tokenizer, TokenizersBackend
+from minitri.text.tokenizer import Tokenizer
 from minitri.trees.tree_level import level_type
 from tests.core import rigs
 from tests.core.rigs import GREEDY, near_copy, tiny_config
@@ -215,7 +215,7 @@ def tiny_engine(*, noise: float | None = 0.02) -> Engine:
     """An engine without files, whose drafter is near to its model (`noise=None`: n-grams)."""
     model = tiny_model(tiny_config(vocab_size=320, context_length=512))
     draft = None if noise is None else near_copy(model, noise)
-    return Engine(model, Tokenizer(TokenizersBackend(byte_level_tokenizer()), None), draft)
+    return Engine(model, Tokenizer(byte_level_tokenizer()), draft)
 
 
 def check_parts(message: str) -> None:

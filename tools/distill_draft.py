@@ -129,7 +129,9 @@ def make_labels(engine: Engine, args: argparse.Namespace) -> tuple[LabelStore, l
             "num_text": num_text,
         }
         store = LabelStore(args.out / "labels" / name, meta)
-        sequences = sequences_of(texts, engine.tokenizer.bos_token_id, args.seed)
+        sequences = sequences_of(
+            texts, next(iter(engine.tokenizer.special.prefix), None), args.seed
+        )
         chosen = sequences[: num_text // W]
         if len(store) > len(chosen):  # batches of the target's own words count as a whole
             store.cut(len(store) - (len(store) - len(chosen)) % BATCH)

@@ -25,7 +25,6 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
 from minitri.files.checkpoint import open_checkpoint
 from minitri.files.fetch import locate
-from minitri.text.tokenizer import TokenizersBackend
 
 LIMIT = 31_000_000
 """Bytes of a piece."""
@@ -67,12 +66,9 @@ def entries(model: str) -> Iterator[dict[str, Tensor]]:
     config = checkpoint.config(located.name)
     if config.rope.kind != "default" or config.draft_of is not None or config.head_norm:
         raise InputError(f"{config.name} is more than a plain Llama; give smollm2-135m or the like")
-    backend = checkpoint.tokenizer()
-    if not isinstance(backend, TokenizersBackend):
-        raise InputError(f"{model} has a sentencepiece tokenizer; give one with a tokenizer.json")
     files = {
         "config.json": json.dumps(described(config)),
-        "tokenizer.json": backend._pipeline.to_str(),
+        "tokenizer.json": checkpoint.tokenizer().to_str(),
     }
     for name, text in files.items():
         yield {f"{name}|file": torch.tensor(list(text.encode()), dtype=torch.uint8)}

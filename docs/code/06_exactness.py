@@ -13,7 +13,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.decoding.reference import Model, Probs, triforce, verify_one
 from minitri.core.model.llama import Llama
 from minitri.core.settings import METHODS
-from minitri.text.tokenizer import Tokenizer, TokenizersBackend
+from minitri.text.tokenizer import Tokenizer
 
 table = cache(lambda key: random.Random(key).sample([0.5, 0.25, 0.25], 3))
 
@@ -45,7 +45,7 @@ def num_texts(coupled: bool) -> int:
     llama = Llama(config, dtype=torch.float64, device=torch.device("cpu"))
     for weight in llama.parameters():
         weight.normal_(std=0.3, generator=torch.Generator().manual_seed(0))
-    words = Tokenizer(TokenizersBackend(tokenizers.Tokenizer(tokenizers.models.BPE())), None)
+    words = Tokenizer(tokenizers.Tokenizer(tokenizers.models.BPE()))
     complete = minitri.Engine(llama, words, llama).complete
     say = partial(complete, [*range(60)], seed=1, max_new_tokens=30, coupled=coupled)
     return len({say(method=it, temperature=0.8, budget=32).token_ids for it in METHODS})

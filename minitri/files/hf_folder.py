@@ -17,7 +17,7 @@ from minitri.core.errors import InputError, explain
 from minitri.core.log import log
 from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
-from minitri.text.tokenizer import Backend, SentencePieceBackend, TokenizersBackend
+from minitri.files.vocabulary import read_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,6 +28,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.adds_bos = not (path / "tokenizer.json").is_file()  # which says it itself
 
     def config(self, name: str) -> ModelConfig:
         """The model's config; generation_config.json overrides its end-of-sequence tokens."""
@@ -47,24 +48,32 @@ class Folder:
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:
-        """The content of tokenizer_config.json, with the template of chat_template.jinja if any."""
+        """The content of tokenizer_config.json, with that of other files which complete it."""
         settings = read_json(self.path / "tokenizer_config.json")
         template = self.path / "chat_template.jinja"
         if is_there(template):
             settings["chat_template"] = template.read_text("utf-8")
+        if settings.get("added_tokens_decoder") is None:  # of older versions of transformers
+            settings |= read_json(self.path / "special_tokens_map.json")
+            added = read_json(self.path / "added_tokens.json")
+            settings["added_tokens_decoder"] = {id: text for text, id in added.items()}
         return settings
 
-    def tokenizer(self) -> Backend:
+    def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
         file = self.path / "tokenizer.json"
         if is_there(file):
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
-            return TokenizersBackend(pipeline)
+            return pipeline
         model = self.path / "tokenizer.model"
         if is_there(model):
-            return SentencePieceBackend(model.read_bytes())
+            settings = self.tokenizer_config
+            is_llama = str(settings.get("tokenizer_class")).startswith("LlamaTokenizer")
+            space = "always" if settings.get("legacy", not is_llama) else "first"
+            has_space = settings.get("add_prefix_space") is not False
+            return read_model(model.read_bytes(), space if has_space else "never")
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, config: ModelConfig, *_: Any) -> "Iterator[tuple[str, Tensor]]":

@@ -56,6 +56,7 @@ class OpenModel:
         self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table
         if self.config.draft_of is None:
             self.tokenizer = load_tokenizer(self.checkpoint, self.config)
+            self.config = replace(self.config, eos_token_ids=self.tokenizer.special.ends)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""

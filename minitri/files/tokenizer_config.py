@@ -1,58 +1,61 @@
-"""Makes the tokenizer of a checkpoint from its files: library, BOS token, chat template and special
-tokens."""
+"""Makes the tokenizer of a checkpoint from its files: library, special tokens, chat template."""
 
+from collections.abc import Mapping
 from typing import Any
+
+import tokenizers
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_folder import Folder, read_json
+from minitri.files.hf_folder import Folder
+from minitri.text.chat_template import read_templates
+from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
 from minitri.text.tokenizer import Tokenizer
 
 
 def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokenizer:
     """The tokenizer of an opened model. Raises `InputError` if it is missing or does not fit."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
-        backend = checkpoint.tokenizer()
-        settings = {
-            k: value for k, value in checkpoint.tokenizer_config.items() if value is not None
-        }
-        add_bos = settings.get("add_bos_token", backend.adds_bos)
-        if not isinstance(add_bos, bool):
-            raise TypeError(f"add_bos_token is {shorten(repr(add_bos), 60)}")
-        template, tool_template = _chat_templates(settings.get("chat_template"))
+        pipeline = checkpoint.tokenizer()
+        settings = {k: v for k, v in checkpoint.tokenizer_config.items() if v is not None}
+        special = _special_tokens(pipeline, settings, config, checkpoint.adds_bos)
+        tokenizer = Tokenizer(pipeline, special, *read_templates(settings.get("chat_template")))
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
-    beyond = range(config.vocab_size, backend.num_tokens)
-    added = read_json(checkpoint.path / "tokenizer.json").get("added_tokens", ()) if beyond else ()
-    added_ids = {token["id"] for token in added}
-    if not (backend.num_tokens and all(token in added_ids for token in beyond)):
+    beyond, added = (
+        range(config.vocab_size, tokenizer.num_tokens),
+        pipeline.get_added_tokens_decoder(),
+    )
+    if not (tokenizer.num_tokens and all(token in added for token in beyond)):
         raise InputError(
-            f"the tokenizer of {checkpoint.path} has {backend.num_tokens} tokens but the model's "
+            f"the tokenizer of {checkpoint.path} has {tokenizer.num_tokens} tokens but the model's "
             f"vocabulary has {config.vocab_size}; they belong to different models"
         )
-    bos = config.bos_token_id
-    if add_bos and (bos is None or bos >= config.vocab_size):
-        raise InputError(
-            f"{checkpoint.path} asks for a BOS token but its config has bos_token_id={bos}; set it "
-            f"to a token below {config.vocab_size}"
-        )
-    ids = {"bos_token": bos, "eos_token": next(iter(config.eos_token_ids), None)}
-    special = {name: backend.token(i) or "" for name, i in ids.items() if i is not None}
-    for name, value in settings.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            special[name] = text
-    return Tokenizer(backend, bos if add_bos else None, template, special, tool_template)
+    return tokenizer
 
 
-def _chat_templates(setting: Any) -> list[str | None]:
-    """The chat templates without and with tools, from a setting that is one template or a list of
-    named ones. Raises `TypeError` and others for wrong settings."""
-    templates = [setting, None]
-    if isinstance(setting, list):
-        sources = {entry["name"]: entry["template"] for entry in setting}
-        templates = [sources.get("default"), sources.get("tool_use")]
-    for template in templates:
-        if not isinstance(template, str | None):
-            raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
-    return templates
+def _special_tokens(
+    pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], config: ModelConfig, adds_bos: bool
+) -> SpecialTokens:
+    """The special tokens of a pipeline, to which those are added that only the settings have; BOS
+    is in front by default if `adds_bos`. Raises `InputError` if BOS is asked for and not known."""
+    texts = add_tokens(pipeline, settings, config.vocab_size, is_raw=adds_bos)
+    ids = {name: pipeline.token_to_id(text) for name, text in texts.items()}
+    bos = config.bos_token_id if ids.get("bos_token") is None else ids["bos_token"]
+    if not isinstance(add := settings.get("add_bos_token", adds_bos), bool):
+        raise TypeError(f"add_bos_token is {shorten(repr(add), 60)}")
+    prefix = [config.vocab_size if bos is None else bos] if add else []
+    sample = pipeline.encode("a")  # sequence_ids are 0 for the text's tokens, None for others
+    if None in sample.sequence_ids:  # the post-processor decides
+        prefix = sample.ids[: sample.sequence_ids.index(0)]
+    if max(prefix, default=0) >= config.vocab_size:
+        way = f"set it to a token below {config.vocab_size}"
+        raise InputError(f"{config.name} asks for a BOS token but has bos_token_id={bos}; {way}")
+    controls = control_tokens(pipeline)
+    named = [ids.get(f"{name}_token") for name in ("eos", "eot", "eom")]
+    marks = [pipeline.token_to_id(mark) for mark in END_MARKS if mark in controls or mark != "</s>"]
+    found = [end for end in (*named, *marks) if end is not None and end < config.vocab_size]
+    ends = dict.fromkeys([*config.eos_token_ids, *found])
+    usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}
+    known = {name: pipeline.id_to_token(i) or "" for name, i in usual.items() if i is not None}
+    return SpecialTokens(prefix, tuple(ends), {**known, **texts}, controls)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitri.core.errors import InputError, explain
+from minitri.core.errors import InputError, explain, shorten
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # processor time for one rendering
@@ -81,6 +81,19 @@ class ChatTemplate:
         if "error" in answer:
             raise ValueError(answer["error"])
         return answer["text"]
+
+
+def read_templates(setting: Any) -> list[str | None]:
+    """The chat templates without and with tools, from a setting that is one template or a list of
+    named ones. Raises `TypeError` and others for wrong settings."""
+    named = {"default": setting}
+    if isinstance(setting, list):
+        named = {entry["name"]: entry["template"] for entry in setting}
+    templates = [named.get("default"), named.get("tool_use")]
+    for template in templates:
+        if not isinstance(template, str | None):
+            raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
+    return templates
 
 
 def start() -> subprocess.Popen[str]:

@@ -87,28 +87,6 @@ class GrammarMatcher:
         return count == len(path)
 
 
-class Pieces:
-    """A tokenizer of byte pieces for llguidance, in place of one that the library cannot read."""
-
-    bos_token_id = None
-
-    def __init__(self, tokens: list[bytes], size: int, end_token: int) -> None:
-        self.tokens = [*tokens, *[b""] * (size - len(tokens))]
-        self.special_token_ids = [token for token, text in enumerate(self.tokens) if not text]
-        self.eos_token_id = end_token
-        self._ids = {text: token for token, text in enumerate(tokens) if text}
-        self._longest = max(map(len, self._ids))
-
-    def __call__(self, text: bytes) -> list[int]:
-        """Tokenizes bytes greedily, the longest token first; stops where none fits."""
-        ids = list[int]()
-        sizes = range(self._longest, 0, -1)
-        while size := next((size for size in sizes if text[:size] in self._ids), 0):
-            ids.append(self._ids[text[:size]])
-            text = text[size:]
-        return ids
-
-
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
     if not config.eos_token_ids:
@@ -125,10 +103,7 @@ def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> 
         import llguidance
 
         size = max(vocab_size, tokenizer.num_tokens)
-        lexicon: Any = tokenizer.lexicon()
-        if not isinstance(lexicon, str):
-            lexicon = llguidance.TokenizerWrapper(Pieces(lexicon, size, ends[0]))
-        return llguidance.LLTokenizer(lexicon, size, [*ends])
+        return llguidance.LLTokenizer(tokenizer.vocabulary(), size, [*ends])
 
 
 def schema_text(text: str, **options: object) -> str:

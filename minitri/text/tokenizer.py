@@ -1,93 +1,31 @@
-"""Tokenizers: text to token ids and back, by sentencepiece or the package `tokenizers`.
+"""Tokenizers: text to token ids and back, by the package `tokenizers`.
 
-The libraries do the work. `Tokenizer` adds the BOS token where the model wants one, and turns
+The library does the work. `Tokenizer` adds the tokens that the model wants in front, and turns
 conversations into text by the model's chat template.
 """
 
 import functools
-import itertools
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import sentencepiece
 import tokenizers
+from tokenizers import pre_tokenizers
 
 from minitri.core.errors import InputError, check_unicode
+from minitri.text.special_tokens import SpecialTokens, control_tokens
 
 if TYPE_CHECKING:
     from minitri.text.chat_template import ChatTemplate, Message
 
-
-class SentencePieceBackend:
-    """A sentencepiece model with Llama 2's conventions: byte fallback, a space before the text."""
-
-    adds_bos = True
-    """Whether prompts begin with BOS by default."""
-
-    def __init__(self, model: bytes) -> None:
-        self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.num_tokens = self._model.vocab_size()
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._model.encode(text))
-
-    def encode_marked(self, text: str) -> list[int]:
-        controls = filter(self._model.is_control, range(self.num_tokens))
-        marks = {self._model.id_to_piece(token): token for token in controls}
-        ids: list[int] = []
-        for part in re.split(f"({'|'.join(map(re.escape, marks))})", text):
-            ids += [marks[part]] if part in marks else self.encode(part)
-        return ids
-
-    def decode(self, ids: list[int]) -> str:
-        # A model's vocabulary may be padded beyond the pieces, and the library refuses such ids.
-        return str(self._model.decode([token for token in ids if token < self.num_tokens]))
-
-    def token(self, number: int) -> str | None:
-        return self._model.id_to_piece(number) if number < self.num_tokens else None
-
-    def lexicon(self) -> list[bytes]:
-        return [self._bytes(number) for number in range(self.num_tokens)]
-
-    def _bytes(self, number: int) -> bytes:
-        if self._model.is_control(number) or self._model.is_unknown(number):
-            return b""
-        piece = self._model.id_to_piece(number)
-        if self._model.is_byte(number):
-            return bytes([int(piece[3:5], 16)])
-        return str(piece).replace("▁", " ").encode()
-
-
-class TokenizersBackend:
-    """A pipeline of the package `tokenizers`, which reads spelled control tokens in any text."""
-
-    def __init__(self, pipeline: tokenizers.Tokenizer) -> None:
-        self._pipeline = pipeline
-        self.num_tokens = 1 + max(pipeline.get_vocab(with_added_tokens=True).values(), default=-1)
-        self.adds_bos = bool(pipeline.encode("").ids)
-
-    def encode(self, text: str) -> list[int]:
-        # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
-        return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
-
-    encode_marked = encode
-
-    def decode(self, ids: list[int]) -> str:
-        return self._pipeline.decode(ids, skip_special_tokens=True)
-
-    def token(self, number: int) -> str | None:
-        return self._pipeline.id_to_token(number)
-
-    def lexicon(self) -> str:
-        return str(self._pipeline.to_str())
-
-
-Backend = SentencePieceBackend | TokenizersBackend
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
+_PRINTED = [ord(letter) for letter in _LETTERS if ord(letter) < 256]
+BYTES = dict(zip(_LETTERS, [*_PRINTED, *sorted({*range(256)} - {*_PRINTED})], strict=True))
+"""Bytes by the letters that stand for them in byte-level vocabularies."""
 
 
 class Tokenizer:
-    """A model's tokenizer, with its rules for BOS and its chat template.
+    """A model's tokenizer, with its special tokens and its chat template.
 
     ids = engine.tokenizer.encode("Once upon a time")       # a list, BOS first where wanted
     text = engine.tokenizer.decode(ids)                     # without control tokens
@@ -96,33 +34,37 @@ class Tokenizer:
 
     def __init__(
         self,
-        backend: Backend,
-        bos_token_id: int | None,
+        pipeline: tokenizers.Tokenizer,
+        special: SpecialTokens | None = None,
         template: str | None = None,
-        special_tokens: Mapping[str, str] | None = None,
         tool_template: str | None = None,
     ) -> None:
-        """`bos_token_id` goes before every prompt that does not begin with it; None: no BOS.
-        `template` is the source of a chat template, `special_tokens` are the texts that it knows by
-        name, and `tool_template` is its substitute for conversations with tools."""
-        self._backend = backend
+        """`template` is the source of a chat template, and `tool_template` is its substitute for
+        conversations with tools."""
+        self._pipeline = pipeline
         self._template = template
         self._tool_template = tool_template
-        self._special_tokens = special_tokens or {}
-        self.bos_token_id = bos_token_id
-        self.num_tokens = backend.num_tokens  # one more than the largest token id
+        decoder = pipeline.decoder.__getstate__() if pipeline.decoder else b""
+        kinds = {*re.findall(r'"type":"(\w+)"', decoder.decode())} - {"Sequence", "Fuse"}
+        if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Strip", "Metaspace"}:
+            raise ValueError(f"it spells words by {', '.join(unknown)}, not by bytes or pieces")
+        self._letters = BYTES if "ByteLevel" in kinds else {}
+        self.strips_space = "Strip" in kinds or "Metaspace" in kinds
+        self.special = special or SpecialTokens(controls=control_tokens(pipeline))
+        self._added = pipeline.get_added_tokens_decoder().keys()
+        self._hidden = {*self.special.controls.values()}
+        vocabulary = pipeline.get_vocab(with_added_tokens=True)
+        self.num_tokens = 1 + max(vocabulary.values(), default=-1)  # one more than the largest id
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a text, BOS first. Raises `InputError` for lone surrogates."""
-        check_unicode(text, "the prompt")
-        ids = self._backend.encode(text)
-        if self.bos_token_id is not None and ids[:1] != [self.bos_token_id]:
-            ids.insert(0, self.bos_token_id)
-        return ids
+        """Token ids of a text, with BOS in front where the model wants it. Control tokens may be
+        spelled out. Raises `InputError` for lone surrogates."""
+        ids, prefix = self.encode_marked(text), self.special.prefix
+        return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def spellings(self, word: str) -> list[list[int]]:
         """All token id lists that write a word: at the start of a text, after a space or a line."""
-        line, after_line, *ways = map(self._backend.encode, ("\n", f"\n{word}", word, f" {word}"))
+        line, after_line, *ways = map(self.encode_marked, ("\n", f"\n{word}", word, f" {word}"))
         if after_line[: len(line)] == line:  # the word without the space of sentencepiece
             ways.append(after_line[len(line) :])
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
@@ -134,7 +76,7 @@ class Tokenizer:
 
         if not self._template:
             return None
-        return ChatTemplate(self._template, self._special_tokens, self._tool_template)
+        return ChatTemplate(self._template, self.special.texts, self._tool_template)
 
     def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
         """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
@@ -156,33 +98,46 @@ class Tokenizer:
 
     def encode_marked(self, text: str) -> list[int]:
         """Token ids of a text in which control tokens are spelled out; no BOS is added."""
-        check_unicode(text, "the conversation")
-        return self._backend.encode_marked(text)
+        check_unicode(text, "the prompt")
+        # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
+        return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, ids: Sequence[int], shown: Container[int] = ()) -> str:
         """Text without control tokens, except those in `shown`, which are spelled out; bytes that
         are not UTF-8 give U+FFFD."""
-        text = ""
-        for is_shown, tokens in itertools.groupby(ids, shown.__contains__):
-            part = [*tokens]
-            spelled = "".join(self.token(token) or "" for token in part) if is_shown else None
-            text += spelled or self._backend.decode(part)
-        return text
+        text = self.text_bytes(ids, shown).decode("utf-8", "replace")
+        return text.removeprefix(" ") if self.strips_space else text
+
+    def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:
+        """UTF-8 of a part of a text, in which characters may be cut and a space is in front."""
+        return b"".join(
+            self.token_bytes(token) for token in ids if token not in self._hidden or token in shown
+        )
 
     def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
         """Token ids by spelling, for those of `spellings` that are one control token each."""
-        encoded = {text: self.encode_marked(text) for text in spellings}
-        return {
-            text: ids[0] for text, ids in encoded.items() if len(ids) == 1 and not self.decode(ids)
-        }
+        controls = self.special.controls
+        return {text: controls[text] for text in spellings if text in controls}
 
-    def lexicon(self) -> str | list[bytes]:
-        """The vocabulary: bytes of each token, b"" for control tokens; or tokenizer.json's text."""
-        return self._backend.lexicon()
+    def vocabulary(self) -> str:
+        """The text of a tokenizer.json."""
+        return str(self._pipeline.to_str())
 
     def token(self, number: int) -> str | None:
         """The spelling of a token in the vocabulary; None for an unused id."""
-        return self._backend.token(number)
+        return self._pipeline.id_to_token(number)
+
+    def token_bytes(self, number: int) -> bytes:
+        """The bytes that a token writes, which may be a part of a character; those of its spelling
+        for a control token."""
+        piece = self.token(number) or ""
+        if number in self._added:
+            return piece.encode()
+        if self._letters.keys() >= {*piece}:
+            return bytes(self._letters[letter] for letter in piece)
+        if re.fullmatch("<0x[0-9A-F]{2}>", piece):
+            return bytes.fromhex(piece[3:5])
+        return piece.replace("▁", " ").encode()
 
 
 def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) -> None:

@@ -95,6 +95,7 @@ def write_gguf(
     else:
         _add_words(writer, words, pre)
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    add[bool] = writer.add_bool
     add[np.ndarray] = writer.add_tensor
     for key, value in (changes or {}).items():
         writer.kv_data[0].pop(key, None)

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import sentencepiece
@@ -15,7 +14,7 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.matcher import GrammarMatcher, compiled, lexicon_of
-from minitri.text.text_stream import IncrementalDecoder
+from minitri.text.text_stream import TextReader
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
@@ -58,16 +57,20 @@ def tokenizer(request, tokenizers) -> Tokenizer:
     return tokenizers[request.param]
 
 
+def read(reader: TextReader, ids: list[int]) -> str:
+    return "".join(reader(token)[0] for token in [*ids, None])
+
+
 def test_text_round_trips_and_its_streamed_pieces_put_together_are_the_text(tokenizer):
     for text in (*SENTENCES, HARD):
         assert tokenizer.decode(tokenizer.encode(text)) == text
         ids = tokenizer.encode("Before: " + text)
         start = len(tokenizer.encode("Before:"))
-        decoder = IncrementalDecoder(tokenizer, ids[:start])
-        pieces = [decoder.push(token) for token in ids[start:]]
-        assert not any("\ufffd" in piece for piece in pieces)
-        before = tokenizer.decode(ids[:start])
-        assert before + "".join(pieces) + decoder.flush() == tokenizer.decode(ids)
+        reader = TextReader(tokenizer, ids[:start])
+        assert not any("\ufffd" in reader(token)[0] for token in ids[start:])
+        for cut in (0, start):
+            pieces = read(TextReader(tokenizer, ids[:cut]), ids[cut:])
+            assert tokenizer.decode(ids[:cut]) + pieces == tokenizer.decode(ids)
 
 
 def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer):
@@ -75,31 +78,27 @@ def test_a_prompt_cut_inside_a_character_does_not_swallow_what_follows(tokenizer
     whole = tokenizer.decode(ids)
     for cut in range(2, len(ids)):
         before = tokenizer.decode(ids[:cut])
-        decoder = IncrementalDecoder(tokenizer, ids[:cut])
-        text = "".join(decoder.push(token) for token in ids[cut:]) + decoder.flush()
+        text = read(TextReader(tokenizer, ids[:cut]), ids[cut:])
         assert text == whole[len(before.rstrip("\ufffd")) :]
 
 
-@pytest.mark.parametrize("num_broken", [0, 1, 15, 16, 17, 40])
-def test_broken_bytes_are_told_in_time_and_break_no_character(tokenizer, num_broken):
-    [broken] = (i for i in range(tokenizer.num_tokens) if tokenizer.token(i) in ("ÿ", "<0xFF>"))
+@pytest.mark.parametrize("num_broken", [0, 1, 15, 40])
+def test_broken_bytes_are_told_at_once_and_break_no_character(tokenizer, num_broken):
+    [broken] = (i for i in range(tokenizer.num_tokens) if tokenizer.token_bytes(i) == b"\xff")
     start, *others = tokenizer.encode("a🦥b")[-6:]
-    ids = [broken] * num_broken + others
-    decoder = IncrementalDecoder(tokenizer, [start])
-    pieces = [decoder.push(token) for token in ids]
-    assert "".join(pieces) == "\ufffd" * num_broken + "🦥b"
-    num_told = [len("".join(pieces[:n])) for n in range(len(ids))]
-    assert all(num_shown >= n - 3 - decoder.MAX_WAITING for n, num_shown in enumerate(num_told))
+    reader = TextReader(tokenizer, [start])
+    assert [reader(token)[0] for token in [broken] * num_broken] == ["\ufffd"] * num_broken
+    assert read(reader, others) == "🦥b"
+    reader = TextReader(tokenizer, [start, *others[:2]])  # two bytes of four
+    assert read(reader, [broken, others[-1], others[0]]) == "\ufffdb\ufffd"
 
 
-def test_a_long_text_of_broken_characters_costs_as_much_as_another(tokenizer, monkeypatch):
-    ids = tokenizer.encode("a" + "\ufffd" * 1333)
-    decode = Mock(wraps=tokenizer.decode)
-    monkeypatch.setattr(tokenizer, "decode", decode)
-    decoder = IncrementalDecoder(tokenizer, ids[:1])
-    text = "".join(decoder.push(token) for token in ids[1:]) + decoder.flush()
-    assert text.endswith("\ufffd" * 1333)
-    assert sum(len(call.args[0]) for call in decode.mock_calls) < 40 * len(ids)
+def test_the_bytes_of_tokens_are_those_of_the_text(tokenizer):
+    for text in (*SENTENCES, HARD):
+        ids = tokenizer.encode_marked(text)
+        data = b"".join(map(tokenizer.token_bytes, ids))
+        assert data.decode() in (text, f" {text}")
+    assert tokenizer.token_bytes(2) == b"</s>"
 
 
 def test_the_gguf_forms_tokenize_like_their_originals(tokenizers):
@@ -117,7 +116,7 @@ def test_the_gguf_forms_tokenize_like_their_originals(tokenizers):
 def test_gguf_words_are_cut_as_by_the_tokenizer_of_the_family(tmp_path, pre, words, composed):
     path = write_gguf(tmp_path / "x.gguf", CONFIG, byte_level_tokenizer(), pre=pre)
     tokenizer = load(path)
-    cuts = tokenizer._backend._pipeline.pre_tokenizer.pre_tokenize_str("in 1234")
+    cuts = GgufFile(path).tokenizer().pre_tokenizer.pre_tokenize_str("in 1234")
     assert [word for word, _ in cuts] == words.split()
     assert tokenizer.decode(tokenizer.encode("e\u0301")) == composed
 

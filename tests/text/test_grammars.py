@@ -9,7 +9,7 @@ import pytest
 from minitri import Grammar, Request, SamplingParams
 from minitri.core.decoding.verification import verify, verify_block
 from minitri.text.matcher import GrammarMatcher, compiled
-from minitri.text.tokenizer import Tokenizer, TokenizersBackend
+from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, ends_of, refused
 from tests.core.rigs import tiny_config
 from tests.text.test_text_filters import KINDS, ROUNDING, TOY, error, make_matcher
@@ -55,7 +55,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "text", "word"), REFUSED, ids=range(len(REFUSED)))
 def test_what_is_no_grammar_is_refused_in_one_line(kind, text, word):
-    tokenizer = Tokenizer(TokenizersBackend(byte_level_tokenizer()), None)
+    tokenizer = Tokenizer(byte_level_tokenizer())
     with refused(word):
         compiled(Grammar(kind, text), tokenizer, tiny_config(vocab_size=320, eos_token_ids=(2,)))
 

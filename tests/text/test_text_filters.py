@@ -4,10 +4,11 @@ cascade, summed over every random number, is that of their definitions in plain 
 import functools
 import json
 import math
-from unittest.mock import Mock
 
 import pytest
+import tokenizers
 import torch
+from tokenizers import decoders, models
 
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
@@ -16,6 +17,7 @@ from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams
 from minitri.text.grammar import Grammar
 from minitri.text.matcher import GrammarMatcher, compile_grammar, compiled
+from minitri.text.tokenizer import Tokenizer
 from tests.conftest import tiny_model
 from tests.core import exactness
 from tests.core.exactness import PROMPT, Table, exactly
@@ -67,14 +69,21 @@ class Shaped:
         return kept if max(kept) > -math.inf else scores
 
 
-LETTERS = {0: "a", END: "", 2: "b", 3: "ab"}
+LETTERS = {0: "a", END: "</s>", 2: "b", 3: "ab"}
 """The vocabulary of the grammar: `ab` is one token or two, `aab` has two spellings, too."""
 TEXTS = ["ab", "b", "aab", "abab"]
 TOY_CONFIG = tiny_config(vocab_size=4, eos_token_ids=(END,))
 
 
-TOY = Mock(num_tokens=4)
-TOY.lexicon.return_value = [word.encode() for word in LETTERS.values()]
+def toy_tokenizer() -> Tokenizer:
+    model = models.BPE({text: token for token, text in LETTERS.items()}, [("a", "b")])
+    pipeline = tokenizers.Tokenizer(model)
+    pipeline.decoder = decoders.ByteLevel()
+    pipeline.add_special_tokens(["</s>"])
+    return Tokenizer(pipeline)
+
+
+TOY = toy_tokenizer()
 
 
 def make_matcher():

@@ -74,7 +74,7 @@ def hide(
     a line. Raises `InputError`."""
 
     def encode(text: str) -> list[int]:
-        return [token for token in tokenizer.encode(text) if token != tokenizer.bos_token_id]
+        return tokenizer.encode_marked(text)
 
     needle, tail = encode(NEEDLE.format(number=number)), encode(TAIL) + encode(BEGINNING)
     head = tokenizer.encode(HEAD)

@@ -189,11 +189,10 @@ class Choice:
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        """Token as text and, unless it is a part of a character, in UTF-8."""
+        """Token as text, spelled out if it is a part of a character, and as bytes."""
         spelling = self._tokenizer.token(token_id) or ""
         text = self._tokenizer.decode([token_id])
-        is_part = "\ufffd" in text
-        if is_part or not text or "▁" in spelling:
+        if "\ufffd" in text or not text or "▁" in spelling:
             text = spelling.replace("▁", " ")
-        utf8 = None if is_part else list(text.encode())
+        utf8 = [*self._tokenizer.token_bytes(token_id)]
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": utf8}

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor
 
@@ -19,11 +20,11 @@ from minitri.core.errors import explain, shorten
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import Form
 from minitri.files.gguf.blocks import FORMS, dequantize, repack
-from minitri.files.gguf.vocabulary import read_vocabulary
 from minitri.files.hf_config import read_config, require
-from minitri.text.tokenizer import Backend
+from minitri.files.vocabulary import WITH_BOS, read_vocabulary
 
 _TABLE = Path(__file__).with_name("names.txt").read_text("utf-8").splitlines()[1:]
+_DEFAULT_IDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
 _SUPPORTED = {
     "expert_count": 0,
     "attention.sliding_window": 0,
@@ -62,13 +63,15 @@ class GgufFile:
         }
         self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
         self._architecture = self.metadata.get("general.architecture")
-        self.tokenizer_config = {
+        self.tokenizer_config: dict[str, Any] = {
             "chat_template": self.metadata.get("tokenizer.chat_template"),
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
+        kind, pre = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+        self.adds_bos = kind == "llama" or pre in WITH_BOS  # where the file does not say it
 
-    def tokenizer(self) -> Backend:
-        return read_vocabulary(self.metadata)
+    def tokenizer(self) -> tokenizers.Tokenizer:
+        return read_vocabulary(self.metadata, self.path.name)
 
     def config(self, name: str) -> ModelConfig:
         """The model's configuration, from the metadata. Raises `InputError` for a model of
@@ -78,7 +81,9 @@ class GgufFile:
             settings = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
-            ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot")]
+            if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
+                settings = _DEFAULT_IDS | settings
+            ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
             attention = "model.layers.0.self_attn"
             config = read_config(
                 {

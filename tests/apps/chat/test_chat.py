@@ -12,7 +12,8 @@ from minitri import InputError
 from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed_lines
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
-from minitri.text.tokenizer import Tokenizer, TokenizersBackend
+from minitri.text.special_tokens import SpecialTokens, control_tokens
+from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import tiny_config
 from tests.files.test_chat_template import CHATML, LLAMA3
@@ -226,8 +227,9 @@ def tokenizer(template: str | None) -> Tokenizer:
     pipeline = byte_level_tokenizer()
     marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
     pipeline.add_special_tokens(marks)
-    special = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Tokenizer(TokenizersBackend(pipeline), None, template, special)
+    texts = {"bos_token": "<s>", "eos_token": "</s>"}
+    special = SpecialTokens(texts=texts, controls=control_tokens(pipeline))
+    return Tokenizer(pipeline, special, template)
 
 
 def spelled(tokens: Tokenizer, ids: list[int]) -> str:

@@ -150,10 +150,9 @@ def test_log_probabilities_are_of_the_tokens_of_the_text(server, engine, ask):
     assert (len(names), names) == (24, scores.tokens)
     [choice] = ask(logprobs=True, top_logprobs=2).choices
     entries = choice.logprobs.content
-    known = [entry.token for entry in entries if entry.bytes]  # whole characters
-    assert len(entries) == 16 > len(known) > 4
-    assert all(name in choice.message.content for name in known)
-    assert [bytes(entry.bytes).decode() for entry in entries if entry.bytes] == known
+    assert len(entries) == 16
+    utf8 = b"".join(bytes(entry.bytes) for entry in entries)  # of parts of characters, too
+    assert utf8.decode("utf-8", "replace") == choice.message.content
     for entry in entries:
         first, second = (top.logprob for top in entry.top_logprobs)
         assert max(entry.logprob, second) <= first <= 0

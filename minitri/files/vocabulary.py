@@ -1,0 +1,118 @@
+"""Vocabularies of sentencepiece and GGUF, as pipelines of `tokenizers` that cut texts alike."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from minitri.core.errors import InputError, shorten
+from minitri.core.log import log
+from minitri.text.special_tokens import CONTROL, END_MARKS, UNKNOWN, add_controls
+
+NORMAL, USER_DEFINED = 1, 4  # types of pieces, with those of control tokens
+_ROWS = Path(__file__).with_name("words.txt").read_text("utf-8").splitlines()
+_CUTS = {name: row.split("\t")[1:] for row in _ROWS for name in row.split("\t")[0].split()}
+"""Patterns that cut a text into words before BPE, one after another, by `tokenizer.ggml.pre`."""
+WITH_BOS = ("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "tekken")
+"""Values with BOS in front by default, whose words that are tokens need no merges."""
+
+
+def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
+    """The tokenizer in the metadata of a GGUF file. Raises `ValueError` and others if unknown."""
+    kind = metadata.get("tokenizer.ggml.model")
+    if kind not in ("llama", "gpt2"):
+        raise ValueError(f"it is of type {shorten(repr(kind), 60)}, neither gpt2 nor llama")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    if len({*tokens}) < len(tokens):
+        raise ValueError("it has a token twice")
+    types = [*map(int, metadata.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens)))]
+    if kind == "llama":
+        space = "always" if metadata.get("tokenizer.ggml.add_space_prefix", True) else "never"
+        scores = map(float, metadata["tokenizer.ggml.scores"])
+        pipeline = piece_pipeline([*zip(tokens, scores, types, strict=True)], space)
+    else:
+        pipeline = _byte_level_bpe(metadata, name)
+    marks = {*END_MARKS} - {"</s>"}  # which may be a tag of HTML
+    kinds = [CONTROL if token in marks else kind for token, kind in zip(tokens, types, strict=True)]
+    add_controls(pipeline, zip(tokens, kinds, strict=True), USER_DEFINED)
+    return pipeline
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre")
+    if pre is None:
+        problem = "does not say how words are cut (tokenizer.ggml.pre), so answers may be worse"
+        log.warning("%s %s; get a newer file", name, problem)
+    if (pre := "default" if pre is None else pre) not in _CUTS:
+        raise InputError(f"{name} has tokenizer.ggml.pre={pre!r:.60}; use {' or '.join(_CUTS)}")
+    vocab = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    pipeline = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=pre in WITH_BOS))
+    words = [pre_tokenizers.Split(tokenizers.Regex(cut), "isolated") for cut in _CUTS[pre]]
+    letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence([*words, letters])
+    pipeline.decoder = decoders.ByteLevel()
+    if _CUTS[pre] == _CUTS["qwen2"]:  # as of the family, not of llama.cpp
+        pipeline.normalizer = normalizers.NFC()
+    return pipeline
+
+
+def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
+    """The pipeline of a tokenizer.model; `space` as for `piece_pipeline`. Raises many errors."""
+    from sentencepiece.sentencepiece_model_pb2 import ModelProto  # slow
+
+    model = ModelProto.FromString(data)
+    kind, spec = model.trainer_spec.model_type, model.normalizer_spec
+    if kind not in (1, 2):  # unigram, BPE
+        raise ValueError("it is neither of BPE nor a unigram model")
+    pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
+    space = space if spec.add_dummy_prefix else "never"
+    pipeline = piece_pipeline(pieces, space, is_unigram=kind == 1)
+    steps: list[Any] = [pipeline.normalizer]
+    if spec.remove_extra_whitespaces:
+        ends, runs = map(tokenizers.Regex, (r"\A +| +\z", " +"))
+        steps = [normalizers.Replace(ends, ""), normalizers.Replace(runs, " "), *steps]
+    if spec.precompiled_charsmap:
+        steps = [normalizers.Precompiled(spec.precompiled_charsmap), *steps]
+    pipeline.normalizer = normalizers.Sequence(steps)
+    add_controls(pipeline, ((text, kind) for text, _, kind in pieces))
+    return pipeline
+
+
+def piece_pipeline(
+    pieces: Sequence[tuple[str, float, int]], space: str, *, is_unigram: bool = False
+) -> tokenizers.Tokenizer:
+    """A pipeline with pieces given by text, score and type. A space is put in front of a text and
+    of what follows control tokens (`space` "always"), of the text alone ("first"), or "never"."""
+    vocab = {piece: number for number, (piece, _, _) in enumerate(pieces)}
+    unknown = next((piece for piece, _, kind in pieces if kind == UNKNOWN), None)
+    whole = [piece for piece, _, kind in pieces if kind == USER_DEFINED]
+    flags = {"byte_fallback": "<0x00>" in vocab}
+    if is_unigram:
+        scores = [(piece, score) for piece, score, _ in pieces]
+        model: Any = models.Unigram(scores, vocab.get(unknown or ""), **flags)
+    else:  # the pair is merged first that makes the piece of highest score
+        ranks = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
+        merges = sorted(
+            (rank, vocab[piece], piece[:cut], piece[cut:])
+            for piece, rank in ranks.items()
+            for cut in range(1, len(piece))
+            if piece[:cut] in ranks and piece[cut:] in ranks
+        )
+        pairs = [(left, right) for _, _, left, right in merges]
+        flags |= {"fuse_unk": True, "ignore_merges": bool(whole)}
+        model = models.BPE(vocab, pairs, unk_token=unknown, **flags)
+    pipeline = tokenizers.Tokenizer(model)
+    steps: list[Any] = [normalizers.Prepend("▁")] if space == "always" else []
+    pipeline.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    first = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    texts = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
+    alone = pre_tokenizers.Split(tokenizers.Regex(texts), "isolated")
+    cuts = [first] * (space == "first") + [alone] * bool(whole)
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    pipeline.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * (space != "never"))
+    return pipeline

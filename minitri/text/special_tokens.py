@@ -1,0 +1,99 @@
+"""Special tokens of a model: what goes in front of a text, what ends one, what templates name.
+
+One record is made of all files that name such tokens. The first that says anything decides:
+
+* in front: tokenizer.json's post-processor, if it adds anything; `add_bos_token`; BOS for pieces of
+  sentencepiece, llama.cpp's default for words in GGUF. Nothing goes after a text: it is to go on
+* BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
+* ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
+  `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; and `END_MARKS`
+* control tokens: of the vocabulary's file, and those that tokenizer_config.json adds and names; if
+  it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds tokens
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import tokenizers
+
+from minitri.core.errors import shorten
+
+_MARKS = """
+</s> <eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
+<|end_of_text|> <EOT> _<EOT> [EOT] <end_of_utterance> <｜end▁of▁sentence｜>
+"""
+END_MARKS = _MARKS.split()
+"""Texts of tokens that end a turn in the templates that people use; llama.cpp ends there, too."""
+UNKNOWN, CONTROL = 2, 3
+"""Types of pieces in sentencepiece and GGUF that are control tokens."""
+_NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """Special tokens of one model."""
+
+    prefix: list[int] = field(default_factory=list)
+    """Tokens in front of every prompt that does not begin with them: none, or BOS as a rule."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end a text or a turn."""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    """Spellings of tokens by the names that chat templates know, such as bos_token."""
+    controls: Mapping[str, int] = field(default_factory=dict)
+    """Ids of control tokens, which texts do not show, by their spellings."""
+
+
+def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
+    """Ids of a tokenizer's control tokens by their spellings."""
+    added = pipeline.get_added_tokens_decoder()
+    return {token.content: number for number, token in added.items() if token.special}
+
+
+def add_controls(pipeline: tokenizers.Tokenizer, pieces: Any, *more: int) -> None:
+    """Makes control tokens of pieces, given by text and type; of `more` types, tokens that are
+    whole in any text and shown."""
+    tokens = [
+        tokenizers.AddedToken(text, special=kind not in more, normalized=False)
+        for text, kind in pieces
+        if kind in (UNKNOWN, CONTROL, *more)
+    ]
+    pipeline.add_tokens(tokens)
+
+
+def add_tokens(
+    pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], size: int, *, is_raw: bool
+) -> dict[str, str]:
+    """Adds the control tokens of a tokenizer_config.json that a pipeline lacks, new ones up to the
+    vocabulary's `size`; returns the texts of those with a name. With `is_raw` they are found before
+    a text is normalized, else by their flags. Raises `ValueError` for a token with two ids."""
+    keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])
+    named = {key: text for key in keys if (text := _text(settings.get(key)))}
+    texts = [*named.values()]
+    for kind in ("additional", "extra"):
+        values = settings.get(f"{kind}_special_tokens", ())
+        values = values.values() if isinstance(values, dict) else values
+        texts += filter(None, map(_text, values))
+    present = {*map(repr, pipeline.get_added_tokens_decoder().values())}
+    declared = settings.get("added_tokens_decoder", {})
+    for number, value in sorted((int(key), value) for key, value in declared.items()):
+        plain = {"content": value, "special": value in texts}  # of added_tokens.json
+        flags = plain if isinstance(value, str) else {k: value[k] for k in value if k != "__type"}
+        token = tokenizers.AddedToken(**flags | ({"normalized": False} if is_raw else {}))
+        if repr(token) not in present:
+            pipeline.add_tokens([token])
+        if (other := pipeline.token_to_id(token.content)) != number:
+            text = shorten(repr(token.content), 60)
+            raise ValueError(f"{text} is token {number} in one file and {other} in another")
+    present = {token.content for token in pipeline.get_added_tokens_decoder().values()}
+    for text in texts:
+        has_room = pipeline.get_vocab_size() < size
+        if text not in present and (has_room or pipeline.token_to_id(text) is not None):
+            pipeline.add_special_tokens([text])
+    return named
+
+
+def _text(value: Any) -> str | None:
+    """The spelling in a setting that names a token: a text, or an object with flags."""
+    text = value.get("content") if isinstance(value, dict) else value
+    return text if isinstance(text, str) else None
