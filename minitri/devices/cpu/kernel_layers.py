@@ -11,6 +11,7 @@ import ctypes
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,13 +58,15 @@ class KernelLinear(Linear):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        rows_RE = x.flatten(0, -2)
-        if self.kernels.has_pairs(x.dtype):
-            product_RN = multiply_rows(rows_RE, self.plain_weight(x.dtype), self.bias)
-        else:
-            matrix = (self.weight, self.form, self.out_features)
-            product_RN = self.kernels.product(rows_RE, *matrix, bias=self.bias)
+        if not self.kernels.has_pairs(x.dtype):
+            return self.multiply(x, kernel="product")
+        product_RN = multiply_rows(x.flatten(0, -2), self.plain_weight(x.dtype), self.bias)
         return product_RN.view(*x.shape[:-1], -1)
+
+    def multiply(self, x: Tensor, **options: Any) -> Tensor:
+        """The layer by a compiled kernel; `options` as for `Kernels.linear`."""
+        matrix = (self.weight, self.form, self.out_features)
+        return self.kernels.linear(x, *matrix, bias=self.bias, **options)
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
         """W (out_features, in_features), dequantized to `dtype`, or its rows `rows_R` alone."""
@@ -89,8 +92,7 @@ class KernelHead(KernelLinear):
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() > 1 and x.shape[-2] > LONGEST_BLOCK:
             return super().forward(x)
-        matrix = (self.weight, self.form, self.out_features)
-        return self.kernels.linear(x, *matrix, bias=self.bias, is_wide=self.is_wide)
+        return self.multiply(x, is_wide=self.is_wide)
 
 
 class KernelTable(KernelLinear, Table):

@@ -83,11 +83,11 @@ struct PassArguments {
     void* queries;  // (L, B, W, H, D) for the rotated queries of the last W tokens; or null
     const int64_t* lengths;  // (B): prefixes
     const uint8_t* rule;     // (T, T), or null: causal
+    double* seconds;         // (2): added up for linear layers and for attention; or null
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
     int64_t is_tiled, num_threads;                                // see `AttentionArguments`
     double eps, scale;  // of norms; of what attention and MLP add
-    double* seconds;    // (2): added up for linear layers and for attention; or null
 };
 
 // Applies RoPE to the queries and keys of a layer, and writes K and V into the cache.
@@ -178,9 +178,8 @@ struct RoundArguments {
     PassArguments first;              // over the block; later passes overwrite x
     const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
     const float *cos, *sin;           // (S, D), of all slots
-    const void* embeddings;           // a matrix of the form
+    const void *embeddings, *norm;    // a matrix of the form; (E)
     int64_t num_tokens, form;
-    const void* norm;  // (E)
     Matrix head;
     const int64_t* ids;  // (2, N): tokens of a partial head's outputs, and sorted; or null
     const FilterArguments* filters;  // (B), without pointers
@@ -291,10 +290,10 @@ int64_t minitri_sizeof(const char* name) {
 #define SIZE(Struct) \
     { #Struct, sizeof(Struct) }
     static const std::map<std::string_view, int64_t> sizes{
-        SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ProductArguments),
-        SIZE(ConvertArguments),   SIZE(RotateArguments), SIZE(NormArguments),
-        SIZE(FilterArguments),    SIZE(Matrix),          SIZE(LayerWeights),
-        SIZE(PassArguments),      SIZE(RoundArguments)};
+        SIZE(AttentionArguments), SIZE(LinearArguments), SIZE(ConvertArguments),
+        SIZE(RotateArguments),    SIZE(NormArguments),   SIZE(FilterArguments),
+        SIZE(Matrix),             SIZE(LayerWeights),    SIZE(PassArguments),
+        SIZE(RoundArguments)};
     const auto found = sizes.find(name);
     return found == sizes.end() ? 0 : found->second;
 }
@@ -310,7 +309,7 @@ int64_t minitri_sizeof(const char* name) {
     }
 KERNEL(attention, AttentionArguments, attention<Op>(*a, option))
 KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))
-KERNEL(product, ProductArguments, product_of<T>(option, *a))
+KERNEL(product, LinearArguments, product_of<T>(option, *a))
 KERNEL(dequantize, ConvertArguments, dequantize_of<T>(option, *a))
 KERNEL(pass, PassArguments, pass<Op>(*a))
 KERNEL(norm, NormArguments, norm<T>(*a))

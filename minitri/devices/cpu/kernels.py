@@ -137,9 +137,12 @@ class Kernels:
         *,
         bias: Tensor | None = None,
         is_wide: bool = False,
+        kernel: str = "linear",
     ) -> Tensor:
-        """Linear layer of few rows: x W^T + bias, (..., N), in the dtype of x, or float32 if
-        `is_wide`. `weight` is (N, E) in x's dtype, or quantized as in `quantized.py`."""
+        """Linear layer x W^T + bias, (..., N), in the dtype of x, or float32 if `is_wide`. `weight`
+        is (N, E) in x's dtype, or quantized as in `quantized.py`. The `kernel` "linear" is for few
+        rows, "product" for many: it sums over E in order, in float32. With either a row's bits
+        depend neither on other rows nor on their number."""
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)
@@ -147,30 +150,8 @@ class Kernels:
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
         arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out, is_wide=is_wide)
         arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, num_threads=self.num_threads)
-        self.call("linear", arguments, x.dtype, form)
+        self.call(kernel, arguments, x.dtype, form)
         return out
-
-    def product(
-        self,
-        x_RE: Tensor,
-        weight: Tensor,
-        form: int = Form.PLAIN,
-        num_outputs: int | None = None,
-        *,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """Linear layer of many rows: x W^T + bias, (R, N), summed over E in order, in float32;
-        `weight` as in `linear`. A row's bits depend neither on other rows nor on their number."""
-        x_RE = x_RE.contiguous()
-        N = num_outputs or len(weight)
-        check_matrix(x_RE, weight, form, N, bias)
-        require(len(x_RE) > 0, tensors=(x_RE,))
-        R, E = x_RE.shape
-        out_RN = x_RE.new_empty(R, N)
-        arguments = abi.ProductArguments(x=x_RE, weights=weight, bias=bias, out=out_RN)
-        arguments.fill(R=R, E=E, N=N, num_threads=self.num_threads)
-        self.call("product", arguments, x_RE.dtype, form)
-        return out_RN
 
     def dequantize(
         self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None

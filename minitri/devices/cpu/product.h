@@ -2,17 +2,9 @@
 
 #pragma once
 
-#include "attention.h"
-#include "quantized.h"
+#include "linear.h"
 
 namespace {
-
-struct ProductArguments {
-    const void *x, *weights, *bias;  // (R, E), (N, E), (N) or null
-    void* out;                       // (R, N)
-    int64_t R, E, N;
-    int64_t num_threads;
-};
 
 constexpr int64_t PRODUCT_ROWS = 512;        // rows of a task, which transposes weights once
 constexpr int64_t MOST_PRODUCT_ROWS = 1024;  // rows that are widened at a time
@@ -43,10 +35,10 @@ template <int BITS> struct QuantizedColumns : Layout<BITS> {
     }
 };
 
-// Linear layer of R rows. Each number of the result is one sum over E, in order, whatever R is.
-template <class T, class Weights> void product(const ProductArguments& a, const Weights& weights) {
+// Linear layer of R rows, without norm and residual. Each number of the result is one sum over E, in order, whatever R is.
+template <class T, class Weights> void product(const LinearArguments& a, const Weights& weights) {
     if (a.R > MOST_PRODUCT_ROWS) {
-        ProductArguments some = a;
+        LinearArguments some = a;
         for (int64_t r = 0; r < a.R; r += MOST_PRODUCT_ROWS) {
             some.R = std::min(MOST_PRODUCT_ROWS, a.R - r);
             some.x = static_cast<const T*>(a.x) + r * a.E;
@@ -91,7 +83,7 @@ template <class T, class Weights> void product(const ProductArguments& a, const 
     });
 }
 
-template <class T> void product_of(int form, const ProductArguments& a) {
+template <class T> void product_of(int form, const LinearArguments& a) {
     if (form == PLAIN) return product<T>(a, PlainColumns<T>{static_cast<const T*>(a.weights), a.E});
     by_bits(form, [&](auto bits) {
         product<T>(a, QuantizedColumns<bits>(a.weights, a.E, form >= NESTED));

@@ -137,9 +137,10 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E):
         for rows in (slice(R - 1, R), slice(R // 2)):
             alone = kernels.linear(x[:, rows], weight, form, **options)
             assert torch.equal(alone, got[:, rows])
-        product = kernels.product(x[0], weight, form, N, bias=bias)
+        many = {"num_outputs": N, "bias": bias, "kernel": "product"}
+        product = kernels.linear(x[0], weight, form, **many)
         assert (product - exact[0]).abs().max() < 3 * TOLERANCE[dtype]
-        assert torch.equal(kernels.product(x[0, -1:], weight, form, N, bias=bias), product[-1:])
+        assert torch.equal(kernels.linear(x[0, -1:], weight, form, **many), product[-1:])
 
 
 @every_dtype
@@ -149,10 +150,11 @@ def test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype):
         x, weight = random(R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
         bias = random(N, dtype=dtype, seed=3) if E > 16 else None
         exact = x.double() @ weight.double().T + (0 if bias is None else bias)
-        got = kernels.product(x, weight, bias=bias)
+        got = kernels.linear(x, weight, bias=bias, kernel="product")
         assert (got - exact).abs().max() < 3 * TOLERANCE[dtype]
         for rows in (slice(R - 1, R), slice(R // 2 + 1)):
-            assert torch.equal(kernels.product(x[rows], weight, bias=bias), got[rows])
+            alone = kernels.linear(x[rows], weight, bias=bias, kernel="product")
+            assert torch.equal(alone, got[rows])
 
 
 @pytest.mark.slow
@@ -209,16 +211,12 @@ def wrong_calls():
     x, weight, bias = random(2, 64), random(10, 64), random(10)
     for wrong in (weight.bfloat16(), random(10, 65)[:, :64]):
         yield "linear", x, wrong
-        yield "product", x, wrong
     yield "linear", x, weight, Form.Q8
     yield "linear", x, quantize(weight, 4), Form.Q8
-    yield "product", x, quantize(weight, 4), Form.Q8
-    yield "product", x[:0], weight
     yield "linear", random(2, 65), quantize(weight, 8), Form.Q8
     for rows in (torch.tensor([16]), torch.tensor([-1]), torch.tensor([1], dtype=torch.int32)):
         yield "dequantize", quantize(weight, 8), 64, Form.Q8, torch.float32, rows
     for wrong in (bias[1:], bias.double(), random(20)[::2], bias.view(1, 10)):
-        yield "product", x, weight, {"bias": wrong}
         yield "linear", x, weight, {"bias": wrong}
     heads, table = random(2, 3, 4, 8), random(2, 3, 1, 8)
     yield "rotate", heads, table, table[:1]
