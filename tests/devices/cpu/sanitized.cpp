@@ -75,8 +75,8 @@ std::vector<T> results(int dtype, int threads) {
             ok(minitri_linear(dtype, form, &a));
             keep(out);
             for (int64_t rows : {R, int64_t(1), int64_t(3)}) {
-                ProductArguments product{x.data(), matrix, bias.data(), out.data(), rows, E, N, threads};
-                ok(minitri_product(dtype, form, &product));
+                a.R = rows;
+                ok(minitri_product(dtype, form, &a));
                 keep(out);
             }
             if (form == 16) continue;
@@ -109,9 +109,9 @@ std::vector<T> results(int dtype, int threads) {
         const std::vector<int64_t> lengths{S - T_, 0};
         auto keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
         PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(),
-                        is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, L, B, T_, W,
-                        E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads, 1e-6,
-                        1.0, nullptr};
+                        is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, nullptr, L, B, T_,
+                        W, E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads,
+                        1e-6, 1.0};
         ok(minitri_pass(dtype, 0, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
@@ -134,11 +134,10 @@ std::vector<T> results(int dtype, int threads) {
         std::vector<int64_t> tokens(B * G);
         std::vector<float> probs(B * G * 95);
         PassArguments p{layers.data(), x.data(), nullptr, nullptr, old_keys.data(), old_values.data(),
-                        old_raw.data(), nullptr, starts.data(), nullptr, L, B, T_, 0, E, H, K, D,
-                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, 1.0, nullptr};
+                        old_raw.data(), nullptr, starts.data(), nullptr, nullptr, L, B, T_, 0, E, H, K, D,
+                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, 1.0};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
-                         table.data(), 100, 16,
-                         norm.data(), {last.data(), nullptr, is_partial ? known : 100, E, 16},
+                         table.data(), norm.data(), 100, 16, {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
                          tokens.data(), probs.data(), G, 95};
         ok(minitri_round(dtype, 0, &a));
