@@ -30,23 +30,13 @@ from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.split import SplitLlama, share
+from minitri.files.families import read_table
 from minitri.files.gguf.blocks import FORMS
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder, is_there, lacking
 from minitri.files.snapshots import checksum
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
-NAMES = {
-    "embed_tokens.weight": "model.embed_tokens.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.linear.weight": "lm_head.weight",
-    "embedding_sample": "target.embedding_sample",
-}
-"""Names of tensors outside the layers: as `Llama` calls them, and in files."""
-QUANTIZED = {"scales": "MLX", "weight_scale": "FP8 or INT8", "weight_packed": "compressed-tensors"}
-QUANTIZED |= {"absmax": "bitsandbytes", "qweight": "GPTQ or AWQ", "lora_A": "a LoRA adapter"}
-"""Forms of weights that are refused, by a part of the names of their tensors, the surest last."""
-
 Checkpoint = Folder | GgufFile
 
 
@@ -166,7 +156,7 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
         names = ", ".join([*unexpected, *missing])
         problem = f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected"
         advice = "weights and config belong to different models, or the download is incomplete"
-        for form, kind in QUANTIZED.items():
+        for form, kind in read_table("quantized").items():
             if f".{form}" in names:
                 advice = f"its weights are those of {kind}; use the original ones, or a GGUF file"
         raise InputError(f"{problem}: {shorten(names)}; {advice}")
@@ -184,7 +174,7 @@ def placements(model: Llama) -> dict[str, Tensor]:
         "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
         "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
     }
-    names = dict(NAMES)
+    names = read_table("tensor")
     if config.tie_word_embeddings:
         names["lm_head.weight"] = names["embed_tokens.weight"]
     places: dict[str, Tensor] = {}

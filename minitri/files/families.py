@@ -1,30 +1,23 @@
-"""Families of models: in what their configs and tensors differ from those of a Llama."""
+"""Families of models, and the tables that say in what their files differ from those of a Llama."""
 
+import json
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from minitri.core.config import ModelConfig
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "mistral": {},
-    "qwen2": {"attention_bias": True, "output_bias": False},
-    "qwen3": {"head_norm": True},
-    "granite": {},
-    "smollm3": {},
-    "olmo2": {"norms_after": True, "joint_norm": True},
-}
-"""Architectures by the `model_type` of their config.json, and the fields that differ from Llama."""
-DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"max_position_embeddings": 2048},
-    "granite": {"attention_multiplier": 1.0},
-    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2e6},
-    "olmo2": {"rms_norm_eps": 1e-5},
-}
-"""Settings that a config.json may leave out, where Llama has another default."""
-OUTPUT_NORMS = {"post_attention_layernorm": "attention_output_norm"}
-OUTPUT_NORMS |= {"post_feedforward_layernorm": "mlp_output_norm"}
-"""Norms after attention and MLP, as checkpoints and as a `Llama` call them."""
+_TABLES = Path(__file__).with_name("tables.txt").read_text("utf-8")
+_ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
+
+
+def read_table(name: str) -> dict[str, Any]:
+    """Values by keys, in order, of a table in tables.txt."""
+    return {key: json.loads(value) for kind, key, value in _ROWS if kind == name}
+
+
+FAMILIES = read_table("family")
 
 
 def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -40,5 +33,5 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_llama(name: str, config: ModelConfig) -> str:
     """The name that a Llama has for a tensor of Hugging Face."""
-    names = OUTPUT_NORMS if config.norms_after else {}
+    names = read_table("output_norm") if config.norms_after else {}
     return ".".join(names.get(part, part) for part in name.split("."))

@@ -11,30 +11,13 @@ from minitri.core.config import ModelConfig, RopeConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.core.settings import SamplingParams
-from minitri.files.families import DEFAULTS, FAMILIES, family_fields
+from minitri.files.families import FAMILIES, family_fields, read_table
 
 _TRAINED = "original_max_position_embeddings"
-_KEYS = {
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "context_length": "max_position_embeddings",
-    "embedding_scale": "embedding_multiplier",
-    "score_scale": "attention_multiplier",
-    "residual_scale": "residual_multiplier",
-    "logit_divisor": "logits_scaling",
-    "min_tokens": "min_new_tokens",
-}
-"""Fields of settings, and their names in files of Hugging Face where these differ."""
-_SUPPORTED: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "quantization": None}
-_SUPPORTED |= {"quantization_config": None, "compression_config": None}
-_SUPPORTED |= {"partial_rotary_factor": 1.0, "mscale": None, "mscale_all_dim": None}
-"""Settings of a config.json of which minitri supports one value only, with that value."""
+_KEYS = read_table("field")
+_ONLY = read_table("config_only")
 _TEMPERED = ("temperature", "top_k", "top_p", "min_p")
 """Settings of sampling that change no greedy text."""
-_UNFOLLOWED: dict[str, Any] = {"num_beams": 1, "no_repeat_ngram_size": 0, "bad_words_ids": []}
-_UNFOLLOWED |= {"suppress_tokens": [], "min_length": 0, "typical_p": 1.0, "guidance_scale": 1.0}
-"""Settings of a generation_config.json that minitri does not have, with values that do nothing."""
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
@@ -45,11 +28,11 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         got = f"{name} is a {shorten(repr(kind), 60)} model"
         raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
-        given = DEFAULTS.get(kind, {}) | _without_null(settings)
+        given = read_table("family_default").get(kind, {}) | _without_null(settings)
         if given.get("use_sliding_window") is False:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
-        require(given, _SUPPORTED | {"layer_types": layer_types, "sliding_window": None}, name)
+        require(given, _ONLY | {"layer_types": layer_types, "sliding_window": None}, name)
         if kind == "llama":
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         eos = given.get("eos_token_id", [])  # one or several
@@ -87,7 +70,7 @@ def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
         scaling = _without_null(settings) or scaling
-    require(scaling, _SUPPORTED, name)
+    require(scaling, _ONLY, name)
     theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind in (None, "default", "none"):
@@ -134,7 +117,7 @@ def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     fields = {"temperature": 1.0, **_fields(SamplingParams, given)}
     kept = {key: value for key, value in fields.items() if samples or key not in _TEMPERED}
     try:
-        require(given, _UNFOLLOWED | {"do_sample": samples}, name)
+        require(given, read_table("sampling_only") | {"do_sample": samples}, name)
         return SamplingParams(**kept)
     except InputError as error:
         log.warning("%s: generation_config.json is not followed: %s", name, error)

@@ -19,31 +19,13 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import explain, shorten
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import Form
+from minitri.files.families import read_table
 from minitri.files.gguf.blocks import FORMS, dequantize, repack
 from minitri.files.hf_config import read_config, require
 from minitri.files.vocabulary import WITH_BOS, read_vocabulary
 
-_TABLE = Path(__file__).with_name("names.txt").read_text("utf-8").splitlines()[1:]
-_DEFAULT_IDS = {"tokenizer.ggml.bos_token_id": 1, "tokenizer.ggml.eos_token_id": 2}
-_SUPPORTED = {
-    "expert_count": 0,
-    "attention.sliding_window": 0,
-    "attention.causal": True,
-    "rope.scale_linear": 1.0,
-    "rope.scaling.attn_factor": 1.0,
-    "rope.scaling.yarn_attn_factor": 1.0,
-    "rope.scaling.yarn_ext_factor": 1.0,
-    "rope.scaling.yarn_log_multiplier": 0.0,
-}
-"""Settings of a GGUF file of which minitri supports one value only, with that value."""
 _PAIRED = ("llama", "granite", "smollm3")  # in q and k, rows that rotate together are neighbours
 _ROPE_DIVISORS = "rope_freqs.weight"
-
-
-def _names(kind: str) -> dict[str, str]:
-    """Names in GGUF, and in files of Hugging Face, of what is of this kind in the table."""
-    rows = (line.split() for line in _TABLE)
-    return {name: theirs for what, name, theirs in rows if what == kind}
 
 
 class GgufFile:
@@ -56,7 +38,7 @@ class GgufFile:
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored = read_parts(path)
         require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
-        names = _names("tensor")
+        names = read_table("gguf_tensor")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
             for name, tensor in stored.items()
@@ -82,12 +64,12 @@ class GgufFile:
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
-                settings = _DEFAULT_IDS | settings
+                settings = read_table("gguf_llama") | settings
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
             attention = "model.layers.0.self_attn"
             config = read_config(
                 {
-                    **{name: settings.get(key) for key, name in _names("setting").items()},
+                    **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
                     # Unlike their counterparts in a config.json, these have no defaults.
                     "max_position_embeddings": settings.get("context_length", 0),
                     "rms_norm_eps": settings.get("attention.layer_norm_rms_epsilon", 0.0),
@@ -97,11 +79,13 @@ class GgufFile:
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-                    "rope_parameters": {f: settings.get(key) for key, f in _names("rope").items()},
+                    "rope_parameters": {
+                        f: settings.get(key) for key, f in read_table("gguf_rope").items()
+                    },
                 },
                 name,
             )
-            supported = _SUPPORTED | {"rope.dimension_count": config.head_dim}
+            supported = read_table("gguf_only") | {"rope.dimension_count": config.head_dim}
             require(settings, supported, self.path.name)
             rope = config.rope
             if stored := self._tensors.get(_ROPE_DIVISORS):
