@@ -29,22 +29,17 @@ class Folder:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.adds_bos = not (path / "tokenizer.json").is_file()  # which says it itself
+        self.generation_config = read_json(path / "generation_config.json")
+        self._settings = read_json(path / "config.json")
 
     def config(self, name: str) -> ModelConfig:
         """The model's config; generation_config.json overrides its end-of-sequence tokens."""
-        settings = read_json(self.path / "config.json")
         eos = self.generation_config.get("eos_token_id")
-        return read_config(settings if eos is None else settings | {"eos_token_id": eos}, name)
+        return read_config(self._settings | ({} if eos is None else {"eos_token_id": eos}), name)
 
     def is_in_bfloat16(self) -> bool:
         """Whether the config says that the weights are stored in bfloat16."""
-        settings = read_json(self.path / "config.json")
-        return settings.get("dtype", settings.get("torch_dtype")) == "bfloat16"
-
-    @property
-    def generation_config(self) -> dict[str, Any]:
-        """The content of generation_config.json."""
-        return read_json(self.path / "generation_config.json")
+        return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
 
     @property
     def tokenizer_config(self) -> dict[str, Any]:

@@ -22,11 +22,8 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
         special = _special_tokens(pipeline, settings, config, checkpoint.adds_bos)
         tokenizer = Tokenizer(pipeline, special, *read_templates(settings.get("chat_template")))
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
-    beyond, added = (
-        range(config.vocab_size, tokenizer.num_tokens),
-        pipeline.get_added_tokens_decoder(),
-    )
-    if not (tokenizer.num_tokens and all(token in added for token in beyond)):
+    beyond = {*range(config.vocab_size, tokenizer.num_tokens)}
+    if not tokenizer.num_tokens or beyond - pipeline.get_added_tokens_decoder().keys():
         raise InputError(
             f"the tokenizer of {checkpoint.path} has {tokenizer.num_tokens} tokens but the model's "
             f"vocabulary has {config.vocab_size}; they belong to different models"
@@ -51,11 +48,10 @@ def _special_tokens(
     if max(prefix, default=0) >= config.vocab_size:
         way = f"set it to a token below {config.vocab_size}"
         raise InputError(f"{config.name} asks for a BOS token but has bos_token_id={bos}; {way}")
-    controls = control_tokens(pipeline)
-    named = [ids.get(f"{name}_token") for name in ("eos", "eot", "eom")]
-    marks = [pipeline.token_to_id(mark) for mark in END_MARKS if mark in controls or mark != "</s>"]
-    found = [end for end in (*named, *marks) if end is not None and end < config.vocab_size]
-    ends = dict.fromkeys([*config.eos_token_ids, *found])
+    named = [ids.get(name) for name in ("eos_token", "eot_token", "eom_token")]
+    marks = [*{"</s>"} & control_tokens(pipeline).keys(), *END_MARKS]
+    found = [*config.eos_token_ids, *named, *map(pipeline.token_to_id, marks)]
+    ends = dict.fromkeys(end for end in found if end is not None and end < config.vocab_size)
     usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}
     known = {name: pipeline.id_to_token(i) or "" for name, i in usual.items() if i is not None}
-    return SpecialTokens(prefix, tuple(ends), {**known, **texts}, controls)
+    return SpecialTokens(prefix, tuple(ends), {**known, **texts})

@@ -10,9 +10,10 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
-from minitri.text.special_tokens import CONTROL, END_MARKS, UNKNOWN, add_controls
+from minitri.text.special_tokens import END_MARKS
 
-NORMAL, USER_DEFINED = 1, 4  # types of pieces, with those of control tokens
+NORMAL, UNKNOWN, USER_DEFINED = 1, 2, 4  # types of pieces
+CONTROL = (UNKNOWN, 3)  # types of those that are control tokens
 _ROWS = Path(__file__).with_name("words.txt").read_text("utf-8").splitlines()
 _CUTS = {name: row.split("\t")[1:] for row in _ROWS for name in row.split("\t")[0].split()}
 """Patterns that cut a text into words before BPE, one after another, by `tokenizer.ggml.pre`."""
@@ -35,18 +36,20 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
         pipeline = piece_pipeline([*zip(tokens, scores, types, strict=True)], space)
     else:
         pipeline = _byte_level_bpe(metadata, name)
-    marks = {*END_MARKS} - {"</s>"}  # which may be a tag of HTML
-    kinds = [CONTROL if token in marks else kind for token, kind in zip(tokens, types, strict=True)]
-    add_controls(pipeline, zip(tokens, kinds, strict=True), USER_DEFINED)
+    pairs = [*zip(tokens, types, strict=True)]
+    shown = [token for token, kind in pairs if kind == USER_DEFINED]
+    pipeline.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in shown])
+    marks = {*END_MARKS}
+    pipeline.add_special_tokens([text for text, kind in pairs if kind in CONTROL or text in marks])
     return pipeline
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre")
-    if pre is None:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if "tokenizer.ggml.pre" not in metadata:
         problem = "does not say how words are cut (tokenizer.ggml.pre), so answers may be worse"
         log.warning("%s %s; get a newer file", name, problem)
-    if (pre := "default" if pre is None else pre) not in _CUTS:
+    if pre not in _CUTS:
         raise InputError(f"{name} has tokenizer.ggml.pre={pre!r:.60}; use {' or '.join(_CUTS)}")
     vocab = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
@@ -78,7 +81,7 @@ def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
     if spec.precompiled_charsmap:
         steps = [normalizers.Precompiled(spec.precompiled_charsmap), *steps]
     pipeline.normalizer = normalizers.Sequence(steps)
-    add_controls(pipeline, ((text, kind) for text, _, kind in pieces))
+    pipeline.add_special_tokens([text for text, _, kind in pieces if kind in CONTROL])
     return pipeline
 
 
@@ -90,10 +93,10 @@ def piece_pipeline(
     vocab = {piece: number for number, (piece, _, _) in enumerate(pieces)}
     unknown = next((piece for piece, _, kind in pieces if kind == UNKNOWN), None)
     whole = [piece for piece, _, kind in pieces if kind == USER_DEFINED]
-    flags = {"byte_fallback": "<0x00>" in vocab}
+    has_bytes = "<0x00>" in vocab
     if is_unigram:
         scores = [(piece, score) for piece, score, _ in pieces]
-        model: Any = models.Unigram(scores, vocab.get(unknown or ""), **flags)
+        model: Any = models.Unigram(scores, vocab.get(unknown or ""), has_bytes)
     else:  # the pair is merged first that makes the piece of highest score
         ranks = {piece: -score for piece, score, kind in pieces if kind == NORMAL}
         merges = sorted(
@@ -103,8 +106,14 @@ def piece_pipeline(
             if piece[:cut] in ranks and piece[cut:] in ranks
         )
         pairs = [(left, right) for _, _, left, right in merges]
-        flags |= {"fuse_unk": True, "ignore_merges": bool(whole)}
-        model = models.BPE(vocab, pairs, unk_token=unknown, **flags)
+        model = models.BPE(
+            vocab,
+            pairs,
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=has_bytes,
+            ignore_merges=bool(whole),
+        )
     pipeline = tokenizers.Tokenizer(model)
     steps: list[Any] = [normalizers.Prepend("▁")] if space == "always" else []
     pipeline.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])

@@ -42,10 +42,8 @@ def plan_weights(
         return WeightPlan("blocks", proposer)
     if not (has_kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         return WeightPlan("dense", proposer)
-    if proposer == "int4" and checkpoint.has_at_most(6):
-        dense = WeightPlan("dense", "blocks")
-    else:
-        dense = WeightPlan("dense", proposer)
+    has_copy = proposer == "int4" and checkpoint.has_at_most(6)
+    dense = WeightPlan("dense", "blocks" if has_copy else proposer)
     if choice.weights == "dense":
         return dense
     proposing = "same" if choice.draft_weights == "auto" else proposer

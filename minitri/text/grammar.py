@@ -1,7 +1,7 @@
 """Grammars as a user writes them, checked; `text/matcher.py` compiles them."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from minitri.core.errors import check_unicode, explain
@@ -19,7 +19,7 @@ class Grammar:
     label = "the grammar's "
     kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
     """`json_object`: any JSON object; `choice`: one of several texts."""
-    text: str = field(default="")
+    text: str = ""
     """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
 
     def __str__(self) -> str:

@@ -6,7 +6,8 @@ One record is made of all files that name such tokens. The first that says anyth
   sentencepiece, llama.cpp's default for words in GGUF. Nothing goes after a text: it is to go on
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
-  `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; and `END_MARKS`
+  `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it
+  is a control token, as it may be a tag of HTML
 * control tokens: of the vocabulary's file, and those that tokenizer_config.json adds and names; if
   it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds tokens
 """
@@ -20,13 +21,11 @@ import tokenizers
 from minitri.core.errors import shorten
 
 _MARKS = """
-</s> <eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
+<eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
 <|end_of_text|> <EOT> _<EOT> [EOT] <end_of_utterance> <｜end▁of▁sentence｜>
 """
 END_MARKS = _MARKS.split()
 """Texts of tokens that end a turn in the templates that people use; llama.cpp ends there, too."""
-UNKNOWN, CONTROL = 2, 3
-"""Types of pieces in sentencepiece and GGUF that are control tokens."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -40,25 +39,12 @@ class SpecialTokens:
     """Tokens that end a text or a turn."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Spellings of tokens by the names that chat templates know, such as bos_token."""
-    controls: Mapping[str, int] = field(default_factory=dict)
-    """Ids of control tokens, which texts do not show, by their spellings."""
 
 
 def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
-    """Ids of a tokenizer's control tokens by their spellings."""
+    """Ids of control tokens, which texts do not show, by their spellings."""
     added = pipeline.get_added_tokens_decoder()
     return {token.content: number for number, token in added.items() if token.special}
-
-
-def add_controls(pipeline: tokenizers.Tokenizer, pieces: Any, *more: int) -> None:
-    """Makes control tokens of pieces, given by text and type; of `more` types, tokens that are
-    whole in any text and shown."""
-    tokens = [
-        tokenizers.AddedToken(text, special=kind not in more, normalized=False)
-        for text, kind in pieces
-        if kind in (UNKNOWN, CONTROL, *more)
-    ]
-    pipeline.add_tokens(tokens)
 
 
 def add_tokens(
@@ -74,14 +60,14 @@ def add_tokens(
         values = settings.get(f"{kind}_special_tokens", ())
         values = values.values() if isinstance(values, dict) else values
         texts += filter(None, map(_text, values))
-    present = {*map(repr, pipeline.get_added_tokens_decoder().values())}
+    tokens: dict[int, tokenizers.AddedToken] = {}
     declared = settings.get("added_tokens_decoder", {})
     for number, value in sorted((int(key), value) for key, value in declared.items()):
         plain = {"content": value, "special": value in texts}  # of added_tokens.json
         flags = plain if isinstance(value, str) else {k: value[k] for k in value if k != "__type"}
-        token = tokenizers.AddedToken(**flags | ({"normalized": False} if is_raw else {}))
-        if repr(token) not in present:
-            pipeline.add_tokens([token])
+        tokens[number] = tokenizers.AddedToken(**flags | ({"normalized": False} if is_raw else {}))
+    pipeline.add_tokens([*tokens.values()])
+    for number, token in tokens.items():
         if (other := pipeline.token_to_id(token.content)) != number:
             text = shorten(repr(token.content), 60)
             raise ValueError(f"{text} is token {number} in one file and {other} in another")

@@ -50,9 +50,10 @@ class Tokenizer:
             raise ValueError(f"it spells words by {', '.join(unknown)}, not by bytes or pieces")
         self._letters = BYTES if "ByteLevel" in kinds else {}
         self.strips_space = "Strip" in kinds or "Metaspace" in kinds
-        self.special = special or SpecialTokens(controls=control_tokens(pipeline))
+        self.special = special or SpecialTokens()
         self._added = pipeline.get_added_tokens_decoder().keys()
-        self._hidden = {*self.special.controls.values()}
+        self.controls = control_tokens(pipeline)
+        self._hidden = {*self.controls.values()}
         vocabulary = pipeline.get_vocab(with_added_tokens=True)
         self.num_tokens = 1 + max(vocabulary.values(), default=-1)  # one more than the largest id
 
@@ -116,8 +117,7 @@ class Tokenizer:
 
     def control_ids(self, spellings: Iterable[str]) -> dict[str, int]:
         """Token ids by spelling, for those of `spellings` that are one control token each."""
-        controls = self.special.controls
-        return {text: controls[text] for text in spellings if text in controls}
+        return {text: self.controls[text] for text in spellings if text in self.controls}
 
     def vocabulary(self) -> str:
         """The text of a tokenizer.json."""

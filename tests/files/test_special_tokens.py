@@ -226,7 +226,7 @@ def test_gguf_reads_as_in_llama_cpp(pre, tmp_path):
             assert ours.encode(text) == ids, (case, text)
             assert ours.encode_marked(text) == ask("tokenize", content=text)["tokens"], (case, text)
         how = {"prompt": [size - 40, size - 41], "n_predict": 2, "temperature": 0}
-        tried = [*range(12), *ours.special.controls.values()]
+        tried = [*range(12), *ours.controls.values()]
         stops = (ask("completion", **how, logit_bias=[[token, 1000]]) for token in tried)
         ends = {
             token for token, stop in zip(tried, stops, strict=True) if stop["stop_type"] == "eos"

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import PANEL, Form, packed_shape
+from minitri.files.families import read_table
 
 if TYPE_CHECKING:
     from minitri.files.gguf.container import StoredTensor
 
-FORMS = {"Q4_0": Form.Q4, "Q4_1": Form.Q4, "Q5_0": Form.Q5, "Q5_1": Form.Q5, "Q8_0": Form.Q8}
-FORMS |= {form.name: form for form in (Form.Q4_K, Form.Q5_K, Form.Q6_K)}
+FORMS = {name: Form[theirs] for name, theirs in read_table("gguf_form").items()}
 """Types of GGUF that the CPU kernels can read, by name, with the kernels' `Form` of each."""
 BYTES_AT_ONCE = 1 << 24  # of a file that are read before their memory is freed
 

@@ -60,28 +60,25 @@ class GgufFile:
         another family."""
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             prefix = f"{self._architecture}."
-            settings = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
+            given = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
+            settings = read_table("gguf_default") | given
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
                 settings = read_table("gguf_llama") | settings
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
             attention = "model.layers.0.self_attn"
+            names = read_table("gguf_rope")
             config = read_config(
                 {
                     **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
-                    # Unlike their counterparts in a config.json, these have no defaults.
-                    "max_position_embeddings": settings.get("context_length", 0),
-                    "rms_norm_eps": settings.get("attention.layer_norm_rms_epsilon", 0.0),
                     "model_type": self._architecture,
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
-                    "eos_token_id": list(dict.fromkeys(end for end in ends if end is not None)),
-                    "rope_parameters": {
-                        f: settings.get(key) for key, f in read_table("gguf_rope").items()
-                    },
+                    "eos_token_id": [end for end in ends if end is not None],
+                    "rope_parameters": {name: settings.get(key) for key, name in names.items()},
                 },
                 name,
             )

@@ -12,7 +12,7 @@ from minitri import InputError
 from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed_lines
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
-from minitri.text.special_tokens import SpecialTokens, control_tokens
+from minitri.text.special_tokens import SpecialTokens
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
 from tests.core.rigs import tiny_config
@@ -228,7 +228,7 @@ def tokenizer(template: str | None) -> Tokenizer:
     marks = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>"]
     pipeline.add_special_tokens(marks)
     texts = {"bos_token": "<s>", "eos_token": "</s>"}
-    special = SpecialTokens(texts=texts, controls=control_tokens(pipeline))
+    special = SpecialTokens(texts=texts)
     return Tokenizer(pipeline, special, template)
 
 
