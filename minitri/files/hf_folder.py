@@ -7,10 +7,12 @@ import json
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
+import torch
 from safetensors import safe_open
+from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
@@ -18,9 +20,6 @@ from minitri.core.log import log
 from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
 from minitri.files.vocabulary import read_model
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Folder:
@@ -71,7 +70,7 @@ class Folder:
             return read_model(model.read_bytes(), space if has_space else "never")
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
-    def tensors(self, config: ModelConfig, *_: Any) -> "Iterator[tuple[str, Tensor]]":
+    def tensors(self, config: ModelConfig, *_: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights by the names of a Llama; a shard is closed before the next opens."""
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
@@ -81,8 +80,6 @@ class Folder:
                         for name in shard.keys():  # noqa: SIM118 (not a dict)
                             yield as_llama(name, config), shard.get_tensor(name)
                 else:
-                    import torch  # slow, and not needed by `weight_files`
-
                     with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
                     for name, tensor in shard.items():

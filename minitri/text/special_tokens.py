@@ -12,9 +12,9 @@ One record is made of all files that name such tokens. The first that says anyth
   it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds tokens
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -29,15 +29,14 @@ END_MARKS = _MARKS.split()
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
-@dataclass(frozen=True)
-class SpecialTokens:
+class SpecialTokens(NamedTuple):
     """Special tokens of one model."""
 
-    prefix: list[int] = field(default_factory=list)
+    prefix: Sequence[int] = ()
     """Tokens in front of every prompt that does not begin with them: none, or BOS as a rule."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text or a turn."""
-    texts: Mapping[str, str] = field(default_factory=dict)
+    texts: Mapping[str, str] = MappingProxyType({})
     """Spellings of tokens by the names that chat templates know, such as bos_token."""
 
 
@@ -79,7 +78,7 @@ def add_tokens(
     return named
 
 
-def _text(value: Any) -> str | None:
-    """The spelling in a setting that names a token: a text, or an object with flags."""
+def _text(value: Any) -> str:
+    """The spelling in a setting that names a token, by a text or an object with flags, or ""."""
     text = value.get("content") if isinstance(value, dict) else value
-    return text if isinstance(text, str) else None
+    return text if isinstance(text, str) else ""

@@ -60,7 +60,8 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, with BOS in front where the model wants it. Control tokens may be
         spelled out. Raises `InputError` for lone surrogates."""
-        ids, prefix = self.encode_marked(text), self.special.prefix
+        ids = self.encode_marked(text)
+        prefix = [*self.special.prefix]
         return ids if ids[: len(prefix)] == prefix else prefix + ids
 
     def spellings(self, word: str) -> list[list[int]]:
