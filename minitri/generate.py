@@ -56,8 +56,6 @@ class GenerateFlags:
     """With --ray: append answers to this file; the same command skips those that it holds."""
     n: int = between(1, 1, MAX_ROWS)
     """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
-    json: bool = False
-    """Print a JSON object instead of the text."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -78,7 +76,9 @@ def build_parser() -> arguments.OneLineParser:
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
+    add_flags(
+        parser, "system", "stop", "ignore_eos", "logprobs", "color", "json", *arguments.MEMORY
+    )
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")

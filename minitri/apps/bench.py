@@ -55,8 +55,6 @@ class BenchFlags:
     """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
-    json: bool = False
-    """Print one JSON object instead of the table."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -73,7 +71,7 @@ def build_parser() -> arguments.OneLineParser:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `minitri bench` and `tools/bench/` share."""
-    arguments.add_flags(parser, *arguments.MODEL, "coupled")
+    arguments.add_flags(parser, *arguments.MODEL, "coupled", "json")
     arguments.add_fields(parser, BenchFlags)
     add = functools.partial(parser.add_argument, metavar="N")
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"

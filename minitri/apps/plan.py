@@ -74,8 +74,6 @@ class PlanFlags:
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
     """Memory that may be page-locked, in GiB."""
-    json: bool = False
-    """Print one JSON object instead of the table."""
     draft_weights: str = one_of("same", "same", "int8", "int4")
     """Weights of the retrieval level: the model's, or a copy in 8 or 4 bits."""
 
@@ -91,7 +89,7 @@ def build_parser() -> arguments.OneLineParser:
         "memory, and how fast that can be.",
     )
     arguments.add_fields(parser, PlanFlags)
-    arguments.add_flags(parser, "prefill_chunk")
+    arguments.add_flags(parser, "prefill_chunk", "json")
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     parser.set_defaults(method="triforce", seed=0)
     return parser
@@ -154,9 +152,15 @@ def run_command(args: argparse.Namespace) -> None:
     choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
     rows = [placement(needs, site, host_bytes, on_chip) for on_chip in choices]
     if args.json:
-        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
-        facts |= {"model_context": needs.config.context_length, "hardware": site._asdict()}
-        print(json.dumps(facts | {"placements": rows}, default=vars))
+        report = {
+            "model": needs.config.name,
+            "context": needs.num_tokens,
+            "on_chip": best,
+            "model_context": needs.config.context_length,
+            "hardware": site._asdict(),
+            "placements": rows,
+        }
+        print(json.dumps(report, default=vars))
         return
     machine = site.machine
     speed, link = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9

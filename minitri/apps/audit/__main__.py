@@ -26,7 +26,7 @@ def build_parser() -> arguments.OneLineParser:
     add("-m", "--model", help="which of its models (default: its first)")
     add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
     add("--num-tokens", type=arguments.positive, metavar="N", default=12288, help="to sample")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    arguments.add_flags(parser, "json")
     return parser
 
 
@@ -36,8 +36,14 @@ def run_command(args: argparse.Namespace) -> int:
     rows = [*audit(client, args.num_tokens)]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     if args.json:
-        report = {"url": client.url, "endpoint": client.endpoint, "model": client.fields["model"]}
-        report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
+        report = {
+            "url": client.url,
+            "endpoint": client.endpoint,
+            "model": client.fields["model"],
+            "lossless": is_lossless,
+            "false_alarm": FALSE_ALARM,
+            "checks": rows,
+        }
         print(json.dumps(report))
     else:
         says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]

@@ -9,10 +9,10 @@ token.
 """
 
 import math
-import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
@@ -20,10 +20,7 @@ from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
 from minitri.core.log import log
 
-PROMPTS = ["The cat sat on the mat. The dog sat on the rug. The cat sat on the"]
-PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
-PAIRS = (("yes", "no"), ("red", "blue"))
-PROMPTS += [" ".join(random.Random(0).choices(pair, k=64)) for pair in PAIRS]
+PROMPTS = Path(__file__).with_name("prompts.txt").read_text("utf-8").splitlines()
 """Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
 TEMPERATURES = (1.0, 0.5, 1.5)
 FALSE_ALARM = 1e-6

@@ -218,13 +218,8 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
-    text = "keep what of the documents fits the context with room for questions and answers"
-    parser.add_argument("--fit", action="store_true", help=text)
-    text = "keep N tokens of the documents: the longest are cut"
-    parser.add_argument("--max-prompt-tokens", type=arguments.positive, metavar="N", help=text)
-    text = "continue the conversation that /save wrote to FILE"
-    parser.add_argument("--load", metavar="FILE", help=text)
-    arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)
+    arguments.add_flags(parser, "fit", "max_prompt_tokens", "load", "system", "color")
+    arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"
     arguments.add_decoding_flags(parser, otherwise)

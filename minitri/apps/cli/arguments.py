@@ -49,13 +49,20 @@ class SharedFlags:
     demo: bool = False
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the prompt. Default: all; 4000 with --demo."""
+    """Keep the first N tokens of the prompt, or N of the documents, the longest of which are cut.
+    Default: all; 4000 with --demo."""
     seed: int | None = between(None, 0, MAX_SEED)
     """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
     system: str | None = None
     """The system message, which says how the model is to behave: 'Be brief'."""
     color: bool = False
     """Color each token by the stage it came from."""
+    json: bool = False
+    """Print one JSON object instead of text or a table."""
+    fit: bool = False
+    """Keep what of the documents fits the context with room for questions and answers."""
+    load: str | None = None
+    """Continue the conversation that /save wrote to this file."""
     kv_store: str | None = None
     """Folder, or URL of fsspec such as s3://bucket/kv, that shares the KV cache of prompts between
     runs."""
@@ -145,16 +152,6 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
 positive = whole(1)
 
 
-def token_bias(text: str) -> tuple[int, float]:
-    """Parses `ID:BIAS`, a token id and the number to add to its logit."""
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        problem = f"{shorten(repr(text), 60)} is not a token id and a number, as in 42:-1.5"
-        raise argparse.ArgumentTypeError(problem) from None
-
-
 class GrammarFlag(argparse.Action):
     """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
 
@@ -187,7 +184,8 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         elif field.type == Sequence[str]:
             options |= {"action": "append", "default": []}
         elif field.type == Bias:
-            options |= {"action": "append", "default": [], "type": token_bias, "metavar": "ID:BIAS"}
+            options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
+            options["type"] = lambda text: text.split(":")  # which the settings check
         elif field.type in (int, int | None):
             options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
         elif field.type in (float, float | None):

@@ -20,9 +20,7 @@ def build_parser() -> arguments.OneLineParser:
         description="Scores a text: how likely the model finds it, before temperature and filters.",
     )
     parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
-    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens")
-    text = "print a JSON object, with the natural logarithm of each token's probability"
-    parser.add_argument("--json", action="store_true", help=text)
+    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens", "json")
     parser.set_defaults(max_new_tokens=0, method="autoregressive", tree="")
     return parser
 
@@ -34,9 +32,16 @@ def run_command(args: argparse.Namespace) -> None:
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:
-        result = {"model": args.model, **where(engine.model), "num_tokens": len(ids)}
-        result |= {"logprob_per_token": mean, "perplexity": perplexity}
-        print(json.dumps(result | {"token_ids": ids, "logprobs": [None, *scores]}))
+        result = {
+            "model": args.model,
+            **where(engine.model),
+            "num_tokens": len(ids),
+            "logprob_per_token": mean,  # natural logarithms
+            "perplexity": perplexity,
+            "token_ids": ids,
+            "logprobs": [None, *scores],
+        }
+        print(json.dumps(result))
     else:
         line = f"{len(ids)} tokens, log-probability {mean:.4f} per token"
         print(f"{line}, perplexity {perplexity:.4f}")

@@ -47,8 +47,7 @@ def build_parser() -> arguments.OneLineParser:
     text = "tokens per method in the statistical test; 0 leaves it out"
     kind = arguments.whole(0, 10**6)
     parser.add_argument("--num-samples", type=kind, metavar="N", default=2048, help=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
-    arguments.add_flags(parser, *arguments.MEMORY)
+    arguments.add_flags(parser, "json", *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     parser.set_defaults(
@@ -76,9 +75,15 @@ def run_command(args: argparse.Namespace) -> int:
 
     rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]
     counts = Counter(row["verdict"] for row in rows)
-    report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
-    report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}
-    print(json.dumps({**report, "comparisons": rows}) if args.json else table(rows))
+    report = {
+        "model": args.model,
+        **where(engine.model),
+        "num_prompt_tokens": len(prompt),
+        "seed": args.seed,
+        **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS},
+        "comparisons": rows,
+    }
+    print(json.dumps(report) if args.json else table(rows))
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 

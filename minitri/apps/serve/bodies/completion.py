@@ -172,7 +172,7 @@ class ChatBody(Fields, Conversation):
             refuse(self, "top_logprobs", "set logprobs to true, too")
         return self
 
-    def conversation(self, _: set[str] | None = None) -> Conversation:
+    def conversation(self, **_: bool) -> Conversation:
         """Messages and tools."""
         return self
 
@@ -216,8 +216,8 @@ class ResponseBody(Fields):
         form = self.text.format
         return super().forms | ({} if form is None else {"text": form})
 
-    def conversation(self, ignored: set[str] | None = None) -> Conversation:
-        """Messages and tools; for `ignored` see `checked`."""
+    def conversation(self, *, lenient: bool = False) -> Conversation:
+        """Messages and tools. Raises `InputError`, for unknown fields only if not `lenient`."""
         tools = [
             {"type": "function", "function": tool}
             for tool in self.tools
@@ -229,7 +229,7 @@ class ResponseBody(Fields):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        return checked(Conversation, content, ignored)
+        return checked(Conversation, content, lenient=lenient)
 
     def _messages(self) -> list[Json]:
         """Messages of the chat; calls that follow one another are of one message."""
