@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
@@ -122,17 +124,18 @@ def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingal
                 probs = known(place, power, beyond)
                 token = place.token if place.token in probs else BEYOND
                 if token in probs:
-                    best = max(probs.values())
-                    likelihood.add(token, probs, {name: p / best for name, p in probs.items()})
-                    counts = {name: others[*names, name] for name in probs}
-                    if total := sum(counts.values()):
-                        copied.add(token, probs, {name: n / total for name, n in counts.items()})
-                    pairs = {name: (names[-1], name) for name in probs}
-                    excesses = {n: excess(seen[pair], expected[pair]) for n, pair in pairs.items()}
-                    learned.add(token, probs, excesses)
-                    seen[pairs[token]] += 1
-                    for name, pair in pairs.items():
-                        expected[pair] += probs[name]
+                    drawn = [*probs].index(token)
+                    p = np.array([*probs.values()])
+                    likelihood.add(drawn, p, p / p.max())
+                    counts = np.array([others[*names, name] for name in probs])
+                    if counts.any():
+                        copied.add(drawn, p, counts / counts.sum())
+                    pairs = [(names[-1], name) for name in probs]
+                    excesses = [excess(seen[pair], expected[pair]) for pair in pairs]
+                    learned.add(drawn, p, np.array(excesses))
+                    seen[pairs[drawn]] += 1
+                    for pair, prob in zip(pairs, p, strict=True):
+                        expected[pair] += prob
                 names += (place.token,)
             others.update(names[: n + 1] for n in range(1, len(names)))
     return likelihood, learned, copied

@@ -4,9 +4,9 @@ The conversation stays in the KV cache. Answers go to standard output, all else 
 Where standard input is no terminal, each of its lines is a question.
 """
 
-import argparse
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repea
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
+    def __init__(self, engine: "Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
         self._engine = engine
         self._args = args
@@ -226,7 +226,7 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Chats until /quit or the end of the input. Raises `InputError`."""
     arguments.speculation_of(args)  # bad values fail before anything is loaded
     documents = {file: read_document(file, "--document") for file in args.document}

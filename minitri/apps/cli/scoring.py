@@ -1,31 +1,31 @@
 """The program `minitri score FILE`: log-probabilities of a text, token by token."""
 
-import argparse
 import json
 import math
+from argparse import Namespace
 
-from minitri.apps.cli import arguments
+from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_text
 from minitri.apps.cli.report import where
 
 
-def build_parser() -> arguments.OneLineParser:
+def build_parser() -> OneLineParser:
     """The command-line parser of `minitri score`."""
-    parser = arguments.OneLineParser(
+    parser = OneLineParser(
         "score",
         "novel.txt --max-prompt-tokens 4000",
         "--json - < novel.txt",
         description="Scores a text: how likely the model finds it, before temperature and filters.",
     )
     parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
-    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens", "json")
+    add_flags(parser, *MODEL, "max_prompt_tokens", "json")
     parser.set_defaults(max_new_tokens=0, method="autoregressive", tree="")
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Prints the scores. Raises `InputError`."""
     engine, [ids] = load_engine(args, [read_text(args.file, "FILE")])
     scores = engine.score(ids).tolist()

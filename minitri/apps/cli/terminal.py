@@ -1,9 +1,9 @@
 """Output of a run while it goes on: text, a progress bar, colors by origin."""
 
-import argparse
 import re
 import signal
 import sys
+from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from minitri import PrefillProgress, Token
@@ -33,7 +33,7 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
-def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
+def stream(run: "Generation", args: Namespace, *, show: bool) -> None:
     """Runs one prompt, with a progress bar; prints the text if `show`. A Ctrl-C stops the run after
     the next event, a second one at once."""
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need

@@ -8,8 +8,8 @@ the model's distribution; an alarm that rounding may cause is unclear.
 Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
 """
 
-import argparse
 import json
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
@@ -64,7 +64,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[verdicts[-1]]}: {summary}"
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_command(args: Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"

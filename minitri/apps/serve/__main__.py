@@ -3,10 +3,10 @@
 Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
 """
 
-import argparse
 import contextlib
 import functools
 import socket
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -73,7 +73,7 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Answers requests until Ctrl-C."""
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
@@ -106,7 +106,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def open_worker(
-    args: argparse.Namespace,
+    args: Namespace,
     engine: "Engine",
     sampling: SamplingParams,
     speculation: SpeculationConfig,
