@@ -112,8 +112,8 @@ def demand_of(args: Namespace) -> Demand:
     longest = config.context_length
     context = args.context or longest
     if context > longest:
-        advice = "it needs --rope-scaling, or take a lower --context"
-        log.warning("%s holds %d tokens, not %d; %s", config.name, longest, context, advice)
+        text = "%s holds %d tokens, not %d; use --rope-scaling, or a lower --context"
+        log.warning(text, config.name, longest, context)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(

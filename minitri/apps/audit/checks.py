@@ -15,8 +15,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
@@ -53,8 +51,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         texts[T] = [(text, client.burst(text, temperature=T)) for text in PROMPTS * num_rounds]
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
     if len(places) < LEAST_TOKENS:
-        problem = f"{client.url} answers with {len(places)} tokens, too few for a verdict"
-        raise InputError(f"{problem}; audit another model")
+        raise InputError(f"{client.url} sends {len(places)} tokens, too few; audit another model")
     logprobs = check_logprobs(places)
     yield logprobs
     if logprobs["says"]:
@@ -112,6 +109,8 @@ def row_of(check: str, test: Martingale, fault: str) -> Row:
 def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:
     """Tests of the scores likelihood, learned and copied, against the reported probabilities raised
     to a power. `beyond`: tokens that are not reported count as one token."""
+    import numpy as np  # with 100 ms of imports, which --help does not need
+
     likelihood, learned, copied = (Martingale() for _ in range(3))
     # How often a token came after another one, and how often it was expected there.
     seen: Counter[tuple[str, str]] = Counter()

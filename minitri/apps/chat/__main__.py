@@ -53,8 +53,6 @@ class Chat:
     def obey(self, line: str) -> None:
         """Answers a question or obeys a command; logs what is wrong with it."""
         name, _, value = line[1:].partition(" ")
-        if name in self._numbers:
-            name, value = "sampling", f"{name}={value}"
         command = COMMANDS.get(name)
         try:
             if not line.startswith("/"):
@@ -118,14 +116,10 @@ class Chat:
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
-        if not file:
-            raise InputError("/save needs FILE")
         say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
-        if not file:
-            raise InputError("/load needs FILE")
         num_tokens = self._engine.load_kv(file)
         self.talk = self.talk.restored(self._engine.snapshot_note)
         if self.talk.turns:
@@ -164,8 +158,7 @@ class Chat:
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
-            raise InputError(f"{problem}; ask something shorter, or /reset")
+            raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
@@ -177,8 +170,7 @@ class Chat:
             ids = ids[:-1]
         is_cut = row.finish_reason in ("length", None)
         if is_cut:
-            more = "/continue goes on" if room > most_new else "the context is full"
-            log.info("(cut after %d tokens; %s)", len(ids), more)
+            log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 

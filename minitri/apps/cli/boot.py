@@ -54,8 +54,7 @@ def load_weights(args: Namespace, opened: "OpenEngine") -> "Engine":
         torch.set_num_threads(args.threads)
     engine = opened.load()
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
-        raise InputError(f"--bitwise needs {needs}; leave it out")
+        raise InputError("--bitwise needs kernels (a C++ compiler) and no --tree; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (url := vars(args).get("kv_store")) is not None:

@@ -35,8 +35,7 @@ def find_prompt(args: Namespace) -> tuple[str, str]:
         if join().ask_first(is_piped):
             file = "-"
         elif not join().ask_first(sys.stdin.isatty):
-            problem = "there is no text: standard input is neither a pipe nor a terminal"
-            raise InputError(f"{problem}; give one in quotes, or --prompt-file FILE, or --demo")
+            raise InputError("there is no text; give one in quotes, or --prompt-file, or --demo")
     if file is None:
         args.max_prompt_tokens = args.max_prompt_tokens or DEMO_PROMPT_TOKENS
     source = {"-": "standard input", None: "--demo"}.get(file, file)

@@ -12,8 +12,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
+import minitri
 from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import boot, running, sampling_of
@@ -23,9 +24,6 @@ from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
 from minitri.text.prompt_ids import as_seeds, next_seed
-
-if TYPE_CHECKING:
-    from minitri import Engine
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
 key_of = functools.partial(json.dumps, sort_keys=True)  # of an id, for a dictionary
@@ -55,7 +53,7 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
             print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
-        got = f"{num_wrong} of {len(lines)} lines of --prompts {shorten(args.prompts)} were wrong"
+        got = f"{num_wrong} of {len(lines)} lines of --prompts were wrong"
         raise InputError(f"{got}; the answers with an error say which, and why")
     return 0
 
@@ -111,7 +109,7 @@ def read_lines(args: Namespace) -> list[Line]:
 
 
 def answers(
-    lines: Sequence[Line], args: Namespace, engine: "Engine | None" = None
+    lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
     """The answer to each line, as soon as it is done; by default of the flags' engine."""
     engine = engine or boot(args)

@@ -43,8 +43,7 @@ def run_command(args: Namespace) -> None:
         }
         print(json.dumps(result))
     else:
-        line = f"{len(ids)} tokens, log-probability {mean:.4f} per token"
-        print(f"{line}, perplexity {perplexity:.4f}")
+        print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
 
 
 main = program(build_parser, run_command)

@@ -23,10 +23,8 @@ MAX_GROUP = 16  # prompts, whose answers are written together
 
 def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
     """Ray, and the resources of a replica; sets --threads if it is open. Raises `InputError`."""
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise InputError("--ray needs Ray; install it: pip install 'minitri[ray]'") from None
+    import ray
+
     local: Json = {}
     if args.ray == "local":
         most = max(os.cpu_count() or 1, args.replicas * (args.threads or 1))

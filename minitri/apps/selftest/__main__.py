@@ -44,10 +44,7 @@ def build_parser() -> arguments.OneLineParser:
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
-    text = "tokens per method in the statistical test; 0 leaves it out"
-    kind = arguments.whole(0, 10**6)
-    parser.add_argument("--num-samples", type=kind, metavar="N", default=2048, help=text)
-    arguments.add_flags(parser, "json", *arguments.MEMORY)
+    arguments.add_flags(parser, "num_samples", "json", *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     parser.set_defaults(

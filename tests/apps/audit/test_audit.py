@@ -73,7 +73,7 @@ def test_our_own_server_passes(call, engine):
         ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models cannot be had"),
         ("127.0.0.1:8000", "unknown url type"),
         ("moved", '403, {"key": null}'),  # which another server must not get
-        ("silent", "answers with 0 tokens"),
+        ("silent", "sends 0 tokens, too few"),
         ("untold", "at some token it names no likely ones"),
     ],
 )

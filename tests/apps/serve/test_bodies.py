@@ -87,7 +87,6 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
         "messages[1].tool_calls[0].function.arguments",
         "object",
     ),
-    (chat(top_logprobs=2), "top_logprobs", "logprobs"),
     (chat(tools=[TOOL, TOOL]), "tools", "one name"),
     (chat(tools=[TOOL | {"function": {"name": "none"}}]), "tools[0].function.name", "letters"),
     (chat(tools=[TOOL], response_format=FORM), "response_format", "tools"),
