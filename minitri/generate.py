@@ -20,7 +20,7 @@ from minitri import End, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
-from minitri.apps.cli.jsonl import many
+from minitri.apps.cli.jsonl import answers, many
 from minitri.apps.cli.report import answer, report
 from minitri.apps.cli.terminal import LEGEND, shown, stream
 from minitri.core.fields import between
@@ -53,11 +53,9 @@ class GenerateFlags:
     replicas: int = between(1, 1, 4096)
     """Engines on that cluster, each on a GPU if there are any."""
     output: str | None = None
-    """With --ray: append answers to this file; the same command skips those that it holds."""
+    """With --prompts: append answers to this file; the same command skips those that it holds."""
     n: int = between(1, 1, MAX_ROWS)
     """Number of texts after the prompt; text i has the seed + i. (-n is --max-new-tokens.)"""
-    json: bool = False
-    """Print a JSON object instead of the text."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -78,7 +76,9 @@ def build_parser() -> arguments.OneLineParser:
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
+    add_flags(
+        parser, "system", "stop", "ignore_eos", "logprobs", "color", "json", *arguments.MEMORY
+    )
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
@@ -95,16 +95,19 @@ def run_command(args: argparse.Namespace) -> int:
     boot.check_save_kv(args)
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
-    if args.ray is None and (args.output is not None or args.replicas > 1):
-        raise InputError("--output and --replicas are for --ray; add it, or leave them out")
+    if args.prompts is None and (args.ray is not None or args.output is not None):
+        raise InputError("--ray and --output are for many prompts; give --prompts FILE")
+    if args.ray is None and args.replicas > 1:
+        raise InputError("--replicas is for --ray; add it, or leave --replicas out")
     if args.ray is not None:
-        if args.prompts is None:
-            raise InputError("--ray is for many prompts; give --prompts FILE")
-        from minitri.apps.cluster.batch import run_on_replicas
+        if args.save_kv is not None:
+            raise InputError("--ray has no --save-kv; leave one of them out")
+        from minitri.apps.cluster.batch import on_replicas
 
-        return run_on_replicas(args)
-    run = many if args.prompts is not None else several if args.n > 1 else one
-    return run(args)
+        return many(args, on_replicas)
+    if args.prompts is not None:
+        return many(args, answers)
+    return several(args) if args.n > 1 else one(args)
 
 
 def several(args: argparse.Namespace) -> int:

@@ -13,8 +13,9 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
+import minitri
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
@@ -28,21 +29,17 @@ from minitri.core.settings import METHODS, GenerationConfig, SamplingParams, Spe
 from minitri.core.stats import Stats
 from minitri.text.prompt_ids import as_seeds
 
-if TYPE_CHECKING:
-    from minitri import Engine
-
 TIMES = """{:16}{prefill_seconds[median]:8.2f} s prefill, {ms_per_token[median]:7.1f} ms/token \
 ({ms_per_token[min]:.1f} to {ms_per_token[max]:.1f})"""
 SPEEDUP = ", {speedup[median]:.2f} times as fast ({speedup[min]:.2f} to {speedup[max]:.2f})"
 
 
-@dataclasses.dataclass(frozen=True)
-class Run:
+class Run(NamedTuple):
     """One run of a method: one prompt, one seed."""
 
     prefill_seconds: float
     ms_per_token: float
-    stats: Stats = dataclasses.field(default_factory=Stats)
+    stats: Stats = Stats()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +52,6 @@ class BenchFlags:
     """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
-    json: bool = False
-    """Print one JSON object instead of the table."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -73,14 +68,13 @@ def build_parser() -> arguments.OneLineParser:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `minitri bench` and `tools/bench/` share."""
-    arguments.add_flags(parser, *arguments.MODEL, "coupled")
+    arguments.add_flags(parser, *arguments.MODEL, "coupled", "json")
     arguments.add_fields(parser, BenchFlags)
     add = functools.partial(parser.add_argument, metavar="N")
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     add("--prompt-tokens", dest="max_prompt_tokens", type=arguments.positive, help="of each prompt")
-    text = "tokens to generate, at least 4"
-    add("--new-tokens", dest="max_new_tokens", type=arguments.whole(4), help=text)
+    add("--new-tokens", dest="max_new_tokens", type=arguments.whole(4), help="to generate")
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
@@ -124,7 +118,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def compare(
-    engine: "Engine",
+    engine: "minitri.Engine",
     requests: Sequence[Request],
     seeds: Sequence[int],
     speculations: Mapping[str, SpeculationConfig],
@@ -146,7 +140,7 @@ def compare(
     return done
 
 
-def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig) -> float:
+def read_cold(engine: "minitri.Engine", request: Request, speculation: SpeculationConfig) -> float:
     """Reads a prompt from its start into the prefix cache; returns the seconds."""
     engine.release()
     with engine.stream([request], speculation=speculation, generation=request.generation) as run:
@@ -156,7 +150,7 @@ def read_cold(engine: "Engine", request: Request, speculation: SpeculationConfig
 
 
 def run_method(
-    engine: "Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
+    engine: "minitri.Engine", request: Request, speculation: SpeculationConfig, read_seconds: float
 ) -> Run:
     """Runs a method after a prompt that was read in `read_seconds`."""
     run = engine.stream([request], speculation=speculation, generation=request.generation)

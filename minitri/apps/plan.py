@@ -6,15 +6,15 @@ hardware.txt: GiB as the driver reports them, with ECC as shipped; GB/s and TFLO
 sheet, for the link in one direction, for dense matrices.
 """
 
-import argparse
 import dataclasses
 import functools
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitri import ModelConfig
-from minitri.apps.cli import arguments
+from minitri.apps.cli.arguments import SIZES, OneLineParser, add_fields, add_flags, speculation_of
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.pytorch import import_pytorch
 from minitri.core.decoding.autotuner import Autotuner
@@ -74,15 +74,13 @@ class PlanFlags:
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
     """Memory that may be page-locked, in GiB."""
-    json: bool = False
-    """Print one JSON object instead of the table."""
     draft_weights: str = one_of("same", "same", "int8", "int4")
     """Weights of the retrieval level: the model's, or a copy in 8 or 4 bits."""
 
 
-def build_parser() -> arguments.OneLineParser:
+def build_parser() -> OneLineParser:
     """The command-line parser of `minitri plan`."""
-    parser = arguments.OneLineParser(
+    parser = OneLineParser(
         "plan",
         "--model llama2-7b-128k --context 124928 --gpu-memory 24",
         "--model lwm-text-512k --context 524288 --gpu h100 --gpus 2",
@@ -90,9 +88,9 @@ def build_parser() -> arguments.OneLineParser:
         description="Says what of a model and its KV cache fits on a GPU and what goes to host "
         "memory, and how fast that can be.",
     )
-    arguments.add_fields(parser, PlanFlags)
-    arguments.add_flags(parser, "prefill_chunk")
-    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
+    add_fields(parser, PlanFlags)
+    add_flags(parser, "prefill_chunk", "json")
+    add_flags(parser, "draft", *SIZES, title="speculation")
     parser.set_defaults(method="triforce", seed=0)
     return parser
 
@@ -108,26 +106,26 @@ def config_of(name: str) -> ModelConfig:
     return open_checkpoint(files.path).config(files.name)
 
 
-def demand_of(args: argparse.Namespace) -> Demand:
+def demand_of(args: Namespace) -> Demand:
     """Memory that a run needs on each GPU. Raises `InputError`."""
     config = config_of(args.model)
     longest = config.context_length
     context = args.context or longest
     if context > longest:
-        advice = "it needs --rope-scaling, or take a lower --context"
-        log.warning("%s holds %d tokens, not %d; %s", config.name, longest, context, advice)
+        text = "%s holds %d tokens, not %d; use --rope-scaling, or a lower --context"
+        log.warning(text, config.name, longest, context)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
     generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
     return Demand(
         config.share(args.gpus),
         None if draft in LOOKUPS else config_of(draft),
-        MemoryShape((context,), SamplingParams(), generation, arguments.speculation_of(args)),
+        MemoryShape((context,), SamplingParams(), generation, speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
         copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
     )
 
 
-def site_of(args: argparse.Namespace) -> Site:
+def site_of(args: Namespace) -> Site:
     """GPU to plan for, with the memory of the flags."""
     gib = args.gpu_memory or 24
     machine = next(card for most, card in CARDS.items() if gib <= most)
@@ -142,7 +140,7 @@ def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
     return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Runs `minitri plan`: prints what fits where. Raises `InputError` if no placement fits."""
     if args.gpu == "list":
         print(TABLE)
@@ -154,9 +152,15 @@ def run_command(args: argparse.Namespace) -> None:
     choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
     rows = [placement(needs, site, host_bytes, on_chip) for on_chip in choices]
     if args.json:
-        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
-        facts |= {"model_context": needs.config.context_length, "hardware": site._asdict()}
-        print(json.dumps(facts | {"placements": rows}, default=vars))
+        report = {
+            "model": needs.config.name,
+            "context": needs.num_tokens,
+            "on_chip": best,
+            "model_context": needs.config.context_length,
+            "hardware": site._asdict(),
+            "placements": rows,
+        }
+        print(json.dumps(report, default=vars))
         return
     machine = site.machine
     speed, link = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9

@@ -3,41 +3,47 @@
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
 """
 
-import argparse
 import json
 import os
+from argparse import Namespace
 
 from minitri.apps.audit.checks import FALSE_ALARM, audit
 from minitri.apps.audit.client import connect
-from minitri.apps.cli import arguments
+from minitri.apps.cli.arguments import OneLineParser, add_flags, positive
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import as_table
 
 COLUMNS = "check verdict statistic p_value num_tokens"
 
 
-def build_parser() -> arguments.OneLineParser:
+def build_parser() -> OneLineParser:
     """The command-line parser of `minitri audit`."""
     about = "Do texts follow the log-probabilities that a server reports?"
-    parser = arguments.OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
+    parser = OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
     parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
     add("url", metavar="URL", help="of an OpenAI-compatible server")
     add("-m", "--model", help="which of its models (default: its first)")
     add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
-    add("--num-tokens", type=arguments.positive, metavar="N", default=12288, help="to sample")
-    add("--json", action="store_true", help="print one JSON object instead of the table")
+    add("--num-tokens", type=positive, metavar="N", default=12288, help="to sample")
+    add_flags(parser, "json")
     return parser
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_command(args: Namespace) -> int:
     """Runs all checks; returns the exit code."""
     client = connect(args.url, args.api_key or os.environ.get("MINITRI_API_KEY"), args.model)
     rows = [*audit(client, args.num_tokens)]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     if args.json:
-        report = {"url": client.url, "endpoint": client.endpoint, "model": client.fields["model"]}
-        report |= {"lossless": is_lossless, "false_alarm": FALSE_ALARM, "checks": rows}
+        report = {
+            "url": client.url,
+            "endpoint": client.endpoint,
+            "model": client.fields["model"],
+            "lossless": is_lossless,
+            "false_alarm": FALSE_ALARM,
+            "checks": rows,
+        }
         print(json.dumps(report))
     else:
         says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]

@@ -9,10 +9,10 @@ token.
 """
 
 import math
-import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
@@ -20,10 +20,7 @@ from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
 from minitri.core.log import log
 
-PROMPTS = ["The cat sat on the mat. The dog sat on the rug. The cat sat on the"]
-PROMPTS += ["She said yes, he said no, she said no, he said yes, she said"]
-PAIRS = (("yes", "no"), ("red", "blue"))
-PROMPTS += [" ".join(random.Random(0).choices(pair, k=64)) for pair in PAIRS]
+PROMPTS = Path(__file__).with_name("prompts.txt").read_text("utf-8").splitlines()
 """Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
 TEMPERATURES = (1.0, 0.5, 1.5)
 FALSE_ALARM = 1e-6
@@ -54,8 +51,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         texts[T] = [(text, client.burst(text, temperature=T)) for text in PROMPTS * num_rounds]
     places = [place for _, burst in texts[1.0] for text in burst for place in text]
     if len(places) < LEAST_TOKENS:
-        problem = f"{client.url} answers with {len(places)} tokens, too few for a verdict"
-        raise InputError(f"{problem}; audit another model")
+        raise InputError(f"{client.url} sends {len(places)} tokens, too few; audit another model")
     logprobs = check_logprobs(places)
     yield logprobs
     if logprobs["says"]:
@@ -113,6 +109,8 @@ def row_of(check: str, test: Martingale, fault: str) -> Row:
 def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:
     """Tests of the scores likelihood, learned and copied, against the reported probabilities raised
     to a power. `beyond`: tokens that are not reported count as one token."""
+    import numpy as np  # with 100 ms of imports, which --help does not need
+
     likelihood, learned, copied = (Martingale() for _ in range(3))
     # How often a token came after another one, and how often it was expected there.
     seen: Counter[tuple[str, str]] = Counter()
@@ -125,17 +123,18 @@ def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingal
                 probs = known(place, power, beyond)
                 token = place.token if place.token in probs else BEYOND
                 if token in probs:
-                    best = max(probs.values())
-                    likelihood.add(token, probs, {name: p / best for name, p in probs.items()})
-                    counts = {name: others[*names, name] for name in probs}
-                    if total := sum(counts.values()):
-                        copied.add(token, probs, {name: n / total for name, n in counts.items()})
-                    pairs = {name: (names[-1], name) for name in probs}
-                    excesses = {n: excess(seen[pair], expected[pair]) for n, pair in pairs.items()}
-                    learned.add(token, probs, excesses)
-                    seen[pairs[token]] += 1
-                    for name, pair in pairs.items():
-                        expected[pair] += probs[name]
+                    drawn = [*probs].index(token)
+                    p = np.array([*probs.values()])
+                    likelihood.add(drawn, p, p / p.max())
+                    counts = np.array([others[*names, name] for name in probs])
+                    if counts.any():
+                        copied.add(drawn, p, counts / counts.sum())
+                    pairs = [(names[-1], name) for name in probs]
+                    excesses = [excess(seen[pair], expected[pair]) for pair in pairs]
+                    learned.add(drawn, p, np.array(excesses))
+                    seen[pairs[drawn]] += 1
+                    for pair, prob in zip(pairs, p, strict=True):
+                        expected[pair] += prob
                 names += (place.token,)
             others.update(names[: n + 1] for n in range(1, len(names)))
     return likelihood, learned, copied

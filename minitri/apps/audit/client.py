@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from minitri.apps.cli.report import Json
 from minitri.core.errors import InputError, explain, shorten
 
 KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top in (20, 5)]
@@ -43,11 +44,11 @@ class Client:
     key: str | None
     endpoint: str = ""
     num_top: int = 0
-    fields: dict[str, Any] = field(default_factory=dict)
+    fields: Json = field(default_factory=dict)
 
     def ask(self, prompt: str, **fields: Any) -> Text:
         """Returns the tokens of an answer. Raises `InputError`."""
-        body: dict[str, Any] = {"prompt": prompt, "logprobs": self.num_top}
+        body: Json = {"prompt": prompt, "logprobs": self.num_top}
         if "chat" in self.endpoint:
             message = {"role": "user", "content": prompt}
             body = {"messages": [message], "logprobs": True, "top_logprobs": self.num_top}
@@ -68,7 +69,7 @@ class Client:
         except InputError:
             return False
 
-    def call(self, path: str, body: dict[str, Any] | None = None) -> Any:
+    def call(self, path: str, body: Json | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
         data = None if body is None else json.dumps(body).encode()
         advice = "check the URL, the key, http_proxy, and if it takes 8 requests at a time"
@@ -86,7 +87,7 @@ class Client:
                 raise ValueError(f"{error.code}, {shorten(said, 100)}") from None
 
 
-def read_places(logprobs: dict[str, Any], num_top: int) -> Text:
+def read_places(logprobs: Json, num_top: int) -> Text:
     """The tokens in the `logprobs` of an answer. Raises `ValueError` and others for bad JSON."""
     if "content" in logprobs:  # as for chats
         entries = logprobs["content"]
@@ -103,7 +104,7 @@ def read_places(logprobs: dict[str, Any], num_top: int) -> Text:
     return [Place(*pair, dict(top)) for pair, top in zip(pairs, best, strict=True)]
 
 
-def scored(entry: dict[str, Any]) -> tuple[str, float]:
+def scored(entry: Json) -> tuple[str, float]:
     """Token and log-probability of an entry of a chat's `logprobs`."""
     return entry["token"], entry["logprob"]
 

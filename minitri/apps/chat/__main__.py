@@ -4,9 +4,9 @@ The conversation stays in the KV cache. Answers go to standard output, all else 
 Where standard input is no terminal, each of its lines is a question.
 """
 
-import argparse
 import contextlib
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repea
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "Engine", talk: Conversation, args: argparse.Namespace) -> None:
+    def __init__(self, engine: "Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
         self._engine = engine
         self._args = args
@@ -53,8 +53,6 @@ class Chat:
     def obey(self, line: str) -> None:
         """Answers a question or obeys a command; logs what is wrong with it."""
         name, _, value = line[1:].partition(" ")
-        if name in self._numbers:
-            name, value = "sampling", f"{name}={value}"
         command = COMMANDS.get(name)
         try:
             if not line.startswith("/"):
@@ -118,14 +116,10 @@ class Chat:
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
-        if not file:
-            raise InputError("/save needs FILE")
         say(f"saved {self._engine.save_kv(file, self.talk.as_note())} tokens to {file}")
 
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
-        if not file:
-            raise InputError("/load needs FILE")
         num_tokens = self._engine.load_kv(file)
         self.talk = self.talk.restored(self._engine.snapshot_note)
         if self.talk.turns:
@@ -164,8 +158,7 @@ class Chat:
         prompt = talk.ids(turns)
         room = context - len(prompt)
         if room < 1:
-            problem = f"this needs {len(prompt)} tokens but the context holds {context}"
-            raise InputError(f"{problem}; ask something shorter, or /reset")
+            raise InputError(f"{len(prompt)} tokens exceed {context}; ask less, or /reset")
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
@@ -177,8 +170,7 @@ class Chat:
             ids = ids[:-1]
         is_cut = row.finish_reason in ("length", None)
         if is_cut:
-            more = "/continue goes on" if room > most_new else "the context is full"
-            log.info("(cut after %d tokens; %s)", len(ids), more)
+            log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
@@ -218,20 +210,15 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument(
         "--document", nargs="+", action="extend", default=[], metavar="FILE", help=text
     )
-    text = "keep what of the documents fits the context with room for questions and answers"
-    parser.add_argument("--fit", action="store_true", help=text)
-    text = "keep N tokens of the documents: the longest are cut"
-    parser.add_argument("--max-prompt-tokens", type=arguments.positive, metavar="N", help=text)
-    text = "continue the conversation that /save wrote to FILE"
-    parser.add_argument("--load", metavar="FILE", help=text)
-    arguments.add_flags(parser, "system", "color", "max_new_tokens", *arguments.MEMORY)
+    arguments.add_flags(parser, "fit", "max_prompt_tokens", "load", "system", "color")
+    arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
     otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"
     arguments.add_decoding_flags(parser, otherwise)
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Chats until /quit or the end of the input. Raises `InputError`."""
     arguments.speculation_of(args)  # bad values fail before anything is loaded
     documents = {file: read_document(file, "--document") for file in args.document}

@@ -5,10 +5,10 @@ is full the oldest turns go, never the documents. The chat template is rendered 
 the places of questions and answers, and cut there. A model without one gets plain questions.
 """
 
-import argparse
 import bisect
 import functools
 import json
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -85,7 +85,7 @@ class Conversation:
         return ids
 
     def with_documents(
-        self, texts: Mapping[str, str], config: ModelConfig, args: argparse.Namespace
+        self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
         """A copy with more documents, by name. --fit and --max-prompt-tokens cut the longest of all
         documents to one length. Raises `InputError` if the context has no room for them."""

@@ -32,7 +32,7 @@ SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 
 @dataclasses.dataclass(frozen=True)
 class SharedFlags:
-    """Flags of several programs that are fields of no other class."""
+    """Flags that are fields of no other class."""
 
     quiet: bool = False
     """No progress, log or statistics on standard error."""
@@ -49,13 +49,22 @@ class SharedFlags:
     demo: bool = False
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
-    """Keep the first N tokens of the prompt. Default: all; 4000 with --demo."""
+    """Keep the first N tokens of the prompt, or N of the documents, the longest of which are cut.
+    Default: all; 4000 with --demo."""
     seed: int | None = between(None, 0, MAX_SEED)
     """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
     system: str | None = None
     """The system message, which says how the model is to behave: 'Be brief'."""
     color: bool = False
     """Color each token by the stage it came from."""
+    json: bool = False
+    """Print one JSON object instead of text or a table."""
+    fit: bool = False
+    """Keep what of the documents fits the context with room for questions and answers."""
+    load: str | None = None
+    """Continue the conversation that /save wrote to this file."""
+    num_samples: int = between(2048, 0, 10**6)
+    """Tokens per method in the statistical test; 0 leaves it out."""
     kv_store: str | None = None
     """Folder, or URL of fsspec such as s3://bucket/kv, that shares the KV cache of prompts between
     runs."""
@@ -145,16 +154,6 @@ def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
 positive = whole(1)
 
 
-def token_bias(text: str) -> tuple[int, float]:
-    """Parses `ID:BIAS`, a token id and the number to add to its logit."""
-    token, _, bias = text.partition(":")
-    try:
-        return int(token), float(bias)
-    except ValueError:
-        problem = f"{shorten(repr(text), 60)} is not a token id and a number, as in 42:-1.5"
-        raise argparse.ArgumentTypeError(problem) from None
-
-
 class GrammarFlag(argparse.Action):
     """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
 
@@ -179,15 +178,15 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
     for field in dataclasses.fields(settings):
         if (names and field.name not in names) or field.name == "grammar":
             continue
-        text = texts[field.name]
-        first = text[0] if text[1].isupper() else text[0].lower()
-        options: dict[str, Any] = {"default": field.default, "help": first + text[1:-1]}
+        text = texts[field.name].removesuffix(".")
+        options: dict[str, Any] = {"default": field.default, "help": text}
         if field.type is bool:
             options["action"] = argparse.BooleanOptionalAction if field.default else "store_true"
         elif field.type == Sequence[str]:
             options |= {"action": "append", "default": []}
         elif field.type == Bias:
-            options |= {"action": "append", "default": [], "type": token_bias, "metavar": "ID:BIAS"}
+            options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
+            options["type"] = lambda text: text.split(":")  # which the settings check
         elif field.type in (int, int | None):
             options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
         elif field.type in (float, float | None):
@@ -227,15 +226,12 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
-    text = "JSON that this schema allows, such as '{\"enum\": [1, 2]}'"
-    add("--json-schema", const="json_schema", metavar="FILE|JSON", help=text)
+    add("--json-schema", const="json_schema", metavar="FILE|JSON", help="JSON of this schema")
     add("--json-object", const="json_object", nargs=0, help="any object of JSON")
     add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
-    text = "text that the rule `start` of this Lark grammar derives"
-    add("--grammar", const="lark", metavar="FILE", help=text)
+    add("--grammar", const="lark", metavar="FILE", help="text of the rule `start` in Lark")
     parser.set_defaults(**dict.fromkeys(SAMPLING))
-    title = "speculation (none of this changes the text's distribution)"
-    add_flags(parser, *SPECULATION, title=title)
+    add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
 
 
 def taken(

@@ -1,8 +1,8 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
-import argparse
 import contextlib
 import os
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,19 +22,19 @@ if TYPE_CHECKING:
     from minitri.loader import OpenEngine
 
 
-def boot(args: argparse.Namespace) -> "Engine":
+def boot(args: Namespace) -> "Engine":
     """The engine of the flags. Raises `InputError`."""
     return load_weights(args, open_engine(args))
 
 
-def load_engine(args: argparse.Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
+def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
     """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
     prompts = [encode(text, opened, args) for text in texts]
     return load_weights(args, opened), prompts
 
 
-def open_engine(args: argparse.Namespace) -> "OpenEngine":
+def open_engine(args: Namespace) -> "OpenEngine":
     """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
     import_pytorch()  # takes seconds
@@ -46,7 +46,7 @@ def open_engine(args: argparse.Namespace) -> "OpenEngine":
     return opened
 
 
-def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
+def load_weights(args: Namespace, opened: "OpenEngine") -> "Engine":
     """The engine of opened models, with what --load-kv and --kv-store name. Raises `InputError`."""
     if args.threads is not None:
         import torch
@@ -54,8 +54,7 @@ def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
         torch.set_num_threads(args.threads)
     engine = opened.load()
     if args.bitwise and (args.tree or not engine.model.execution.is_row_invariant):
-        needs = "the compiled kernels (a CPU with a C++ compiler) and no --tree"
-        raise InputError(f"--bitwise needs {needs}; leave it out")
+        raise InputError("--bitwise needs kernels (a C++ compiler) and no --tree; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (url := vars(args).get("kv_store")) is not None:
@@ -66,7 +65,7 @@ def load_weights(args: argparse.Namespace, opened: "OpenEngine") -> "Engine":
 
 
 def sampling_of(
-    args: argparse.Namespace,
+    args: Namespace,
     engine: "Engine",
     *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
@@ -86,7 +85,7 @@ def sampling_of(
     return sampling, seed
 
 
-def check_save_kv(args: argparse.Namespace) -> None:
+def check_save_kv(args: Namespace) -> None:
     """Raises `InputError`, before minutes of work, if the --save-kv file cannot be written."""
     if args.save_kv is not None:
         path = Path(args.save_kv).absolute()
@@ -96,7 +95,7 @@ def check_save_kv(args: argparse.Namespace) -> None:
 
 @contextlib.contextmanager
 def running(
-    args: argparse.Namespace, engine: "Engine", requests: Sequence["Request"]
+    args: Namespace, engine: "Engine", requests: Sequence["Request"]
 ) -> "Iterator[Generation]":
     """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
     with engine.stream(

@@ -77,7 +77,7 @@ def clean_exits() -> Iterator[None]:
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
-        raise _end(2, f"{error}; install it: pip install 'minitri[all]'") from None
+        raise _end(2, f"{error}; pip install it, or 'minitri[all]'") from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None
@@ -85,8 +85,7 @@ def clean_exits() -> Iterator[None]:
         _mute()  # drops unwritten output; else Python fails again when it exits
         if isinstance(error, BrokenPipeError):  # whoever read our output has gone
             raise _end(0) from None
-        problem = f"the system says: {shorten(error)}; send output elsewhere, or free it"
-        raise _end(2, problem) from None
+        raise _end(2, f"the system says: {shorten(error)}; free it, or write elsewhere") from None
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
 """The prompt that the flags name: from the command line, a file, standard input or the demo."""
 
-import argparse
 import os
 import stat
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,7 +25,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 MAX_PROMPT_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
 
 
-def find_prompt(args: argparse.Namespace) -> tuple[str, str]:
+def find_prompt(args: Namespace) -> tuple[str, str]:
     """The prompt of the flags, or else what is piped in, or else, at a terminal, the demo; and a
     phrase that names the source. Raises `InputError`."""
     if args.prompt is not None:
@@ -35,8 +35,7 @@ def find_prompt(args: argparse.Namespace) -> tuple[str, str]:
         if join().ask_first(is_piped):
             file = "-"
         elif not join().ask_first(sys.stdin.isatty):
-            problem = "there is no text: standard input is neither a pipe nor a terminal"
-            raise InputError(f"{problem}; give one in quotes, or --prompt-file FILE, or --demo")
+            raise InputError("there is no text; give one in quotes, or --prompt-file, or --demo")
     if file is None:
         args.max_prompt_tokens = args.max_prompt_tokens or DEMO_PROMPT_TOKENS
     source = {"-": "standard input", None: "--demo"}.get(file, file)
@@ -92,7 +91,7 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str, engine: "Engine | OpenEngine", args: argparse.Namespace, num_new: int | None = None
+    prompt: str, engine: "Engine | OpenEngine", args: Namespace, num_new: int | None = None
 ) -> list[int]:
     """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
     text is cut to --max-prompt-tokens, not BOS or the chat template. Raises `InputError`."""

@@ -1,28 +1,32 @@
 """Many prompts from a file: `generate --prompts FILE.jsonl`.
 
 Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` comes
-back in the answer. A text that ends is written at once as a line of JSON, as is an `error`.
+back in the answer. A text that ends is written at once as a line of JSON, as is an `error`. With
+--output FILE the file of answers is the only state: what it answers is not asked again.
 """
 
-import argparse
+import contextlib
+import functools
 import json
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
 
+import minitri
 from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import boot, running, sampling_of
 from minitri.apps.cli.inputs import encode, read_text
-from minitri.apps.cli.report import answer
-from minitri.core.errors import shorten
+from minitri.apps.cli.report import Json, answer
+from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
 from minitri.text.prompt_ids import as_seeds, next_seed
 
-if TYPE_CHECKING:
-    from minitri import Engine
-
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
+key_of = functools.partial(json.dumps, sort_keys=True)  # of an id, for a dictionary
 
 
 class Line(NamedTuple):
@@ -31,27 +35,62 @@ class Line(NamedTuple):
     position: int  # among those lines, from 0; added to the seed
     number: int  # in the file, from 1
     id: Any  # by default the number
-    fields: dict[str, Any]  # the others that are not null
+    fields: Json  # the others that are not null
     problem: str  # why the line is no object of JSON, if it is none
 
 
-def many(args: argparse.Namespace) -> int:
-    """Answers every line of --prompts. Raises `InputError` at the end if some were wrong."""
+def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
+    """Writes the answers of `answer_all(lines, args)` to the lines of --prompts, but for those that
+    --output holds. Raises `InputError` at the end if lines were wrong, or there are none."""
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     lines = read_lines(args)
-    results = answers(boot(args), lines, args)
-    num_wrong = 0
-    for result in tqdm(results, total=len(lines), unit=" prompts", disable=args.quiet or None):
-        print(json.dumps(result, ensure_ascii=False), flush=True)
-        num_wrong += "error" in result
-    check_wrong(args, num_wrong, len(lines))
+    with output_of(args) as (file, done):
+        results = answer_all([line for line in lines if key_of(line.id) not in done], args)
+        num_wrong = sum(done.values())
+        how = {"initial": len(done), "unit": " prompts", "disable": args.quiet or None}
+        for result in tqdm(results, total=len(lines), **how):
+            print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
+            num_wrong += "error" in result
+    if num_wrong or not lines:
+        got = f"{num_wrong} of {len(lines)} lines of --prompts were wrong"
+        raise InputError(f"{got}; the answers with an error say which, and why")
     return 0
 
 
-def read_lines(args: argparse.Namespace) -> list[Line]:
-    """The lines of --prompts that are not empty. Raises `InputError`."""
+@contextlib.contextmanager
+def output_of(args: Namespace) -> Iterator[tuple[IO[str], dict[str, bool]]]:
+    """The file of --output, locked, with the keys of its answers, and whether they are errors; or
+    else standard output. Raises `InputError`."""
+    if args.output is None:
+        yield sys.stdout, {}
+        return
+    import fcntl  # not everywhere
+
+    with Path(args.output).open("a+", encoding="utf-8", errors="surrogatepass") as file:
+        with explain(f"--output {shorten(args.output)} cannot be continued", "name another file"):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            done = answered(file.buffer)
+        yield file, done
+
+
+def answered(file: Any) -> dict[str, bool]:
+    """Keys of the answers in a file, and whether they are errors. Cuts off an incomplete last line.
+    Raises `ValueError` or the like if the file holds something else, and leaves it as it is."""
+    file.seek(0)
+    *lines, last = file.read().split(b"\n")
+    done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in map(json.loads, lines)}
+    if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
+        raise ValueError("its last line is no answer that was cut off")
+    file.truncate(file.tell() - len(last))
+    return done
+
+
+def read_lines(args: Namespace) -> list[Line]:
+    """The lines of --prompts that are not empty. Raises `InputError`, with --output for two lines
+    of one id, too."""
     lines: list[Line] = []
+    keys = set()
     for number, text in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
         if text.strip(" \t\r"):
             fields = {}
@@ -60,24 +99,23 @@ def read_lines(args: argparse.Namespace) -> list[Line]:
                 fields = {k: v for k, v in {**json.loads(text)}.items() if v is not None}
             except (TypeError, ValueError, RecursionError) as error:
                 problem = f" ({shorten(error, 140)})"
-            lines.append(Line(len(lines), number, fields.pop("id", number), fields, problem))
+            line = Line(len(lines), number, fields.pop("id", number), fields, problem)
+            key = key_of(line.id)
+            if args.output is not None and key in keys:
+                raise InputError(f"two lines of --prompts have the id {key}; give each its own")
+            keys.add(key)
+            lines.append(line)
     return lines
 
 
-def check_wrong(args: argparse.Namespace, num_wrong: int, num_lines: int) -> None:
-    """Raises `InputError` if lines were wrong, or there are none."""
-    if num_wrong or not num_lines:
-        got = f"{num_wrong} of {num_lines} lines of --prompts {shorten(args.prompts)} were wrong"
-        raise InputError(f"{got}; the answers with an error say which, and why")
-
-
 def answers(
-    engine: "Engine", lines: Sequence[Line], args: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """The answer to each line, as soon as it is done."""
+    lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
+) -> Iterator[Json]:
+    """The answer to each line, as soon as it is done; by default of the flags' engine."""
+    engine = engine or boot(args)
     generation = taken(GenerationConfig, args)
     sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
-    heads: list[dict[str, Any]] = []
+    heads: list[Json] = []
     requests = []
     for line in lines:
         head = {"id": line.id, "line": line.number}

@@ -1,6 +1,6 @@
 """Results of a run: a line and tables for people, objects of JSON for programs."""
 
-import argparse
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from minitri import Engine, Generation
     from minitri.core.model.llama import Llama
     from minitri.core.requests import Row
+
+
+Json = dict[str, Any]
+"""An object of JSON."""
 
 
 def where(model: "Llama") -> dict[str, str]:
@@ -53,9 +57,9 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def answer(row: "Row") -> dict[str, Any]:
+def answer(row: "Row") -> Json:
     """The text of a row as an object of JSON, with the log-probabilities of --logprobs."""
-    fields: dict[str, Any] = {
+    fields: Json = {
         "text": row.text,
         "token_ids": row.token_ids,
         "finish_reason": row.finish_reason or "interrupted",
@@ -69,7 +73,7 @@ def answer(row: "Row") -> dict[str, Any]:
     return fields
 
 
-def report(engine: "Engine", run: "Generation", args: argparse.Namespace) -> dict[str, Any]:
+def report(engine: "Engine", run: "Generation", args: Namespace) -> Json:
     """The object that --json prints for a run of one prompt: the text and all statistics."""
     [row] = run.rows
     stats = run.stats

@@ -1,45 +1,49 @@
 """The program `minitri score FILE`: log-probabilities of a text, token by token."""
 
-import argparse
 import json
 import math
+from argparse import Namespace
 
-from minitri.apps.cli import arguments
+from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_text
 from minitri.apps.cli.report import where
 
 
-def build_parser() -> arguments.OneLineParser:
+def build_parser() -> OneLineParser:
     """The command-line parser of `minitri score`."""
-    parser = arguments.OneLineParser(
+    parser = OneLineParser(
         "score",
         "novel.txt --max-prompt-tokens 4000",
         "--json - < novel.txt",
         description="Scores a text: how likely the model finds it, before temperature and filters.",
     )
     parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
-    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens")
-    text = "print a JSON object, with the natural logarithm of each token's probability"
-    parser.add_argument("--json", action="store_true", help=text)
+    add_flags(parser, *MODEL, "max_prompt_tokens", "json")
     parser.set_defaults(max_new_tokens=0, method="autoregressive", tree="")
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Prints the scores. Raises `InputError`."""
     engine, [ids] = load_engine(args, [read_text(args.file, "FILE")])
     scores = engine.score(ids).tolist()
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:
-        result = {"model": args.model, **where(engine.model), "num_tokens": len(ids)}
-        result |= {"logprob_per_token": mean, "perplexity": perplexity}
-        print(json.dumps(result | {"token_ids": ids, "logprobs": [None, *scores]}))
+        result = {
+            "model": args.model,
+            **where(engine.model),
+            "num_tokens": len(ids),
+            "logprob_per_token": mean,  # natural logarithms
+            "perplexity": perplexity,
+            "token_ids": ids,
+            "logprobs": [None, *scores],
+        }
+        print(json.dumps(result))
     else:
-        line = f"{len(ids)} tokens, log-probability {mean:.4f} per token"
-        print(f"{line}, perplexity {perplexity:.4f}")
+        print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
 
 
 main = program(build_parser, run_command)

@@ -1,16 +1,13 @@
 """Output of a run while it goes on: text, a progress bar, colors by origin."""
 
-import argparse
 import re
 import signal
 import sys
-from typing import TYPE_CHECKING
+from argparse import Namespace
 
+import minitri
 from minitri import PrefillProgress, Token
 from minitri.apps.cli.exits import on_ctrl_c
-
-if TYPE_CHECKING:
-    from minitri import Generation
 
 COLORS = {  # of a token's origin, with its meaning
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -33,7 +30,7 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
-def stream(run: "Generation", args: argparse.Namespace, *, show: bool) -> None:
+def stream(run: "minitri.Generation", args: Namespace, *, show: bool) -> None:
     """Runs one prompt, with a progress bar; prints the text if `show`. A Ctrl-C stops the run after
     the next event, a second one at once."""
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need

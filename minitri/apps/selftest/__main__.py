@@ -8,8 +8,8 @@ the model's distribution; an alarm that rounding may cause is unclear.
 Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
 """
 
-import argparse
 import json
+from argparse import Namespace
 from collections import Counter
 from typing import Any
 
@@ -44,11 +44,7 @@ def build_parser() -> arguments.OneLineParser:
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
-    text = "tokens per method in the statistical test; 0 leaves it out"
-    kind = arguments.whole(0, 10**6)
-    parser.add_argument("--num-samples", type=kind, metavar="N", default=2048, help=text)
-    parser.add_argument("--json", action="store_true", help="print one JSON object, no table")
-    arguments.add_flags(parser, *arguments.MEMORY)
+    arguments.add_flags(parser, "num_samples", "json", *arguments.MEMORY)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     parser.set_defaults(
@@ -65,7 +61,7 @@ def table(results: list[dict[str, Any]]) -> str:
     return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[verdicts[-1]]}: {summary}"
 
 
-def run_command(args: argparse.Namespace) -> int:
+def run_command(args: Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"
@@ -76,9 +72,15 @@ def run_command(args: argparse.Namespace) -> int:
 
     rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]
     counts = Counter(row["verdict"] for row in rows)
-    report = {"model": args.model, **where(engine.model), "num_prompt_tokens": len(prompt)}
-    report |= {"seed": args.seed, **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS}}
-    print(json.dumps({**report, "comparisons": rows}) if args.json else table(rows))
+    report = {
+        "model": args.model,
+        **where(engine.model),
+        "num_prompt_tokens": len(prompt),
+        "seed": args.seed,
+        **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS},
+        "comparisons": rows,
+    }
+    print(json.dumps(report) if args.json else table(rows))
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 

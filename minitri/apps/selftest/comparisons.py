@@ -18,8 +18,8 @@ of both comes next is known before the token is sampled, so each sum is a martin
 Legend: N tokens, V vocab.
 """
 
-import argparse
 import dataclasses
+from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from minitri.apps.cli import arguments
+from minitri.apps.cli.arguments import speculation_of, taken
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.noise import gumbel_scores, noise_keys
@@ -50,15 +50,15 @@ FALSE_ALARM = 1e-4
 BATCH_SIZE = 32
 
 
-def is_bitwise(engine: Engine, args: argparse.Namespace) -> bool:
+def is_bitwise(engine: Engine, args: Namespace) -> bool:
     """Whether every forward pass rounds alike, so that rounding cannot explain a difference."""
     return engine.model.execution.is_row_invariant and not args.tree
 
 
-def compare_texts(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[Row]:
+def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Row]:
     """Compares greedy and coupled texts of every method with those of autoregressive decoding."""
-    settings = arguments.speculation_of(args)
-    generation = arguments.taken(GenerationConfig, args)
+    settings = speculation_of(args)
+    generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
         fixed = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
@@ -97,10 +97,10 @@ def compare_scores(
     return float(scores_1V.max() - scores_1V[0, pair].min()), bound
 
 
-def compare_samples(engine: Engine, prompt: list[int], args: argparse.Namespace) -> Iterator[Row]:
+def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Row]:
     """Runs the statistical test of every method; nothing at temperature 0."""
-    sampling = arguments.taken(SamplingParams, args)
-    settings = arguments.speculation_of(args)
+    sampling = taken(SamplingParams, args)
+    settings = speculation_of(args)
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = settings.budget or 4 * settings.chunk_size
     prompts = windows(prompt, -(-args.num_samples // LENGTH), LENGTH)
@@ -140,12 +140,10 @@ def run_test(
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
         if draft is not None and len(prompt) + len(new) <= draft.config.context_length:
             scores["drafter"] = (probs_of_text(engine, draft, prompt, new, sampling) > p_NV).float()
-        tokens_N = torch.tensor(new, device=p_NV.device)
-        is_bonus_N = torch.tensor([token.origin == "bonus" for token in end.tokens]).to(p_NV.device)
-        for kind, rows_N in (("guessed", ~is_bonus_N), ("bonus", is_bonus_N)):
+        for n, token in enumerate(end.tokens):
+            kind = "bonus" if token.origin == "bonus" else "guessed"
             for name, scores_NV in scores.items():
-                test = tests[f"{name} of {kind} tokens"]
-                test.add_rows(tokens_N[rows_N], p_NV[rows_N], scores_NV[rows_N])
+                tests[f"{name} of {kind} tokens"].add(new[n], p_NV[n], scores_NV[n])
     return {name: test.p_value for name, test in tests.items()}
 
 

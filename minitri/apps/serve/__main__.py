@@ -3,13 +3,13 @@
 Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; another stops them.
 """
 
-import argparse
 import contextlib
 import functools
 import socket
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
@@ -73,7 +73,7 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def run_command(args: argparse.Namespace) -> None:
+def run_command(args: Namespace) -> None:
     """Answers requests until Ctrl-C."""
     sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
@@ -95,8 +95,7 @@ def run_command(args: argparse.Namespace) -> None:
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
             names = [*dict.fromkeys([engine.config.name, Path(args.model).name])]
-            ignored: set[str] | None = set() if args.ignore_unknown_fields else None
-            protocol = Protocol(engine, names, sampling, context, ignored)
+            protocol = Protocol(engine, names, sampling, context, args.ignore_unknown_fields)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
             text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
@@ -107,7 +106,7 @@ def run_command(args: argparse.Namespace) -> None:
 
 
 def open_worker(
-    args: argparse.Namespace,
+    args: Namespace,
     engine: "Engine",
     sampling: SamplingParams,
     speculation: SpeculationConfig,
@@ -127,8 +126,13 @@ def open_worker(
     rows = (1,) * (args.batch_size or MAX_ROWS)
     shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
     num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=args.batch_size or 1)
-    how: Any = {"sampling": sampling, "generation": generation, "speculation": speculation}
-    open_run = functools.partial(engine.open, batch_size=num_rows, **how)
+    open_run = functools.partial(
+        engine.open,
+        batch_size=num_rows,
+        sampling=sampling,
+        generation=generation,
+        speculation=speculation,
+    )
     run = open_run()
     num = min(32, context // 2)
     run.submit(Request([1] * num, seed=0, max_new_tokens=num, ignore_eos=True))

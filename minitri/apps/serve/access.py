@@ -63,8 +63,7 @@ class Access:
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         digest = digest_of(key.encode("latin-1"))
         if scheme.lower() != "bearer" or digest not in self.digests:
-            message = "the API key is missing or wrong; send Authorization: Bearer KEY"
-            raise ApiError(401, "invalid_api_key", message)
+            raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
         return f"key {digest}"
 
     def check_site(self, headers: Mapping[str, str]) -> None:

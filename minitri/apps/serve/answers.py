@@ -121,7 +121,6 @@ class Choice:
         self._num_calls = 0
         self._tokenizer = engine.tokenizer
         self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
-        self._num_characters = 0
         self._has_role = False  # the message so far
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
@@ -167,14 +166,11 @@ class Choice:
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
         entries = []
-        offsets = []
         for token in tokens:
             if token.token_id not in self._end_tokens:
                 top = [self._entry(*pair) for pair in token.top_logprobs]
                 entry = self._entry(token.token_id, token.logprob or 0.0)
                 entries.append(entry | {"top_logprobs": top})
-                offsets.append(self._num_characters)
-                self._num_characters += len(token.text)
         if self._is_chat:
             return {"content": entries}
         tops = [
@@ -185,7 +181,6 @@ class Choice:
             "tokens": [entry["token"] for entry in entries],
             "token_logprobs": [entry["logprob"] for entry in entries],
             "top_logprobs": tops,
-            "text_offset": offsets,
         }
 
     def _entry(self, token_id: int, logprob: float) -> Json:

@@ -159,8 +159,7 @@ class Service:
                         message = f"the body has more than {limit} bytes; shorten the prompt"
                         raise ApiError(413, "request_too_large", message)
         except TimeoutError:
-            message = f"the body was not there in {BODY_SECONDS} s; send it faster"
-            raise ApiError(408, "request_timeout", message) from None
+            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
         return client, bytes(body)
 
     @contextlib.contextmanager

@@ -33,7 +33,7 @@ class Protocol:
     names: list[str]  # of the model; answers have the first
     sampling: SamplingParams  # where a client says nothing
     context: int  # tokens of a prompt and its answer, at most
-    ignored: set[str] | None = None  # unknown fields that were ignored; None: they are refused
+    lenient: bool = False  # whether unknown fields are ignored, with a warning
 
     def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
@@ -45,7 +45,7 @@ class Protocol:
             given = split_prompts(asked.prompt)
             prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
-            chat = ChatPrompt(asked.conversation(self.ignored), self.engine)
+            chat = ChatPrompt(asked.conversation(lenient=self.lenient), self.engine)
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
@@ -94,7 +94,7 @@ class Protocol:
         """The fields of a body. Raises `InputError`, and `ApiError` for another model."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
-        asked = checked(kind, content, self.ignored)
+        asked = checked(kind, content, lenient=self.lenient)
         self.check_model(asked.model or self.names[0])
         return asked
 

@@ -7,6 +7,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from minitri.apps.audit import __main__ as audit
@@ -72,7 +73,7 @@ def test_our_own_server_passes(call, engine):
         ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models cannot be had"),
         ("127.0.0.1:8000", "unknown url type"),
         ("moved", '403, {"key": null}'),  # which another server must not get
-        ("silent", "answers with 0 tokens"),
+        ("silent", "sends 0 tokens, too few"),
         ("untold", "at some token it names no likely ones"),
     ],
 )
@@ -89,9 +90,7 @@ def test_what_cannot_be_audited_is_one_line(call, names, message, monkeypatch):
 def test_a_p_value_bounds_the_odds_of_a_thousand_coins(num_heads):
     test = Martingale()
     for number in range(1000):
-        probs = {"heads": 0.5, "tails": 0.5}
-        token = "heads" if number < num_heads else "tails"
-        test.add(token, probs, {"heads": 1.0, "tails": 0.0})
+        test.add(int(number >= num_heads), np.array([0.5, 0.5]), np.array([1.0, 0.0]))
     distance = abs(num_heads - 500)
     odds = 2 * sum(math.comb(1000, n) for n in range(500 + distance, 1001)) / 2**1000
     assert test.mean == pytest.approx((num_heads - 500) / 1000)

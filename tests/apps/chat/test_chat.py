@@ -78,15 +78,14 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_pa
 COMMAND_LINES = """
 /nonsense | there is no /nonsense; /help lists
 /regenerate | there is no answer yet
-/temperature hot | temperature is 'hot'
-/temperature 0 | temperature=0.0,
+/sampling temperature=hot | temperature is 'hot'
+/sampling temperature=0 | temperature=0.0,
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling presence_penalty=9 | presence_penalty is 9.0; it must be
 /sampling top_k=1.5 | top_k is '1.5'
 /sampling seed=-1 | seed is
-/save | /save needs FILE
-/save x | there is no KV cache to save
+/save | there is no KV cache to save
 /load /no/such/file | /no/such/file
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
 /documents | there are no documents
@@ -201,7 +200,7 @@ def test_the_oldest_turns_go_where_the_context_is_full(begin, num_cached):
 def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer(begin, capsys):
     chat = begin(f"-n 1900 {ENDLESS}")
     chat.obey("Who was it? " * 2000)
-    assert "ask something shorter, or /reset" in capsys.readouterr().err
+    assert "ask less, or /reset" in capsys.readouterr().err
     chat.obey("Who was it? " * 180)
     assert len(chat.talk.ids(chat.talk.turns)) == 2048
 

@@ -101,8 +101,3 @@ def test_a_file_of_something_else_or_of_another_program_stays_as_it_is(run, cont
     assert (done.code, done.err.count("\n")) == (2, 1)
     assert "cannot be continued" in done.err
     assert run.file.read_text() == content
-
-
-def test_without_a_file_for_the_answers_none_is_asked_for(call):
-    done = call(generate.main, "--prompts", "x", "--ray", "local")
-    assert (done.code, "--ray needs --output FILE" in done.err) == (2, True)

@@ -38,11 +38,11 @@ minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is not a whole number from 1
 minitri.generate --n 2 --color | --n is for one prompt
-minitri.generate --ray local | ^--ray is for many prompts; give --prompts
-minitri.generate --output OUT | are for --ray; add it
-minitri.generate --replicas 2 | are for --ray; add it
+minitri.generate --output OUT | ^--ray and --output are for many prompts; give --prompts
+minitri.generate --replicas 2 | is for --ray; add it
+minitri.generate --logit-bias x:1 | ^--logit-bias is .* it must map token ids to numbers
 minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
-minitri.generate --prompts tiny/config.json --ray local --output OUT | needs Ray; install it: pip
+minitri.generate --prompts tiny/config.json --ray local --output OUT | 'ray'; pip install it
 minitri.generate --top-p nan | ^--top-p is nan
 minitri.generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens
 minitri.generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it

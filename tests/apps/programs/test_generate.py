@@ -244,5 +244,5 @@ def test_a_text_is_scored_token_by_token(run, folder, engine, tmp_path):
     report = run(*words, "--json", model=None).json
     assert report["logprobs"] == [None, *scores.tolist()]
     assert report["perplexity"] == pytest.approx((-scores.mean()).exp().item())
-    assert f"log-probability {scores.mean():.4f} per token" in run(*words, model=None).out
+    assert f"{scores.mean():.4f} nats per token" in run(*words, model=None).out
     assert run("score", str(tmp_path), *words[2:], model=None).code == 2

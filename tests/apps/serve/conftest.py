@@ -185,7 +185,7 @@ class ScriptedRun:
 
 @contextlib.contextmanager
 def serving(
-    engine, *, speculation=COUPLED, ignored=None, run=None, context=CONTEXT, name="tiny", **access
+    engine, *, speculation=COUPLED, lenient=False, run=None, context=CONTEXT, name="tiny", **access
 ):
     """A server in a thread, which has this run in the place of the engine's, if one is given."""
     runs, hooks = [], {}
@@ -196,7 +196,7 @@ def serving(
         runs.append(HookedRun(run or engine.open(batch_size=NUM_ROWS, **how), hooks))
         return runs[-1]
 
-    protocol = Protocol(engine, [name, f"org/{name}"], SamplingParams(1.0), context, ignored)
+    protocol = Protocol(engine, [name, f"org/{name}"], SamplingParams(1.0), context, lenient)
     listener = socket.create_server(("127.0.0.1", 0), backlog=512)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else answers take 40 ms
     worker = Worker(open_run, open_run())

@@ -3,7 +3,10 @@
 What a client sends is not converted: true is no number. What is wrong is one line for the client.
 """
 
+import functools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
@@ -16,27 +19,17 @@ from minitri.core.log import log
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
 """A function's name, which is no value of `tool_choice`."""
 CHOICES = "give auto, none, required, or a function that is in tools"
-ADVICE = {
-    "missing": "give it",
-    "int_type": "it must be a whole number",
-    "bool_type": "it must be true or false",
-    "tuple_type": "it must be a list",
-    "model_type": "it must be an object",
-    "dict_type": "it must be an object",
-    "json_type": "give an object of JSON as a text",
-    "json_invalid": "give an object of JSON as a text",
-    "extra_forbidden": "this server does not know it; leave it out",
-}
+Json = dict[str, Any]
+FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
+ADVICE: Json = FIELDS["advice"]
 """Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
-T = TypeVar("T")
-NEUTRAL: dict[str, Any] = {"best_of": [1], "truncation": ["disabled"], "echo": [False]}
-NEUTRAL |= {"include": [[], ["reasoning.encrypted_content"]], "suffix": [""], "refusal": [""]}
-NEUTRAL |= {"modalities": [["text"]], "annotations": [[]], "stop_token_ids": [[]]}
+NEUTRAL: Json = FIELDS["neutral"]
 """Values of unknown fields that ask for nothing, as null does in all fields. In others false, 0 and
 what is empty may ask for something."""
-IGNORED = ("metadata", "service_tier", "store")
+IGNORED: list[str] = FIELDS["ignored"]
+"""Unknown fields that change no answer."""
 MAX_WARNINGS = 100
-Json = dict[str, Any]
+T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
 
@@ -57,22 +50,27 @@ class Body(pydantic.BaseModel):
     @classmethod
     def _drop_unasked(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
         """Leaves out what asks for nothing; of unknown fields all, with a warning for each name,
-        if the context is a set: of those that a warning has named."""
+        if the context is true."""
         if not isinstance(given, dict):
             return given
         kept = {name: value for name, value in given.items() if value is not None}
         for name in kept.keys() - cls.model_fields.keys():
             if name not in IGNORED and kept[name] not in NEUTRAL.get(name, ()):
-                if (warned := info.context) is None or cls.model_config["extra"] == "ignore":
+                if not info.context or cls.model_config["extra"] == "ignore":
                     continue  # pydantic decides
-                if name not in warned and len(warned) < MAX_WARNINGS:
-                    warned.add(name)
-                    log.warning("the field %r is ignored: this server does not know it", name[:60])
+                if warn_of.cache_info().currsize < MAX_WARNINGS:
+                    warn_of(name[:60])
             del kept[name]
         return kept
 
 
 B = TypeVar("B", bound=Body)
+
+
+@functools.cache
+def warn_of(name: str) -> None:
+    """Warns of an unknown field, once for each name."""
+    log.warning("the field %r is ignored: this server does not know it", name)
 
 
 def says(advice: str) -> pydantic.WrapValidator:
@@ -87,11 +85,11 @@ def says(advice: str) -> pydantic.WrapValidator:
     return pydantic.WrapValidator(check)
 
 
-def checked(kind: type[B], content: object, ignored: set[str] | None = None) -> B:
-    """The content as a model; unknown fields are refused, or ignored and added to a set. Raises
-    `InputError` for the first thing that is wrong."""
+def checked(kind: type[B], content: object, *, lenient: bool = False) -> B:
+    """The content as a model; unknown fields are refused, or if `lenient` ignored with a warning.
+    Raises `InputError` for the first thing that is wrong."""
     try:
-        return kind.model_validate(content, context=ignored)
+        return kind.model_validate(content, context=lenient)
     except ValidationError as error:
         problem = error.errors()[0]
     cause = problem.get("ctx", {}).get("error")

@@ -19,7 +19,6 @@ from minitri.core.settings import MAX_ROWS
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
-MAX_PROMPTS = 2048  # as at OpenAI
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
 NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
@@ -144,8 +143,8 @@ class TextBody(Fields):
     object_type = "text_completion"
     default_length = 16
     prompt: Annotated[
-        str | Many[int] | Annotated[Many[str | Many[int]], Field(max_length=MAX_PROMPTS)],
-        says(f"give a text, a list of token ids, or a list of at most {MAX_PROMPTS} of these"),
+        str | Many[int] | Many[str | Many[int]],
+        says("give a text, a list of token ids, or a list of these"),
     ] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -164,21 +163,15 @@ class ChatBody(Fields, Conversation):
     logprobs: bool = False
     """Add log-probabilities."""
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    """With logprobs: also of this many tokens that are likeliest."""
+    """Add them, and those of this many tokens that are likeliest."""
 
-    @model_validator(mode="after")
-    def _check_logprobs(self) -> Self:
-        if self.top_logprobs is not None and not self.logprobs:
-            refuse(self, "top_logprobs", "set logprobs to true, too")
-        return self
-
-    def conversation(self, _: set[str] | None = None) -> Conversation:
+    def conversation(self, **_: bool) -> Conversation:
         """Messages and tools."""
         return self
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return self.top_logprobs or (0 if self.logprobs else None)
 
 
 class TextForm(Body):
@@ -216,8 +209,8 @@ class ResponseBody(Fields):
         form = self.text.format
         return super().forms | ({} if form is None else {"text": form})
 
-    def conversation(self, ignored: set[str] | None = None) -> Conversation:
-        """Messages and tools; for `ignored` see `checked`."""
+    def conversation(self, *, lenient: bool = False) -> Conversation:
+        """Messages and tools. Raises `InputError`, for unknown fields only if not `lenient`."""
         tools = [
             {"type": "function", "function": tool}
             for tool in self.tools
@@ -229,7 +222,7 @@ class ResponseBody(Fields):
             "tool_choice": self.tool_choice,
             "parallel_tool_calls": self.parallel_tool_calls,
         }
-        return checked(Conversation, content, ignored)
+        return checked(Conversation, content, lenient=lenient)
 
     def _messages(self) -> list[Json]:
         """Messages of the chat; calls that follow one another are of one message."""

@@ -9,6 +9,7 @@ import itertools
 import json
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from minitri.text.text_stream import overlap
@@ -30,12 +31,8 @@ class ToolFormat:
     is_bare: bool = False  # whether the opening may be missing at the beginning of an answer
 
 
-_FORMATS = (
-    ToolFormat("mistral", "[TOOL_CALLS]", "]", "arguments", bracket="[", separator=","),
-    ToolFormat("hermes", "<tool_call>", "</tool_call>", "arguments"),
-    ToolFormat("llama3", "<|python_tag|>", "", "parameters", separator=";", is_bare=True),
-)
-FORMATS = {form.name: form for form in _FORMATS}
+_TABLE = json.loads(Path(__file__).with_name("formats.json").read_text("utf-8"))
+FORMATS = {name: ToolFormat(name, **fields) for name, fields in _TABLE.items()}
 
 
 class Piece(NamedTuple):

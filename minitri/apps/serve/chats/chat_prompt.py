@@ -8,12 +8,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from minitri import Engine, Grammar, InputError
-from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
+from minitri.apps.serve.bodies.chat_body import Conversation, Function, Json, Message
 from minitri.apps.serve.chats.answer_parser import (
     END_THINK,
     FORMATS,
@@ -24,7 +23,6 @@ from minitri.apps.serve.chats.answer_parser import (
 from minitri.core.errors import shorten
 from minitri.text.matcher import schema_text
 
-Turn = dict[str, Any]
 GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
 TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
 TEMPLATES.filters["quoted"] = json.dumps  # as a string of Lark
@@ -45,8 +43,7 @@ class ChatPrompt:
         source = template.tool_source if template is not None else ""
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
         if source and "tools" not in source and (has_calls or tools):
-            problem = "this model's chat template leaves tools out"
-            raise InputError(f"{problem}; send no tools, or use a model that was made for them")
+            raise InputError("the model's chat template leaves tools out; use one that has them")
         form = format_of(source)
         turns = [*one_call_each(turns)] if form.is_bare else turns
         self.text = tokenizer.render_chat(turns, tools)
@@ -69,11 +66,11 @@ class ChatPrompt:
         return made
 
 
-def read_turns(messages: Sequence[Message]) -> list[Turn]:
+def read_turns(messages: Sequence[Message]) -> list[Json]:
     """Checks a request's messages, for a template; an `InputError` names the bad one."""
     if not messages:
         raise InputError("messages is empty; send one at least")
-    turns: list[Turn] = []
+    turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for number, message in enumerate(messages):
         given = message.model_dump(exclude={"name"})
@@ -97,7 +94,7 @@ def short_id(call_id: str) -> str:
     return hashlib.sha256(call_id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
-def one_call_each(turns: Sequence[Turn]) -> Iterator[Turn]:
+def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
     """Messages of which none has several calls, for templates that refuse those."""
     for turn in turns:
         first, *others = turn.get("tool_calls", ()) or [None]
