@@ -43,16 +43,14 @@ def choose_device(name: str, ranks: Ranks = Ranks()) -> torch.device:  # noqa: B
 
 def choose_dtype(name: str, device: torch.device, is_in_bfloat16: bool = False) -> torch.dtype:
     """A dtype by its name; `auto` is bfloat16 where the device computes in it, or reads weights
-    that are stored so (`is_in_bfloat16`) by compiled kernels: half the bytes of float32."""
+    that are stored so by compiled kernels (`is_in_bfloat16`): half the bytes of float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
         is_new = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if is_new else torch.float16
-    has_kernels = device.type == "cpu" and load_kernels() is not None
-    if can_pack(torch.bfloat16, device) or (is_in_bfloat16 and has_kernels):
-        return torch.bfloat16
-    return torch.float32
+    can_read = is_in_bfloat16 or can_pack(torch.bfloat16, device)
+    return torch.bfloat16 if can_read else torch.float32
 
 
 def attention_for(

@@ -68,6 +68,7 @@ def load_model(
     *,
     target: Llama | None = None,
     in_blocks: bool = False,
+    must_keep: bool = False,
     progress: bool = False,
 ) -> Llama:
     """Loads a model from its files, ready to run. Raises `InputError` if they do not fit `config`.
@@ -75,7 +76,7 @@ def load_model(
     quantized as a GGUF file stores them. `progress` draws a bar on standard error."""
     model = build(config, runtime, target)
     kernels = accelerate(model)
-    packed = keep_blocks(model, checkpoint, kernels) if in_blocks else {}
+    packed = keep_blocks(model, checkpoint, kernels, must_keep) if in_blocks else {}
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if target is not None and config.draft_of is not None:
         check_drafter(model, target, checkpoint.path)
@@ -111,16 +112,18 @@ def accelerate(model: Llama) -> Kernels | None:
     return kernels
 
 
-def keep_blocks(model: Llama, checkpoint: Checkpoint, kernels: Kernels | None) -> dict[str, Tensor]:
+def keep_blocks(
+    model: Llama, checkpoint: Checkpoint, kernels: Kernels | None, must_keep: bool
+) -> dict[str, Tensor]:
     """Makes those matrices quantized, and empty, that a GGUF file stores in blocks for kernels.
-    Returns the tensors to fill by their names in the file. Raises `InputError` if there are none.
-    """
+    Returns the tensors to fill by their names in the file. Raises `InputError` if there are none
+    and `must_keep`."""
     kept: list[str] = []
     if kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()
         split_projections(model, forms, kernels)
         kept = keep_quantized(model, placements(model), forms)
-    if not kept:
+    if must_keep and not kept:
         needs = f"a GGUF file with matrices of {', '.join(FORMS)}, and the compiled kernels"
         raise InputError(f"weights=native needs {needs}; leave it out")
     places = placements(model)

@@ -33,7 +33,7 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
         require(given, _ONLY | {"layer_types": layer_types, "sliding_window": None}, name)
-        if kind == "llama":
+        if kind in ("llama", "granite", "olmo2"):
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         eos = given.get("eos_token_id", [])  # one or several
         fields = _fields(ModelConfig, given) | family_fields(kind, given)

@@ -44,11 +44,12 @@ class OpenModel:
         located = join().ask_first(lambda: locate(choice.model, progress=progress))
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
-        is_in_bfloat16 = join().count == 1 and self.checkpoint.is_in_bfloat16()
+        self.config = self.checkpoint.config(located.name)
+        has_kernels = join().count == 1 and kernels_for(device, self.config) is not None
+        is_in_bfloat16 = has_kernels and self.checkpoint.is_in_bfloat16()
         dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
         self._runtime = Runtime(device, dtype, choice.attention, join())
         self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))
-        self.config = self.checkpoint.config(located.name)
         if row := MODELS.get(choice.model):
             self.config = replace(self.config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
@@ -101,6 +102,7 @@ class OpenModel:
             self._runtime,
             target=target,
             in_blocks=in_blocks,
+            must_keep=self.choice.weights == "native",
             progress=self._progress,
         )
         facts = (model.dtype, attention_name(model.attend), self.config.rope.describe())

@@ -19,7 +19,7 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
         pipeline = checkpoint.tokenizer()
         settings = {k: v for k, v in checkpoint.tokenizer_config.items() if v is not None}
-        special = _special_tokens(pipeline, settings, config, checkpoint.adds_bos)
+        special = _special_tokens(pipeline, settings, config, checkpoint)
         tokenizer = Tokenizer(pipeline, special, *read_templates(settings.get("chat_template")))
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
     beyond = {*range(config.vocab_size, tokenizer.num_tokens)}
@@ -32,19 +32,24 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
 
 
 def _special_tokens(
-    pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], config: ModelConfig, adds_bos: bool
+    pipeline: tokenizers.Tokenizer,
+    settings: Mapping[str, Any],
+    config: ModelConfig,
+    checkpoint: Folder | GgufFile,
 ) -> SpecialTokens:
-    """The special tokens of a pipeline, to which those are added that only the settings have; BOS
-    is in front by default if `adds_bos`. Raises `InputError` if BOS is asked for and not known."""
-    texts = add_tokens(pipeline, settings, config.vocab_size, is_raw=adds_bos)
+    """The special tokens of a pipeline, to which those are added that only the settings have.
+    Raises `InputError` if BOS is asked for and not known."""
+    adds_bos = checkpoint.adds_bos
+    texts = add_tokens(pipeline, settings, is_raw=adds_bos)
     ids = {name: pipeline.token_to_id(text) for name, text in texts.items()}
     bos = config.bos_token_id if ids.get("bos_token") is None else ids["bos_token"]
     if not isinstance(add := settings.get("add_bos_token", adds_bos), bool):
         raise TypeError(f"add_bos_token is {shorten(repr(add), 60)}")
     prefix = [config.vocab_size if bos is None else bos] if add else []
-    sample = pipeline.encode("a")  # sequence_ids are 0 for the text's tokens, None for others
-    if None in sample.sequence_ids:  # the post-processor decides
-        prefix = sample.ids[: sample.sequence_ids.index(0)]
+    texts_that_may_encode = map(pipeline.encode, ["a", *pipeline.get_vocab()])
+    sample = next(it for it in texts_that_may_encode if 0 in it.special_tokens_mask)
+    if 1 in sample.special_tokens_mask:  # the post-processor decides
+        prefix = sample.ids[: sample.special_tokens_mask.index(0)]
     if max(prefix, default=0) >= config.vocab_size:
         way = f"set it to a token below {config.vocab_size}"
         raise InputError(f"{config.name} asks for a BOS token but has bos_token_id={bos}; {way}")
@@ -52,6 +57,8 @@ def _special_tokens(
     marks = [*{"</s>"} & control_tokens(pipeline).keys(), *END_MARKS]
     found = [*config.eos_token_ids, *named, *map(pipeline.token_to_id, marks)]
     ends = dict.fromkeys(end for end in found if end is not None and end < config.vocab_size)
+    # Templates of a folder know the names in tokenizer_config.json alone, as in transformers.
     usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}
+    usual = usual if isinstance(checkpoint, GgufFile) else {}
     known = {name: pipeline.id_to_token(i) or "" for name, i in usual.items() if i is not None}
     return SpecialTokens(prefix, tuple(ends), {**known, **texts})

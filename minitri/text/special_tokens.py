@@ -22,7 +22,8 @@ from minitri.core.errors import shorten
 
 _MARKS = """
 <eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
-<|end_of_text|> <EOT> _<EOT> [EOT] <end_of_utterance> <｜end▁of▁sentence｜>
+<|end_of_text|> <|eot|> <|end_of_turn|> <|endofturn|> <|END_OF_TURN_TOKEN|> <EOT> _<EOT> [EOT]
+<end_of_utterance> <｜end▁of▁sentence｜>
 """
 END_MARKS = _MARKS.split()
 """Texts of tokens that end a turn in the templates that people use; llama.cpp ends there, too."""
@@ -47,16 +48,18 @@ def control_tokens(pipeline: tokenizers.Tokenizer) -> dict[str, int]:
 
 
 def add_tokens(
-    pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], size: int, *, is_raw: bool
+    pipeline: tokenizers.Tokenizer, settings: Mapping[str, Any], *, is_raw: bool
 ) -> dict[str, str]:
-    """Adds the control tokens of a tokenizer_config.json that a pipeline lacks, new ones up to the
-    vocabulary's `size`; returns the texts of those with a name. With `is_raw` they are found before
-    a text is normalized, else by their flags. Raises `ValueError` for a token with two ids."""
+    """Adds the control tokens of a tokenizer_config.json that a pipeline lacks; returns the texts
+    of those with a name. With `is_raw` they are found before a text is normalized, else by their
+    flags. Raises `ValueError` for a token with two ids."""
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])
     named = {key: text for key in keys if (text := _text(settings.get(key)))}
     texts = [*named.values()]
     for kind in ("additional", "extra"):
         values = settings.get(f"{kind}_special_tokens", ())
+        if isinstance(values, str):
+            raise TypeError(f"{kind}_special_tokens is the text {shorten(values, 60)}, not a list")
         values = values.values() if isinstance(values, dict) else values
         texts += filter(None, map(_text, values))
     tokens: dict[int, tokenizers.AddedToken] = {}
@@ -72,8 +75,7 @@ def add_tokens(
             raise ValueError(f"{text} is token {number} in one file and {other} in another")
     present = {token.content for token in pipeline.get_added_tokens_decoder().values()}
     for text in texts:
-        has_room = pipeline.get_vocab_size() < size
-        if text not in present and (has_room or pipeline.token_to_id(text) is not None):
+        if text not in present:
             pipeline.add_special_tokens([text])
     return named
 

@@ -99,7 +99,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
     assert with_template(several[:1]).chat_template is None
     file = tmp_path / "chat_template.jinja"
     file.write_text("F{{ bos_token }}{{ eos_token }}")
-    assert with_template(several).chat_template.render([]) == "F<s></s>"
+    assert with_template(several).chat_template.render([]) == "F<s>"  # eos_token has no name there
     file.write_bytes(b"\xff")
     with refused("the tokenizer of", "UnicodeDecodeError"):
         with_template(several)

@@ -4,7 +4,7 @@ Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
 V of committed tokens overwrite the least important slots, so output can be of any length.
 
-A row is rebuilt when half of it is overwritten, and after every `rebuild_stride` tokens. Chunks
+A used row is rebuilt when half of it is overwritten, and after every `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the
 target's verification pass has just computed the last: a rebuild needs no pass of its own. If the
 full cache is in host memory, `select` rebuilds layer by layer.
@@ -14,6 +14,7 @@ chunks that are kept, M tokens of a chunk, W observation window, R = W H / K.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -53,7 +54,7 @@ class RetrievalCache(Cache):
         num_heads: int,
         make_slots: MakeSlots | None = None,
     ) -> None:
-        """Allocates an empty cache, which `commit` fills with tokens of `full`."""
+        """Allocates an empty cache, which `commit` and `prepare` fill with tokens of `full`."""
         L, B, K, _, D = full.shape
         self._full = full
         is_default = speculation.policy == "retrieval"
@@ -111,14 +112,14 @@ class RetrievalCache(Cache):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
             M = self._settings.chunk_size
-            held = known // M * M  # tokens after the last whole chunk are copied below
+            held = known // M * M  # tokens after the last whole chunk are copied by `prepare`
             self.rows[b] = RetrievedRow(row.budget, 0, held, known, is_used=False)
             self.hold(b, row.budget, held)
         self.observe(b, queries_LTHD)
         return row.is_planned
 
-    def prepare(self) -> None:
-        for b in range(len(self.rows)):
+    def prepare(self, active: Sequence[bool]) -> None:
+        for b in (b for b, on in enumerate(active) if on):
             self._copy_committed(b)
 
     def of_rows(self, rows: slice) -> Self:

@@ -7,6 +7,7 @@ Legend: L layers, B rows, T tokens of a block, K KV heads, S slots, D head dim.
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -89,8 +90,8 @@ class Cache:
         """Adds the first `counts[b]` tokens of the block just read to the prefix of row b."""
         self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
 
-    def prepare(self) -> None:
-        """Called before a step that uses the cache, which then takes what another cache has."""
+    def prepare(self, active: Sequence[bool]) -> None:
+        """Called before a step of the active rows, which then take what another cache has."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""

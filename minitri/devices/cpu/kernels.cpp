@@ -198,7 +198,7 @@ void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, flo
         const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
         const int64_t row = std::clamp<int64_t>(token, 0, a.num_tokens - 1);
         T* x = static_cast<T*>(p.x) + r * p.E;
-        if (a.form != PLAIN) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 1});
+        if (a.form != PLAIN) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 0, 1});
         else std::copy_n(static_cast<const T*>(a.embeddings) + row * p.E, p.E, x);
         std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
         std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);

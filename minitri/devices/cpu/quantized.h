@@ -1,4 +1,4 @@
-// Matrices of 4 to 8 bits: their layout, and dequantization.
+// Matrices of 4 to 8 bits: their layout, dequantization, and repacking of a GGUF file's blocks.
 
 #pragma once
 

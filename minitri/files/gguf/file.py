@@ -110,8 +110,9 @@ class GgufFile:
         )
 
     def is_in_bfloat16(self) -> bool:
-        """Whether matrices are stored in bfloat16."""
-        return any(stored.type.name == "BF16" for stored in self._tensors.values())
+        """Whether all matrices are stored in bfloat16."""
+        matrices = (stored for stored in self._tensors.values() if len(stored.shape) == 2)
+        return all(stored.type.name == "BF16" for stored in matrices)
 
     def num_weights(self) -> int:
         return sum(math.prod(stored.shape) for stored in self._tensors.values())

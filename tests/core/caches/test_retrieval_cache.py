@@ -45,7 +45,7 @@ class Bench:
     def commit(self, count: int = 1) -> bool:
         """Both caches read on; returns whether the retrieval cache was rebuilt."""
         was_rebuilt = self.cache.commit(0, self._advance(count))
-        self.cache.prepare()
+        self.cache.prepare([True])
         return was_rebuilt
 
     def _advance(self, count: int) -> torch.Tensor:
@@ -216,7 +216,7 @@ def test_a_budget_for_the_whole_text_gives_the_full_cache(policy):
     prompts = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
 
     def compare(rig):
-        rig.small.prepare()
+        rig.small.prepare(rig.cascade.active)
         for b, length in enumerate(rig.full.lengths):
             if rig.cascade.active[b]:
                 assert rig.small.lengths[b] == length
