@@ -28,7 +28,7 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         got = f"{name} is a {shorten(repr(kind), 60)} model"
         raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
-        given = read_table("family_default").get(kind, {}) | _without_null(settings)
+        given = read_table("family_default").get(kind, {}) | without_null(settings)
         if given.get("use_sliding_window") is False:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
@@ -52,7 +52,8 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         return dataclasses.replace(config, **changes)
 
 
-def _without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a file that are not null, which is as good as absent."""
     return {key: value for key, value in settings.items() if value is not None}
 
 
@@ -69,7 +70,7 @@ def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
         settings = given.get(form, {})
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
-        scaling = _without_null(settings) or scaling
+        scaling = without_null(settings) or scaling
     require(scaling, _ONLY, name)
     theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
@@ -112,7 +113,7 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set, with
     penalties in both cases. What is malformed, or not followed, warns."""
-    given = _without_null(settings)
+    given = without_null(settings)
     samples = given.get("do_sample") is True
     fields = {"temperature": 1.0, **_fields(SamplingParams, given)}
     kept = {key: value for key, value in fields.items() if samples or key not in _TEMPERED}

@@ -8,6 +8,7 @@ import tokenizers
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
+from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder
 from minitri.text.chat_template import read_templates
 from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
@@ -18,7 +19,7 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
     """The tokenizer of an opened model. Raises `InputError` if it is missing or does not fit."""
     with explain(f"the tokenizer of {checkpoint.path} is missing or damaged"):
         pipeline = checkpoint.tokenizer()
-        settings = {k: v for k, v in checkpoint.tokenizer_config.items() if v is not None}
+        settings = without_null(checkpoint.tokenizer_config)
         special = _special_tokens(pipeline, settings, config, checkpoint)
         tokenizer = Tokenizer(pipeline, special, *read_templates(settings.get("chat_template")))
     # Tokens may have been added without a row of weights: a prompt that has one is refused.

@@ -7,16 +7,14 @@ conversations into text by the model's chat template.
 import functools
 import re
 from collections.abc import Container, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tokenizers
 from tokenizers import pre_tokenizers
 
 from minitri.core.errors import InputError, check_unicode
+from minitri.text.chat_template import ChatTemplate, Message
 from minitri.text.special_tokens import SpecialTokens, control_tokens
-
-if TYPE_CHECKING:
-    from minitri.text.chat_template import ChatTemplate, Message
 
 _LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
 _PRINTED = [ord(letter) for letter in _LETTERS if ord(letter) < 256]
@@ -72,21 +70,19 @@ class Tokenizer:
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
 
     @functools.cached_property
-    def chat_template(self) -> "ChatTemplate | None":
-        """The model's chat template, or None. Raises `InputError` if it is broken."""
-        from minitri.text.chat_template import ChatTemplate  # starts a process, for conversations
-
+    def chat_template(self) -> ChatTemplate | None:
+        """The model's chat template, or None; a process starts. Raises `InputError` if broken."""
         if not self._template:
             return None
         return ChatTemplate(self._template, self.special.texts, self._tool_template)
 
-    def encode_chat(self, messages: "str | Sequence[Message]") -> list[int]:
+    def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
         list of dicts such as `{"role": "user", "content": "Why?"}`, or the text of one message by
         the user. Raises `InputError`."""
         return self.encode_marked(self.render_chat(messages))
 
-    def render_chat(self, messages: "str | Sequence[Message]", tools: Sequence[Any] = ()) -> str:
+    def render_chat(self, messages: str | Sequence[Message], tools: Sequence[Any] = ()) -> str:
         """A conversation as text with control tokens spelled out; `tools` are functions that the
         model may call. Raises `InputError`."""
         if isinstance(messages, str):

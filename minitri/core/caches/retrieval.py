@@ -4,7 +4,7 @@ Per layer and KV head a row holds `budget` tokens of the full cache, chosen by a
 the block that is being guessed. Slots are ordered from the least important to the most; exact K and
 V of committed tokens overwrite the least important slots, so output can be of any length.
 
-A used row is rebuilt when half of it is overwritten, and after every `rebuild_stride` tokens. Chunks
+A row in use is rebuilt when half of it is overwritten, and after `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the
 target's verification pass has just computed the last: a rebuild needs no pass of its own. If the
 full cache is in host memory, `select` rebuilds layer by layer.
