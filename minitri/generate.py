@@ -70,15 +70,13 @@ def build_parser() -> arguments.OneLineParser:
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     add_flags = arguments.add_flags
-    add_flags(parser, *arguments.MODEL)
+    add_flags(parser, *arguments.MODEL, "json")
     group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    add_flags(
-        parser, "system", "stop", "ignore_eos", "logprobs", "color", "json", *arguments.MEMORY
-    )
+    add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
@@ -100,8 +98,6 @@ def run_command(args: argparse.Namespace) -> int:
     if args.ray is None and args.replicas > 1:
         raise InputError("--replicas is for --ray; add it, or leave --replicas out")
     if args.ray is not None:
-        if args.save_kv is not None:
-            raise InputError("--ray has no --save-kv; leave one of them out")
         from minitri.apps.cluster.batch import on_replicas
 
         return many(args, on_replicas)

@@ -9,8 +9,9 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
@@ -22,12 +23,9 @@ from minitri.apps.cli.terminal import LEGEND, stream
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
+from minitri.core.requests import Row
 from minitri.core.stats import num_common
 from minitri.text.prompt_ids import as_seeds, next_seed
-
-if TYPE_CHECKING:
-    from minitri import Engine
-    from minitri.core.requests import Row
 
 say = log.warning  # with --quiet, too
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repeat themselves
@@ -36,7 +34,7 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repea
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "Engine", talk: Conversation, args: Namespace) -> None:
+    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
         self._engine = engine
         self._args = args
@@ -174,7 +172,7 @@ class Chat:
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> "Row":
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}

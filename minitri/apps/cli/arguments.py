@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli.inputs import read_text
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import between, changed
@@ -107,7 +107,6 @@ class OneLineParser(argparse.ArgumentParser):
             lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
             settings["epilog"] = "\n".join(lines)
         super().__init__(formatter_class=HelpFormatter, **settings)
-        self.add_argument("--version", action="version", version=f"minitri {__version__}")
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:

@@ -43,6 +43,8 @@ def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
 
 def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
     """Answers of the replicas, as soon as a group is done. Raises `InputError`."""
+    if args.save_kv is not None:
+        raise InputError("--ray has no --save-kv; leave one of them out")
     args.seed = draw_seed() if args.seed is None else args.seed
     args.coupled = True
     ray, share = connect(args)

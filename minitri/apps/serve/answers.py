@@ -5,7 +5,6 @@ have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the wor
 """
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,11 +21,8 @@ ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream fo
 
 
 def to_json(content: Json) -> bytes:
-    """JSON in UTF-8, where lone surrogates become question marks. What some clients take for ends
-    of lines is escaped."""
-    text = json.dumps(content, ensure_ascii=False)
-    text = re.sub("[\x85\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
-    return text.encode("utf-8", "replace")
+    """JSON in ASCII: what some clients take for ends of lines is escaped."""
+    return json.dumps(content).encode()
 
 
 def in_stream(content: Json) -> bytes:
@@ -66,8 +62,10 @@ class Writer:
         if not asked.stream:
             if not is_done:
                 return b""
-            ends = sorted(self._ends.items())
-            choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
+            choices = [
+                self._choices[index].piece(end.text, end.tokens, end)
+                for index, end in sorted(self._ends.items())
+            ]
             return to_json({**self._head, "choices": choices, "usage": self._usage()})
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:

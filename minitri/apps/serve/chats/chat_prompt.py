@@ -6,7 +6,6 @@ Templates take plain texts, and the arguments of calls as objects.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import jinja2
@@ -111,14 +110,8 @@ def calls_grammar(
     `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
     at its end, and whether the answer `may_think`. Raises `InputError`."""
     functions = asked.callable_functions
-    is_auto = asked.tool_choice == "auto"
-    is_parallel = asked.parallel_tool_calls
-    has_library = find_spec("llguidance") is not None
-    if not functions or (is_auto and is_parallel and not has_library):
+    if not functions:
         return ""
-    if not has_library:
-        name = "tool_choice" if is_parallel else "parallel_tool_calls"
-        raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
 
     def tag(text: str) -> str:
         return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
@@ -128,8 +121,8 @@ def calls_grammar(
         controls=controls,
         tag=tag,
         functions={name: schema_of(function) for name, function in functions.items()},
-        is_auto=is_auto,
-        is_parallel=is_parallel and asked.tool_choice not in functions,
+        is_auto=asked.tool_choice == "auto",
+        is_parallel=asked.parallel_tool_calls and asked.tool_choice not in functions,
         **thoughts,
     )
 
