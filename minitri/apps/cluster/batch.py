@@ -48,8 +48,8 @@ def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
     args.seed = draw_seed() if args.seed is None else args.seed
     args.coupled = True
     ray, share = connect(args)
-    restarts = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
-    actor = ray.remote(**share, **restarts)(Replica)
+    remote = ray.remote(**share, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)
+    actor = remote(Replica)
     replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
     lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
     size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1

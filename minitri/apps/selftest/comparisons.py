@@ -60,15 +60,26 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
     settings = speculation_of(args)
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
-        fixed = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
         for method in ("autoregressive", *args.methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            tokens = [*engine.complete(prompt, speculation=speculation, **fixed).token_ids]
+            end = engine.complete(
+                prompt,
+                speculation=speculation,
+                generation=generation,
+                seed=args.seed,
+                temperature=temperature,
+            )
+            tokens = [*end.token_ids]
             expected = expected or tokens
             n = num_common(expected, tokens)
-            row: Row = {"mode": mode, "method": method, "verdict": "equal"}
-            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
+            row: Row = {
+                "mode": mode,
+                "method": method,
+                "verdict": "equal",
+                "num_tokens": len(tokens),
+                "num_equal_tokens": n,
+            }
             if n < len(tokens):
                 engine.release()
                 pair = [expected[n], tokens[n]]
@@ -111,9 +122,14 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
         verdict = "consistent"
         if is_alarm(p_values, len(args.methods)):
             verdict = "BUG" if is_exact else "unclear"
-        row: Row = {"mode": "sampled", "method": method, "verdict": verdict}
-        row |= {"num_tokens": len(prompts) * LENGTH, "least_p_value": min(p_values.values())}
-        yield row | {"p_values": p_values}
+        yield {
+            "mode": "sampled",
+            "method": method,
+            "verdict": verdict,
+            "num_tokens": len(prompts) * LENGTH,
+            "least_p_value": min(p_values.values()),
+            "p_values": p_values,
+        }
 
 
 def run_test(

@@ -148,8 +148,13 @@ class Choice:
         calls: list[Json] = []
         for kind, text in pieces:
             if kind == "call":
-                head = {"index": self._num_calls, "id": new_id("call_"), "type": "function"}
-                calls.append({**head, "function": {"name": text, "arguments": ""}})
+                call = {
+                    "index": self._num_calls,
+                    "id": new_id("call_"),
+                    "type": "function",
+                    "function": {"name": text, "arguments": ""},
+                }
+                calls.append(call)
                 self._num_calls += 1
             elif kind == "arguments":
                 if not calls:  # more of a call in an earlier piece

@@ -66,7 +66,9 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     monkeypatch.delenv("MINITRI_HOST_GIB")
     wrong = [(1, value) for value in (0.0, -1.0, float("nan"))]
     for num_rows, gib in (sizes[1], sizes[8], *wrong):
-        with pytest.raises(InputError, match=rf"^{num_rows} x 512 tokens of tiny .* take .* memory=$"):
+        with pytest.raises(
+            InputError, match=rf"^{num_rows} x 512 tokens of tiny .* take .* memory=$"
+        ):
             choose(gib - KIB, fewest=num_rows)
 
 
