@@ -14,8 +14,8 @@ if __name__ == "__main__":  # before long imports: from here on Ctrl-C is answer
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING
 
+import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
@@ -28,9 +28,6 @@ from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
 from minitri.files.named_models import table
 from minitri.text.prompt_ids import next_seed
-
-if TYPE_CHECKING:
-    from minitri import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +125,7 @@ def one(args: argparse.Namespace) -> int:
     return 0 if run.rows[0].finish_reason else 130
 
 
-def prepare(args: argparse.Namespace) -> "tuple[Engine, list[Request]]":
+def prepare(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
     text, source = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, [text])

@@ -9,7 +9,6 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams
@@ -18,7 +17,7 @@ from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import outline
+from minitri.apps.cli.report import Json, outline
 from minitri.apps.cli.terminal import LEGEND, stream
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
@@ -39,7 +38,7 @@ class Chat:
         self._engine = engine
         self._args = args
         self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
-        self._numbers: dict[str, Any] = {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        self._numbers: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         for name, value in vars(self._sampling).items():
             if isinstance(value, int | float):  # others have flags
                 self._numbers[name] = value

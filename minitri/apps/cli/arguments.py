@@ -63,6 +63,8 @@ class SharedFlags:
     """Keep what of the documents fits the context with room for questions and answers."""
     load: str | None = None
     """Continue the conversation that /save wrote to this file."""
+    num_tokens: int = between(12288, 1)
+    """Tokens to sample from a server."""
     num_samples: int = between(2048, 0, 10**6)
     """Tokens per method in the statistical test; 0 leaves it out."""
     kv_store: str | None = None

@@ -54,9 +54,10 @@ class ChatPrompt:
         tags = [THINK, END_THINK, *((form.opening, form.closing) if self._names else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        how = {"thinks": self._thinks, "may_think": THINK in source}
-        grammar = "" if goes_on else calls_grammar(asked, form, controls, **how)
-        self.grammar = Grammar("lark", grammar) if grammar else None
+        self.grammar = None
+        if self._names and not goes_on:
+            thoughts = {"thinks": self._thinks, "may_think": THINK in source}
+            self.grammar = Grammar("lark", calls_grammar(asked, form, controls, **thoughts))
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
@@ -105,13 +106,11 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 def calls_grammar(
     asked: Conversation, form: ToolFormat, controls: Mapping[str, int], **thoughts: bool
 ) -> str:
-    """Grammar of the whole answer in llguidance's Lark dialect, or "" where anything goes.
+    """Grammar of an answer that may call functions, in llguidance's Lark dialect.
 
     `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
     at its end, and whether the answer `may_think`. Raises `InputError`."""
     functions = asked.callable_functions
-    if not functions:
-        return ""
 
     def tag(text: str) -> str:
         return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
