@@ -78,8 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
-    lengths = {"max_prompt_tokens": DEMO_PROMPT_TOKENS, "max_new_tokens": 64}
-    parser.set_defaults(method="auto", ignore_eos=True, **lengths)
+    parser.set_defaults(method="auto", ignore_eos=True)
+    parser.set_defaults(max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64)
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:

@@ -82,9 +82,14 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
             }
             if n < len(tokens):
                 engine.release()
-                pair = [expected[n], tokens[n]]
-                how = (speculation.max_block, temperature, args.seed)
-                gap, bound = compare_scores(engine.model, prompt + tokens[:n], pair, *how)
+                gap, bound = compare_scores(
+                    engine.model,
+                    prompt + tokens[:n],
+                    [expected[n], tokens[n]],
+                    speculation.max_block,
+                    temperature,
+                    args.seed,
+                )
                 is_tie = gap <= bound and not is_bitwise(engine, args)
                 row |= {"verdict": "tie" if is_tie else "BUG", "score_gap": gap, "bound": bound}
             if method != "autoregressive":

@@ -168,12 +168,12 @@ class Choice:
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
-        entries = []
-        for token in tokens:
-            if token.token_id not in self._end_tokens:
-                top = [self._entry(*pair) for pair in token.top_logprobs]
-                entry = self._entry(token.token_id, token.logprob or 0.0)
-                entries.append(entry | {"top_logprobs": top})
+        entries = [
+            self._entry(token.token_id, token.logprob or 0.0)
+            | {"top_logprobs": [self._entry(*pair) for pair in token.top_logprobs]}
+            for token in tokens
+            if token.token_id not in self._end_tokens
+        ]
         if self._is_chat:
             return {"content": entries}
         tops = [
