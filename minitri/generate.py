@@ -14,8 +14,8 @@ if __name__ == "__main__":  # before long imports: from here on Ctrl-C is answer
 import argparse
 import dataclasses
 import json
-from typing import TYPE_CHECKING
 
+import minitri
 from minitri import End, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
@@ -28,9 +28,6 @@ from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
 from minitri.files.named_models import table
 from minitri.text.prompt_ids import next_seed
-
-if TYPE_CHECKING:
-    from minitri import Engine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,15 +67,13 @@ def build_parser() -> arguments.OneLineParser:
         description="Generates text from a Llama model after a prompt as long as its context.",
     )
     add_flags = arguments.add_flags
-    add_flags(parser, *arguments.MODEL)
+    add_flags(parser, *arguments.MODEL, "json")
     group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
     text = "the same as --prompt TEXT"
     group.add_argument("prompt", nargs="?", metavar="TEXT", default=argparse.SUPPRESS, help=text)
     prompts, *others = vars(GenerateFlags())
     arguments.add_fields(group, GenerateFlags, prompts)
-    add_flags(
-        parser, "system", "stop", "ignore_eos", "logprobs", "color", "json", *arguments.MEMORY
-    )
+    add_flags(parser, "system", "stop", "ignore_eos", "logprobs", "color", *arguments.MEMORY)
     arguments.add_fields(parser, GenerateFlags, *others)
     arguments.add_decoding_flags(parser)
     parser.add_argument("--list-models", action="version", version=table(), help="named models")
@@ -100,8 +95,6 @@ def run_command(args: argparse.Namespace) -> int:
     if args.ray is None and args.replicas > 1:
         raise InputError("--replicas is for --ray; add it, or leave --replicas out")
     if args.ray is not None:
-        if args.save_kv is not None:
-            raise InputError("--ray has no --save-kv; leave one of them out")
         from minitri.apps.cluster.batch import on_replicas
 
         return many(args, on_replicas)
@@ -132,7 +125,7 @@ def one(args: argparse.Namespace) -> int:
     return 0 if run.rows[0].finish_reason else 130
 
 
-def prepare(args: argparse.Namespace) -> "tuple[Engine, list[Request]]":
+def prepare(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
     text, source = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, [text])

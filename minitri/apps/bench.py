@@ -13,14 +13,14 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import minitri
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import DEMO_PROMPT_TOKENS, read_prompt
-from minitri.apps.cli.report import where
+from minitri.apps.cli.report import Json, where
 from minitri.core.errors import InputError
 from minitri.core.fields import between
 from minitri.core.log import log
@@ -78,8 +78,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
-    lengths = {"max_prompt_tokens": DEMO_PROMPT_TOKENS, "max_new_tokens": 64}
-    parser.set_defaults(method="auto", ignore_eos=True, **lengths)
+    parser.set_defaults(method="auto", ignore_eos=True)
+    parser.set_defaults(max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64)
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
@@ -107,9 +107,13 @@ def measure(args: argparse.Namespace) -> None:
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations))
     names = ("model", "coupled", "seeds", "max_new_tokens")
-    facts = {name: getattr(args, name) for name in names} | vars(sampling) | where(engine.model)
-    facts["draft"] = engine.models.drafter_name
-    facts["num_prompt_tokens"] = [*map(len, prompts)]
+    facts = {
+        **{name: getattr(args, name) for name in names},
+        **vars(sampling),
+        **where(engine.model),
+        "draft": engine.models.drafter_name,
+        "num_prompt_tokens": [*map(len, prompts)],
+    }
     if args.json:
         print(json.dumps({**facts, "contestants": result}), flush=True)
     else:
@@ -168,7 +172,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(done: Mapping[str, list[Run]]) -> dict[str, dict[str, Any]]:
+def summarise(done: Mapping[str, list[Run]]) -> dict[str, Json]:
     """Figures by method: medians and ranges; speedups over the first, if there are several."""
     result = {}
     first = next(iter(done.values()))
@@ -191,7 +195,7 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, dict[str, Any]]:
     return result
 
 
-def table(result: Mapping[str, dict[str, Any]]) -> str:
+def table(result: Mapping[str, Json]) -> str:
     """The figures in a line for each method: medians and ranges, shares of tested guesses."""
     lines = []
     for name, row in result.items():

@@ -9,7 +9,7 @@ from argparse import Namespace
 
 from minitri.apps.audit.checks import FALSE_ALARM, audit
 from minitri.apps.audit.client import connect
-from minitri.apps.cli.arguments import OneLineParser, add_flags, positive
+from minitri.apps.cli.arguments import OneLineParser, add_flags
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import as_table
 
@@ -25,8 +25,7 @@ def build_parser() -> OneLineParser:
     add("url", metavar="URL", help="of an OpenAI-compatible server")
     add("-m", "--model", help="which of its models (default: its first)")
     add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
-    add("--num-tokens", type=positive, metavar="N", default=12288, help="to sample")
-    add_flags(parser, "json")
+    add_flags(parser, "num_tokens", "json")
     return parser
 
 

@@ -74,8 +74,13 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
 
 def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
     """A row of the audit's report; `fault` says what is wrong, and is empty if nothing is."""
-    verdict = {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault}
-    return verdict | {"statistic": statistic, "num_tokens": num_tokens}
+    return {
+        "check": check,
+        "verdict": "FAULT" if fault else "ok",
+        "says": fault,
+        "statistic": statistic,
+        "num_tokens": num_tokens,
+    }
 
 
 def spread(bursts: Bursts) -> float:
@@ -130,19 +135,17 @@ def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingal
                     if counts.any():
                         copied.add(drawn, p, counts / counts.sum())
                     pairs = [(names[-1], name) for name in probs]
-                    excesses = [excess(seen[pair], expected[pair]) for pair in pairs]
-                    learned.add(drawn, p, np.array(excesses))
+                    excesses = [
+                        (seen[pair] - expected[pair]) / math.sqrt(1 + expected[pair])
+                        for pair in pairs
+                    ]
+                    learned.add(drawn, p, (1 + np.tanh(excesses)) / 2)
                     seen[pairs[drawn]] += 1
                     for pair, prob in zip(pairs, p, strict=True):
                         expected[pair] += prob
                 names += (place.token,)
             others.update(names[: n + 1] for n in range(1, len(names)))
     return likelihood, learned, copied
-
-
-def excess(seen: int, expected: float) -> float:
-    """How much too often a pair of tokens came, from 0 to 1."""
-    return (1 + math.tanh((seen - expected) / math.sqrt(1 + expected))) / 2
 
 
 def known(place: Place, power: float, beyond: bool) -> dict[str, float]:

@@ -9,25 +9,22 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
+import minitri
 from minitri import GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
 from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import outline
+from minitri.apps.cli.report import Json, outline
 from minitri.apps.cli.terminal import LEGEND, stream
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.log import log
+from minitri.core.requests import Row
 from minitri.core.stats import num_common
 from minitri.text.prompt_ids import as_seeds, next_seed
-
-if TYPE_CHECKING:
-    from minitri import Engine
-    from minitri.core.requests import Row
 
 say = log.warning  # with --quiet, too
 SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repeat themselves
@@ -36,12 +33,12 @@ SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repea
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "Engine", talk: Conversation, args: Namespace) -> None:
+    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
         self._engine = engine
         self._args = args
         self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
-        self._numbers: dict[str, Any] = {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        self._numbers: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         for name, value in vars(self._sampling).items():
             if isinstance(value, int | float):  # others have flags
                 self._numbers[name] = value
@@ -174,7 +171,7 @@ class Chat:
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
 
-    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> "Row":
+    def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}

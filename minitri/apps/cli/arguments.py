@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig, __version__
+from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli.inputs import read_text
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import between, changed
@@ -63,6 +63,8 @@ class SharedFlags:
     """Keep what of the documents fits the context with room for questions and answers."""
     load: str | None = None
     """Continue the conversation that /save wrote to this file."""
+    num_tokens: int = between(12288, 1)
+    """Tokens to sample from a server."""
     num_samples: int = between(2048, 0, 10**6)
     """Tokens per method in the statistical test; 0 leaves it out."""
     kv_store: str | None = None
@@ -107,7 +109,6 @@ class OneLineParser(argparse.ArgumentParser):
             lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
             settings["epilog"] = "\n".join(lines)
         super().__init__(formatter_class=HelpFormatter, **settings)
-        self.add_argument("--version", action="version", version=f"minitri {__version__}")
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:

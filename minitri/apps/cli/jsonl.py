@@ -48,8 +48,8 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
     with output_of(args) as (file, done):
         results = answer_all([line for line in lines if key_of(line.id) not in done], args)
         num_wrong = sum(done.values())
-        how = {"initial": len(done), "unit": " prompts", "disable": args.quiet or None}
-        for result in tqdm(results, total=len(lines), **how):
+        hidden = args.quiet or None  # None: where standard error is no terminal
+        for result in tqdm(results, total=len(lines), initial=len(done), disable=hidden):
             print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
@@ -135,5 +135,8 @@ def answers(
     if requests:
         with running(args, engine, requests) as run:
             for end in (event for event in run if isinstance(event, End)):
-                cached = {"num_cached_tokens": end.row_stats.num_cached_tokens}
-                yield heads[end.row] | answer(run.rows[end.row]) | cached
+                yield {
+                    **heads[end.row],
+                    **answer(run.rows[end.row]),
+                    "num_cached_tokens": end.row_stats.num_cached_tokens,
+                }

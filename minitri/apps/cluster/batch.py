@@ -43,11 +43,13 @@ def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
 
 def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
     """Answers of the replicas, as soon as a group is done. Raises `InputError`."""
+    if args.save_kv is not None:
+        raise InputError("--ray has no --save-kv; leave one of them out")
     args.seed = draw_seed() if args.seed is None else args.seed
     args.coupled = True
     ray, share = connect(args)
-    restarts = {"max_restarts": MAX_RESTARTS, "max_task_retries": MAX_RESTARTS}
-    actor = ray.remote(**share, **restarts)(Replica)
+    remote = ray.remote(**share, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)
+    actor = remote(Replica)
     replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
     lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
     size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1

@@ -11,14 +11,13 @@ Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSO
 import json
 from argparse import Namespace
 from collections import Counter
-from typing import Any
 
 from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import read_prompt
-from minitri.apps.cli.report import as_table, where
+from minitri.apps.cli.report import Json, as_table, where
 from minitri.core.settings import METHODS
 
 VERDICTS = {
@@ -53,7 +52,7 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def table(results: list[dict[str, Any]]) -> str:
+def table(results: list[Json]) -> str:
     """The comparisons as a table, with the conclusion in the last line."""
     counts = Counter(row["verdict"] for row in results)
     verdicts = [verdict for verdict in VERDICTS if verdict in counts]

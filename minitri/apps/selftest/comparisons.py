@@ -60,20 +60,36 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
     settings = speculation_of(args)
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
-        fixed = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
         for method in ("autoregressive", *args.methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            tokens = [*engine.complete(prompt, speculation=speculation, **fixed).token_ids]
+            end = engine.complete(
+                prompt,
+                speculation=speculation,
+                generation=generation,
+                seed=args.seed,
+                temperature=temperature,
+            )
+            tokens = [*end.token_ids]
             expected = expected or tokens
             n = num_common(expected, tokens)
-            row: Row = {"mode": mode, "method": method, "verdict": "equal"}
-            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
+            row: Row = {
+                "mode": mode,
+                "method": method,
+                "verdict": "equal",
+                "num_tokens": len(tokens),
+                "num_equal_tokens": n,
+            }
             if n < len(tokens):
                 engine.release()
-                pair = [expected[n], tokens[n]]
-                how = (speculation.max_block, temperature, args.seed)
-                gap, bound = compare_scores(engine.model, prompt + tokens[:n], pair, *how)
+                gap, bound = compare_scores(
+                    engine.model,
+                    prompt + tokens[:n],
+                    [expected[n], tokens[n]],
+                    speculation.max_block,
+                    temperature,
+                    args.seed,
+                )
                 is_tie = gap <= bound and not is_bitwise(engine, args)
                 row |= {"verdict": "tie" if is_tie else "BUG", "score_gap": gap, "bound": bound}
             if method != "autoregressive":
@@ -111,9 +127,14 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
         verdict = "consistent"
         if is_alarm(p_values, len(args.methods)):
             verdict = "BUG" if is_exact else "unclear"
-        row: Row = {"mode": "sampled", "method": method, "verdict": verdict}
-        row |= {"num_tokens": len(prompts) * LENGTH, "least_p_value": min(p_values.values())}
-        yield row | {"p_values": p_values}
+        yield {
+            "mode": "sampled",
+            "method": method,
+            "verdict": verdict,
+            "num_tokens": len(prompts) * LENGTH,
+            "least_p_value": min(p_values.values()),
+            "p_values": p_values,
+        }
 
 
 def run_test(

@@ -5,7 +5,6 @@ have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the wor
 """
 
 import json
-import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -22,11 +21,8 @@ ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream fo
 
 
 def to_json(content: Json) -> bytes:
-    """JSON in UTF-8, where lone surrogates become question marks. What some clients take for ends
-    of lines is escaped."""
-    text = json.dumps(content, ensure_ascii=False)
-    text = re.sub("[\x85\u2028\u2029]", lambda found: f"\\u{ord(found[0]):04x}", text)
-    return text.encode("utf-8", "replace")
+    """JSON in ASCII: what some clients take for ends of lines is escaped."""
+    return json.dumps(content).encode()
 
 
 def in_stream(content: Json) -> bytes:
@@ -66,8 +62,10 @@ class Writer:
         if not asked.stream:
             if not is_done:
                 return b""
-            ends = sorted(self._ends.items())
-            choices = [self._choices[i].piece(end.text, end.tokens, end) for i, end in ends]
+            choices = [
+                self._choices[index].piece(end.text, end.tokens, end)
+                for index, end in sorted(self._ends.items())
+            ]
             return to_json({**self._head, "choices": choices, "usage": self._usage()})
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:
@@ -150,8 +148,13 @@ class Choice:
         calls: list[Json] = []
         for kind, text in pieces:
             if kind == "call":
-                head = {"index": self._num_calls, "id": new_id("call_"), "type": "function"}
-                calls.append({**head, "function": {"name": text, "arguments": ""}})
+                call = {
+                    "index": self._num_calls,
+                    "id": new_id("call_"),
+                    "type": "function",
+                    "function": {"name": text, "arguments": ""},
+                }
+                calls.append(call)
                 self._num_calls += 1
             elif kind == "arguments":
                 if not calls:  # more of a call in an earlier piece
@@ -165,12 +168,12 @@ class Choice:
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
-        entries = []
-        for token in tokens:
-            if token.token_id not in self._end_tokens:
-                top = [self._entry(*pair) for pair in token.top_logprobs]
-                entry = self._entry(token.token_id, token.logprob or 0.0)
-                entries.append(entry | {"top_logprobs": top})
+        entries = [
+            self._entry(token.token_id, token.logprob or 0.0)
+            | {"top_logprobs": [self._entry(*pair) for pair in token.top_logprobs]}
+            for token in tokens
+            if token.token_id not in self._end_tokens
+        ]
         if self._is_chat:
             return {"content": entries}
         tops = [

@@ -78,7 +78,7 @@ class Service:
     protocol: Protocol
     worker: Worker
     max_open: int  # texts that may run or wait
-    access: Access = field(default_factory=Access)
+    access: Access
     clients: list[str] = field(default_factory=list)  # of the texts that run or wait
 
     @property
@@ -188,8 +188,12 @@ class Service:
     async def models(self, request: Request) -> Response:
         """All names of the model, or the one in the path."""
         self.access.admit(request)
-        about = {"object": "model", "created": 0, "owned_by": "minitri"}
-        about["max_model_len"] = self.protocol.context
+        about = {
+            "object": "model",
+            "created": 0,
+            "owned_by": "minitri",
+            "max_model_len": self.protocol.context,
+        }
         if name := request.path_params.get("name"):
             self.protocol.check_model(name)
             return JSONResponse({"id": name, **about})

@@ -65,9 +65,15 @@ class ResponseWriter(Writer):
         if usage:  # details that clients require
             usage["input_tokens_details"] |= {"cache_write_tokens": 0}
             usage["output_tokens_details"] |= {"reasoning_tokens": 0}
-        cut = {"reason": "max_output_tokens"} if self._status == "incomplete" else None
-        state = {"status": self._status, "error": None, "incomplete_details": cut}
-        return {**self._head, **state, "usage": usage or None, "output": self._items}
+        is_cut = self._status == "incomplete"
+        return {
+            **self._head,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": usage or None,
+            "output": self._items,
+        }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
         """Next event of a stream."""
@@ -77,15 +83,20 @@ class ResponseWriter(Writer):
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Event about the latest item."""
-        place = {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}
-        return self._event(kind, **place, content_index=0, **fields)
+        return self._event(
+            kind,
+            item_id=self._items[-1]["id"],
+            output_index=len(self._items) - 1,
+            content_index=0,
+            **fields,
+        )
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Events about pieces of the answer."""
         for piece, text in pieces:
             if piece == "call":
-                head = {"call_id": new_id("call_"), "name": text, "arguments": ""}
-                yield from self._open("function_call", **head)
+                call_id = new_id("call_")
+                yield from self._open("function_call", call_id=call_id, name=text, arguments="")
             elif piece == "arguments":
                 self._items[-1]["arguments"] += text
                 yield self._item_event("function_call_arguments.delta", delta=text)
@@ -102,9 +113,9 @@ class ResponseWriter(Writer):
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         """Begins an item."""
         yield from self._close("completed")
-        item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress"}
-        self._items.append(item | fields)
-        yield self._item_event("output_item.added", item=self._items[-1])
+        item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
+        self._items.append(item)
+        yield self._item_event("output_item.added", item=item)
 
     def _close(self, status: str) -> Iterator[bytes]:
         """Ends the latest item, if there is one."""
@@ -113,8 +124,9 @@ class ResponseWriter(Writer):
         item = self._items[-1]
         item["status"] = status
         if item["type"] == "function_call":
-            call = {"arguments": item["arguments"], "name": item["name"]}
-            yield self._item_event("function_call_arguments.done", **call)
+            yield self._item_event(
+                "function_call_arguments.done", arguments=item["arguments"], name=item["name"]
+            )
         else:
             [part] = item["content"]
             yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])

@@ -32,5 +32,9 @@ def choose_rows(
         if sized.has_room(most - uncounted, on_host):
             return num_rows, taken
     got = f"{fewest} x {shape.generation.reserve} tokens of {needs.config.name} and the weights"
-    ways = ("lower batch_size=", "lower context=", "give more memory=")
-    raise InputError(f"{got} take {taken:.3f} GiB, and there are {most / GIB:.3f} to take", *ways)
+    raise InputError(
+        f"{got} take {taken:.3f} GiB, and there are {most / GIB:.3f} to take",
+        "lower batch_size=",
+        "lower context=",
+        "give more memory=",
+    )

@@ -42,7 +42,7 @@ minitri.generate --output OUT | ^--ray and --output are for many prompts; give -
 minitri.generate --replicas 2 | is for --ray; add it
 minitri.generate --logit-bias x:1 | ^--logit-bias is .* it must map token ids to numbers
 minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
-minitri.generate --prompts tiny/config.json --ray local --output OUT | 'ray'; pip install it
+minitri.generate --prompts tiny/config.json --ray local --output OUT | import of ray .*; pip
 minitri.generate --top-p nan | ^--top-p is nan
 minitri.generate --logit-bias 320:1 | ^--logit-bias is for token 320, but tiny has 320 tokens
 minitri.generate --regex '(a' | ^the regex cannot be used \(.*unclosed group\); correct it

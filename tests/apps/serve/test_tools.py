@@ -1,13 +1,13 @@
 """Tools at /v1/chat/completions: the model says what the test gives, or is a real, tiny one."""
 
 import json
-import sys
 
 import jsonschema
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
+from minitri.apps.serve.chats import chat_prompt
 from tests.apps.serve.conftest import serving
 from tests.apps.serve.templates import FAMILIES, QWEN, THINKING
 
@@ -119,14 +119,6 @@ def test_a_template_that_ignores_tools_says_so(ask, use_template):
     ask("", tool_choice="none")
 
 
-def test_without_llguidance_what_must_be_held_is_refused(ask, monkeypatch):
-    monkeypatch.setitem(sys.modules, "llguidance", None)
-    assert ask(SAID["hermes"][0]).choices[0].finish_reason == "tool_calls"
-    for name, value in (("tool_choice", TOOLS[1]), ("parallel_tool_calls", False)):
-        with pytest.raises(openai.BadRequestError, match=f"{name} needs .*grammar"):
-            ask("", **{name: value})
-
-
 SCHEMA = {"unit": {"enum": ["celsius", "größer"]}, "day": {"enum": [1, 2]}}
 SCHEMA = {"type": "object", "properties": SCHEMA, "required": ["unit"]}
 SCHEMA |= {"additionalProperties": False}
@@ -166,5 +158,5 @@ def test_text_without_calls_is_what_it_would_be(real, roomy, use_template, monke
     for _ in range(2):
         answer = real.openai.chat.completions.create(model="tiny", **fields)
         texts.append([it.message.content for it in answer.choices])
-        monkeypatch.setitem(sys.modules, "llguidance", None)
+        monkeypatch.setattr(chat_prompt, "Grammar", lambda *_: None)
     assert texts[0] == texts[1]

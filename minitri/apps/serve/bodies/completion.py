@@ -216,12 +216,8 @@ class ResponseBody(Fields):
             for tool in self.tools
             if tool.get("type") == "function"
         ]
-        content = {
-            "messages": self._messages(),
-            "tools": tools,
-            "tool_choice": self.tool_choice,
-            "parallel_tool_calls": self.parallel_tool_calls,
-        }
+        content = self.model_dump(include={"tool_choice", "parallel_tool_calls"})
+        content |= {"messages": self._messages(), "tools": tools}
         return checked(Conversation, content, lenient=lenient)
 
     def _messages(self) -> list[Json]:

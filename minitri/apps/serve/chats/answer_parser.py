@@ -145,25 +145,19 @@ class AnswerParser:
 
     def _pass_arguments(self) -> Generator[None, None, None]:
         """Streams the JSON arguments of a tool call, up to the bracket that closes them."""
-        depth = 0
-        is_string = is_escaped = False
-        while True:
-            for num_read, character in enumerate(self._rest, 1):
-                if is_escaped:
-                    is_escaped = False
-                elif is_string:
-                    is_string = character != '"'
-                    is_escaped = character == "\\"
-                else:
-                    is_string = character == '"'
-                    depth += (character in "{[") - (character in "}]")
-                    if not depth:
-                        self._add("arguments", self._cut(num_read))
-                        return
-            self._add("arguments", self._cut(len(self._rest)))
-            if self._is_last:
-                return
-            yield
+        read = ""
+        is_done = False
+        while not is_done:
+            read += self._rest
+            try:
+                _, end = json.JSONDecoder().raw_decode(read)
+                is_done = True
+            except (ValueError, RecursionError):
+                end = len(read)
+                is_done = self._is_last
+            self._add("arguments", self._cut(len(self._rest) - len(read) + end))
+            if not is_done:
+                yield
 
     def _cut(self, num: int) -> str:
         """Takes characters off the rest of the text."""

@@ -6,7 +6,6 @@ Templates take plain texts, and the arguments of calls as objects.
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 import jinja2
@@ -55,9 +54,10 @@ class ChatPrompt:
         tags = [THINK, END_THINK, *((form.opening, form.closing) if self._names else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        how = {"thinks": self._thinks, "may_think": THINK in source}
-        grammar = "" if goes_on else calls_grammar(asked, form, controls, **how)
-        self.grammar = Grammar("lark", grammar) if grammar else None
+        self.grammar = None
+        if self._names and not goes_on:
+            thoughts = {"thinks": self._thinks, "may_think": THINK in source}
+            self.grammar = Grammar("lark", calls_grammar(asked, form, controls, **thoughts))
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
@@ -106,19 +106,11 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 def calls_grammar(
     asked: Conversation, form: ToolFormat, controls: Mapping[str, int], **thoughts: bool
 ) -> str:
-    """Grammar of the whole answer in llguidance's Lark dialect, or "" where anything goes.
+    """Grammar of an answer that may call functions, in llguidance's Lark dialect.
 
     `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
     at its end, and whether the answer `may_think`. Raises `InputError`."""
     functions = asked.callable_functions
-    is_auto = asked.tool_choice == "auto"
-    is_parallel = asked.parallel_tool_calls
-    has_library = find_spec("llguidance") is not None
-    if not functions or (is_auto and is_parallel and not has_library):
-        return ""
-    if not has_library:
-        name = "tool_choice" if is_parallel else "parallel_tool_calls"
-        raise InputError(f"{name} needs llguidance; install minitri[grammar], or leave it out")
 
     def tag(text: str) -> str:
         return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
@@ -128,8 +120,8 @@ def calls_grammar(
         controls=controls,
         tag=tag,
         functions={name: schema_of(function) for name, function in functions.items()},
-        is_auto=is_auto,
-        is_parallel=is_parallel and asked.tool_choice not in functions,
+        is_auto=asked.tool_choice == "auto",
+        is_parallel=asked.parallel_tool_calls and asked.tool_choice not in functions,
         **thoughts,
     )
 
