@@ -136,7 +136,7 @@ def joined(content: str | tuple[Part, ...]) -> str:
 class Message(Body):
     """Message of a chat."""
 
-    role: str
+    role: str = Field(min_length=1)
     content: Annotated[
         str | Many[Part], AfterValidator(joined), says("give a text, or parts of type text")
     ] = ""

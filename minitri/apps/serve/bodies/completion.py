@@ -33,10 +33,12 @@ def like(name: str) -> Any:
 
 def read_form(form: object) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `ValueError`."""
-    match form:
-        case {"type": "json_schema", "json_schema": dict(inner), **others} if not others:
-            form = {"type": "json_schema", **inner}
     given = {name: v for name, v in form.items() if v is not None} if isinstance(form, dict) else {}
+    match given:
+        case {"type": "json_schema", "json_schema": dict(inner), **others} if not others:
+            given = {name: v for name, v in inner.items() if v is not None} | {
+                "type": "json_schema"
+            }
     match given:
         case {"type": "text", **others} if not others:
             return None
@@ -48,7 +50,8 @@ def read_form(form: object) -> Grammar | None:
             return Grammar("json_schema", json.dumps(schema))
     if len(given) == 1 and given.keys() <= GRAMMARS.keys():
         [(name, value)] = given.items()
-        return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
+        if isinstance(value, str) or name in ("json", "choice"):
+            return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
     raise ValueError("see /docs for what it may be")
 
 
