@@ -144,16 +144,16 @@ class AnswerParser:
             yield
 
     def _pass_arguments(self) -> Generator[None, None, None]:
-        """Streams the JSON arguments of a tool call, up to the bracket that closes them."""
+        """Streams the arguments of a tool call, up to the end of their JSON object."""
         read = ""
         is_done = False
         while not is_done:
             read += self._rest
             try:
-                _, end = json.JSONDecoder().raw_decode(read)
+                _, end = json.JSONDecoder(strict=False).raw_decode(read)
                 is_done = True
             except (ValueError, RecursionError):
-                end = len(read)
+                end = len(read)  # not whole, or no JSON: then all that follows
                 is_done = self._is_last
             self._add("arguments", self._cut(len(self._rest) - len(read) + end))
             if not is_done:
