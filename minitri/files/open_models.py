@@ -45,8 +45,8 @@ class OpenModel:
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
         self.config = self.checkpoint.config(located.name)
-        has_kernels = join().count == 1 and kernels_for(device, self.config) is not None
-        is_in_bfloat16 = has_kernels and self.checkpoint.is_in_bfloat16()
+        self._kernels = kernels_for(device, self.config) if join().count == 1 else None
+        is_in_bfloat16 = self._kernels is not None and self.checkpoint.is_in_bfloat16()
         dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
         self._runtime = Runtime(device, dtype, choice.attention, join())
         self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))
@@ -79,8 +79,7 @@ class OpenModel:
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
-        device, dtype = self._runtime.device, self._runtime.dtype
-        kernels = kernels_for(device, self.config) if join().count == 1 else None
+        dtype, kernels = self._runtime.dtype, self._kernels
         plan = plan_weights(
             self.choice,
             self.checkpoint,

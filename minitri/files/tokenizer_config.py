@@ -40,11 +40,10 @@ def _special_tokens(
 ) -> SpecialTokens:
     """The special tokens of a pipeline, to which those are added that only the settings have.
     Raises `InputError` if BOS is asked for and not known."""
-    adds_bos = checkpoint.adds_bos
-    texts = add_tokens(pipeline, settings, is_raw=adds_bos)
+    texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)
     ids = {name: pipeline.token_to_id(text) for name, text in texts.items()}
     bos = config.bos_token_id if ids.get("bos_token") is None else ids["bos_token"]
-    if not isinstance(add := settings.get("add_bos_token", adds_bos), bool):
+    if not isinstance(add := settings.get("add_bos_token", checkpoint.adds_bos), bool):
         raise TypeError(f"add_bos_token is {shorten(repr(add), 60)}")
     prefix = [config.vocab_size if bos is None else bos] if add else []
     texts_that_may_encode = map(pipeline.encode, ["a", *pipeline.get_vocab()])
@@ -58,8 +57,7 @@ def _special_tokens(
     marks = [*{"</s>"} & control_tokens(pipeline).keys(), *END_MARKS]
     found = [*config.eos_token_ids, *named, *map(pipeline.token_to_id, marks)]
     ends = dict.fromkeys(end for end in found if end is not None and end < config.vocab_size)
-    # Templates of a folder know the names in tokenizer_config.json alone, as in transformers.
-    usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}
-    usual = usual if isinstance(checkpoint, GgufFile) else {}
-    known = {name: pipeline.id_to_token(i) or "" for name, i in usual.items() if i is not None}
-    return SpecialTokens(prefix, tuple(ends), {**known, **texts})
+    if isinstance(checkpoint, GgufFile):  # in a folder only tokenizer_config.json names tokens
+        usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}
+        texts = {name: pipeline.id_to_token(i) or "" for name, i in usual.items() if i is not None}
+    return SpecialTokens(prefix, tuple(ends), texts)

@@ -119,8 +119,9 @@ class RetrievalCache(Cache):
         return row.is_planned
 
     def prepare(self, active: Sequence[bool]) -> None:
-        for b in (b for b, on in enumerate(active) if on):
-            self._copy_committed(b)
+        for b, is_active in enumerate(active):
+            if is_active:
+                self._copy_committed(b)
 
     def of_rows(self, rows: slice) -> Self:
         part = super().of_rows(rows)

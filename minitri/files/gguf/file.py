@@ -68,7 +68,6 @@ class GgufFile:
                 settings = read_table("gguf_llama") | settings
             ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
             attention = "model.layers.0.self_attn"
-            names = read_table("gguf_rope")
             config = read_config(
                 {
                     **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
@@ -78,7 +77,9 @@ class GgufFile:
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": [end for end in ends if end is not None],
-                    "rope_parameters": {name: settings.get(key) for key, name in names.items()},
+                    "rope_parameters": {
+                        name: settings.get(key) for key, name in read_table("gguf_rope").items()
+                    },
                 },
                 name,
             )
@@ -111,8 +112,8 @@ class GgufFile:
 
     def is_in_bfloat16(self) -> bool:
         """Whether all matrices are stored in bfloat16."""
-        matrices = (stored for stored in self._tensors.values() if len(stored.shape) == 2)
-        return all(stored.type.name == "BF16" for stored in matrices)
+        stored = self._tensors.values()
+        return {it.type.name for it in stored if len(it.shape) == 2} == {"BF16"}
 
     def num_weights(self) -> int:
         return sum(math.prod(stored.shape) for stored in self._tensors.values())
