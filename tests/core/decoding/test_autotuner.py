@@ -131,3 +131,18 @@ def test_what_must_catch_up_for_long_is_tried_rarely():
     soon = steps_between_trials(0.0)
     assert 50 < soon < 500  # where nothing is faster than the model alone, by far
     assert steps_between_trials(3.0) == pytest.approx(soon + RARITY * 3.0 / COSTS["target"], abs=2)
+
+
+def test_without_a_clock_the_price_of_reading_a_window_makes_trials_rare():
+    def trials(slope):
+        costs = {**COSTS, "draft": 0.2}
+        prior = lambda stage, n: costs[stage] * (1 + slope * n * (stage == "draft"))  # noqa: E731
+        tuner = Autotuner([AR, NAIVE], prior, use_clock=False)
+        for _ in range(60):
+            tuner.note_acceptance("draft", 10, 1)
+        return [n for n in range(3000) if tuner.choose() == NAIVE]
+
+    often, rarely = trials(0.0), trials(0.01)
+    assert often[0] == rarely[0]  # nothing was read before
+    assert len(rarely) > 1
+    assert rarely[1] - often[1] > 0.9 * RARITY * 0.2 * 0.01 * 256 / COSTS["target"]
