@@ -52,17 +52,20 @@ class Autotuner:
                 self.plan = best
         used = _proposers(self.plan)
         if "draft" in used and self._num_unused["draft"] > 0 and not self._use_clock:
-            seconds = self._prior("draft", min(self._num_unused["draft"], WINDOW))
-            self.note_catching_up("draft", seconds, is_timed=False)
+            self._delay("draft", self._prior("draft", min(self._num_unused["draft"], WINDOW)))
         for stage, n in self._num_unused.items():
             self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
         return self.plan
 
-    def note_catching_up(self, stage: str, seconds: float, *, is_timed: bool = True) -> None:
+    def note_catching_up(self, stage: str, seconds: float) -> None:
         """Records the seconds in which a stage read what its cache lacked before a step."""
-        if (self._use_clock or not is_timed) and stage in self._num_unused:
-            num_steps = RARITY * seconds / self._cost("target", 0)
-            self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
+        if self._use_clock and stage in self._num_unused:
+            self._delay(stage, seconds)
+
+    def _delay(self, stage: str, seconds: float) -> None:
+        """Puts off the bonus of a stage that took these seconds to catch up."""
+        num_steps = RARITY * seconds / self._cost("target", 0)
+        self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
         """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
