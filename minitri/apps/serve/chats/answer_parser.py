@@ -5,6 +5,7 @@ tag; the pieces of each kind, joined, do not depend on the cuts. Text that is no
 nothing is lost. Arguments are passed on as the model writes them, valid or not.
 """
 
+import contextlib
 import itertools
 import json
 from collections.abc import Collection, Generator
@@ -146,18 +147,18 @@ class AnswerParser:
     def _pass_arguments(self) -> Generator[None, None, None]:
         """Streams the arguments of a tool call, up to the end of their JSON object."""
         read = ""
-        is_done = False
-        while not is_done:
+        while True:
             read += self._rest
-            try:
-                _, end = json.JSONDecoder(strict=False).raw_decode(read)
-                is_done = True
-            except (ValueError, RecursionError):
-                end = len(read)  # not whole, or no JSON: then all that follows
-                is_done = self._is_last
+            end = len(read)  # if it is not whole, or no JSON: then all that follows
+            is_done = self._is_last
+            if "}" in self._rest:  # else the object goes on
+                with contextlib.suppress(ValueError, RecursionError):
+                    _, end = json.JSONDecoder(strict=False).raw_decode(read)
+                    is_done = True
             self._add("arguments", self._cut(len(self._rest) - len(read) + end))
-            if not is_done:
-                yield
+            if is_done:
+                return
+            yield
 
     def _cut(self, num: int) -> str:
         """Takes characters off the rest of the text."""
