@@ -53,7 +53,7 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file that are not null, which is as good as absent."""
+    """The settings of a file or a request that are not null, which is as good as absent."""
     return {key: value for key, value in settings.items() if value is not None}
 
 

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, mo
 from minitri.core.errors import InputError, shorten
 from minitri.core.fields import refuse
 from minitri.core.log import log
+from minitri.files.hf_config import without_null
 
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
 """A function's name, which is no value of `tool_choice`."""
@@ -53,7 +54,7 @@ class Body(pydantic.BaseModel):
         if the context is true."""
         if not isinstance(given, dict):
             return given
-        kept = {name: value for name, value in given.items() if value is not None}
+        kept = without_null(given)
         for name in kept.keys() - cls.model_fields.keys():
             if name not in IGNORED and kept[name] not in NEUTRAL.get(name, ()):
                 if not info.context or cls.model_config["extra"] == "ignore":

@@ -15,6 +15,7 @@ from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, 
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import refuse
 from minitri.core.settings import MAX_ROWS
+from minitri.files.hf_config import without_null
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
@@ -33,12 +34,10 @@ def like(name: str) -> Any:
 
 def read_form(form: object) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `ValueError`."""
-    given = {name: v for name, v in form.items() if v is not None} if isinstance(form, dict) else {}
+    given = without_null(form) if isinstance(form, dict) else {}
     match given:
         case {"type": "json_schema", "json_schema": dict(inner), **others} if not others:
-            given = {name: v for name, v in inner.items() if v is not None} | {
-                "type": "json_schema"
-            }
+            given = without_null(inner) | {"type": "json_schema"}
     match given:
         case {"type": "text", **others} if not others:
             return None
