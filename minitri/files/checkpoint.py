@@ -73,7 +73,8 @@ def load_model(
 ) -> Llama:
     """Loads a model from its files, ready to run. Raises `InputError` if they do not fit `config`.
     `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
-    quantized as a GGUF file stores them. `progress` draws a bar on standard error."""
+    quantized as a GGUF file stores them, some at least if `must_keep`. `progress` draws a bar on
+    standard error."""
     model = build(config, runtime, target)
     kernels = accelerate(model)
     packed = keep_blocks(model, checkpoint, kernels, must_keep) if in_blocks else {}

@@ -1,5 +1,6 @@
 """Makes the tokenizer of a checkpoint from its files: library, special tokens, chat template."""
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,8 +47,9 @@ def _special_tokens(
     if not isinstance(add := settings.get("add_bos_token", checkpoint.adds_bos), bool):
         raise TypeError(f"add_bos_token is {shorten(repr(add), 60)}")
     prefix = [config.vocab_size if bos is None else bos] if add else []
-    texts_that_may_encode = map(pipeline.encode, ["a", *pipeline.get_vocab()])
-    sample = next(it for it in texts_that_may_encode if 0 in it.special_tokens_mask)
+    tokens = filter(None, map(pipeline.id_to_token, range(pipeline.get_vocab_size())))
+    encodings = map(pipeline.encode, itertools.chain("a", tokens))
+    sample = next(it for it in encodings if 0 in it.special_tokens_mask)
     if 1 in sample.special_tokens_mask:  # the post-processor decides
         prefix = sample.ids[: sample.special_tokens_mask.index(0)]
     if max(prefix, default=0) >= config.vocab_size:
