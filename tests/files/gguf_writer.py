@@ -11,6 +11,7 @@ import tokenizers
 import torch
 
 from minitri.core.config import ModelConfig
+from tools.bench.random_gguf import add_shape
 
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 PAIRED = ("llama", "granite", "smollm3")  # with neighbouring rotary pairs
@@ -79,15 +80,7 @@ def write_gguf(
     names; without them there is only an embedding. `kinds` of parts such as `v_proj` may differ.
     With `max_tensors` there are several files, as llama.cpp splits them."""
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=max_tensors)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    add_shape(writer, config)
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     if isinstance(words, Path):

@@ -23,13 +23,11 @@ from minitri.devices.folders import weights_folder
 from minitri.files.checkpoint import placements
 from minitri.files.named_models import MODELS
 
-BLOCK = 256
-"""Numbers of a block; a row of a matrix is a whole number of blocks."""
+BLOCK = 256  # numbers of a block; a row of a matrix is a whole number of blocks
 
 
 def random_gguf(name: str) -> Path:
-    """The file of a named model's shape, written once to the folder of weights. Raises
-    `InputError`."""
+    """The file of a named model's shape, written to the weights' folder once, or `InputError`."""
     target = weights_folder() / f"random-{name}.Q4_K_M.gguf"
     if not target.exists():
         log.info("writing %s", target)
@@ -52,16 +50,7 @@ def write_random(path: Path, config: ModelConfig) -> None:
         config = dataclasses.replace(config, tie_word_embeddings=False)
     writer = gguf.GGUFWriter(path, family)
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_K_M)
-    writer.add_context_length(config.context_length)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_heads)
-    writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(config.rope.theta)
+    add_shape(writer, config)
     add_tokens(writer, config.vocab_size)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_layers)  # the most of all
     shapes = placements(Llama(config, dtype=torch.float32, device=torch.device("meta")))
@@ -81,6 +70,20 @@ def write_random(path: Path, config: ModelConfig) -> None:
             data = random_blocks(sizes[name], tensor.shape[1], kind_of(name, config), seed)
         writer.write_tensor_data(data)
     writer.close()
+
+
+def add_shape(writer: Any, config: ModelConfig) -> None:
+    """Sizes and constants of a model, by the names of GGUF."""
+    writer.add_context_length(config.context_length)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_heads)
+    writer.add_head_count_kv(config.num_kv_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope.theta)
 
 
 def kind_of(name: str, config: ModelConfig) -> str:
