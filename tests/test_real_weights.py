@@ -1,5 +1,6 @@
 """SmolLM2-135M's real weights, a long text: the tokens of `transformers`, and of every method."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -20,34 +21,39 @@ def ours(text: str, **settings) -> tuple[minitri.Engine, list[int]]:
     return engine, engine.tokenizer.encode(text)[:LENGTH]
 
 
-def theirs(path, text: str, rope: dict | None) -> list[int]:
+@pytest.fixture(scope="module")
+def model(real_weights):
+    """The model of `transformers`, read from the file once."""
     import transformers
 
-    where = {"pretrained_model_name_or_path": path.parent, "gguf_file": path.name}
-    how = {"config": transformers.AutoConfig.from_pretrained(**where), "dtype": torch.float32}
-    if rope is not None:
-        how["config"].rope_parameters, how["config"].max_position_embeddings = rope, 32768
+    where = {"pretrained_model_name_or_path": real_weights.parent, "gguf_file": real_weights.name}
+    how = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # else they stay quantized
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
-    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(text)[:LENGTH]
-    settings = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2}
-    out = model.generate(torch.tensor([ids]), max_new_tokens=32, **settings)
-    return out[0, LENGTH:].tolist()
+    return transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
 
 
-FORMS = [
-    ({"weights": "dense"}, None),
-    ({"weights": "native"}, None),
-    ({"rope_scaling": "yarn:4"}, YARN4),
-]
+@pytest.mark.parametrize("rope", [None, YARN4])
+def test_tokens_are_those_of_transformers(real_weights, model, long_text, rope):
+    """Of dense and of quantized weights, or in a longer context; the prompt's tokens, too."""
+    import transformers
 
-
-@pytest.mark.parametrize(("settings", "rope"), FORMS)
-def test_tokens_are_those_of_transformers(real_weights, long_text, settings, rope):
-    engine, prompt = ours(long_text, **settings)
-    done = engine.complete(prompt, temperature=0, max_new_tokens=32)
-    assert [*done.token_ids] == theirs(real_weights, long_text, rope)
+    forms = [{"weights": "dense"}, {"weights": "native"}]
+    if rope is not None:
+        config = copy.deepcopy(model.config)
+        config.rope_parameters, config.max_position_embeddings = rope, 32768
+        stretched = type(model)(config).eval()
+        stretched.load_state_dict(model.state_dict())
+        model, forms = stretched, [{"rope_scaling": "yarn:4"}]
+    where = {"pretrained_model_name_or_path": real_weights.parent, "gguf_file": real_weights.name}
+    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(long_text)[:LENGTH]
+    for settings in forms:
+        engine, prompt = ours(long_text, **settings)
+        assert prompt == ids
+        how = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 32}
+        wanted = model.generate(torch.tensor([prompt]), **how)[0, LENGTH:].tolist()
+        done = engine.complete(prompt, temperature=0, max_new_tokens=32)
+        assert [*done.token_ids] == wanted
 
 
 @pytest.mark.usefixtures("real_weights")
