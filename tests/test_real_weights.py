@@ -22,38 +22,37 @@ def ours(text: str, **settings) -> tuple[minitri.Engine, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def model(real_weights):
-    """The model of `transformers`, read from the file once."""
+def theirs(real_weights, long_text) -> dict[str | None, list[int]]:
+    """The prompt, and what `transformers` generates after it by `--rope-scaling`, None without."""
     import transformers
 
     where = {"pretrained_model_name_or_path": real_weights.parent, "gguf_file": real_weights.name}
     how = {"dtype": torch.float32}
     if hasattr(transformers, "GgufConfig"):  # else they stay quantized
         how["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(**where, **how).eval()
+    config = copy.deepcopy(model.config)
+    config.rope_parameters, config.max_position_embeddings = YARN4, 32768
+    stretched = type(model)(config).eval()
+    stretched.load_state_dict(model.state_dict())
+    prompt = transformers.AutoTokenizer.from_pretrained(**where).encode(long_text)[:LENGTH]
+    settings = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 32}
+
+    def generated(model) -> list[int]:
+        return model.generate(torch.tensor([prompt]), **settings)[0, LENGTH:].tolist()
+
+    return {"prompt": prompt, None: generated(model), "yarn:4": generated(stretched)}
 
 
-@pytest.mark.parametrize("rope", [None, YARN4])
-def test_tokens_are_those_of_transformers(real_weights, model, long_text, rope):
-    """Of dense and of quantized weights, or in a longer context; the prompt's tokens, too."""
-    import transformers
+FORMS = [{"weights": "dense"}, {"weights": "native"}, {"rope_scaling": "yarn:4"}]
 
-    forms = [{"weights": "dense"}, {"weights": "native"}]
-    if rope is not None:
-        config = copy.deepcopy(model.config)
-        config.rope_parameters, config.max_position_embeddings = rope, 32768
-        stretched = type(model)(config).eval()
-        stretched.load_state_dict(model.state_dict())
-        model, forms = stretched, [{"rope_scaling": "yarn:4"}]
-    where = {"pretrained_model_name_or_path": real_weights.parent, "gguf_file": real_weights.name}
-    ids = transformers.AutoTokenizer.from_pretrained(**where).encode(long_text)[:LENGTH]
-    for settings in forms:
-        engine, prompt = ours(long_text, **settings)
-        assert prompt == ids
-        how = {"do_sample": False, "eos_token_id": 2, "pad_token_id": 2, "max_new_tokens": 32}
-        wanted = model.generate(torch.tensor([prompt]), **how)[0, LENGTH:].tolist()
-        done = engine.complete(prompt, temperature=0, max_new_tokens=32)
-        assert [*done.token_ids] == wanted
+
+@pytest.mark.parametrize("settings", FORMS)
+def test_tokens_are_those_of_transformers(theirs, long_text, settings):
+    engine, prompt = ours(long_text, **settings)
+    assert prompt == theirs["prompt"]
+    done = engine.complete(prompt, temperature=0, max_new_tokens=32)
+    assert [*done.token_ids] == theirs[settings.get("rope_scaling")]
 
 
 @pytest.mark.usefixtures("real_weights")
