@@ -87,7 +87,8 @@ class RetrievalCache(Cache):
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Adds rotated queries of the T tokens by which row b of the full cache has grown."""
         W = self._settings.observation_window
-        self._queries[b] = [*self._queries[b], queries_LTHD[:, -W:].clone()][-W:]
+        earlier = self._queries[b] if queries_LTHD.shape[1] < W else []
+        self._queries[b] = [*earlier, queries_LTHD[:, -W:].clone()][-W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
