@@ -19,7 +19,7 @@ HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be fa
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
 RARITY = 50  # an unused stage gets no bonus until this many times its catch-up time has passed
 WINDOW = 256  # most tokens that a drafter reads to catch up
-CAUTION = 16  # a drafter catches up if the rest of the text is to win this many times its seconds
+CAUTION = 4  # a drafter catches up if the rest of the text is to win this many times its seconds
 PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 
 

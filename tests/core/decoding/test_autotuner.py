@@ -152,7 +152,7 @@ def test_a_drafter_reads_its_window_only_if_the_rest_of_the_text_can_win_more(us
                 return n
         return None
 
-    assert first_trial(64, 0.5) is None
-    assert first_trial(64, 0.0) is None
+    assert first_trial(16, 0.5) is None
+    assert first_trial(16, 0.0) is None
     assert first_trial(1000, 0.5) == 0
     assert 0 < first_trial(3000, 0.0) < 3000
