@@ -42,12 +42,13 @@ class Stack:
         # `_part` may cut rows, but not for CUDA graphs or K and V in host memory.
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
-        self._prompt_lengths = [*shape.prompt_lengths]
+        self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
         self._pass_bytes = pass_bytes(models)
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
-        use_clock = may_use_clock(models, shape, is_open=is_open)
-        prior = prior_seconds(memory, shape, self._prompt_lengths, self._pass_bytes)
-        self.tuner = Autotuner(speculation.plans, prior, use_clock=use_clock)
+        prior = prior_seconds(memory, shape, shape.prompt_lengths, self._pass_bytes)
+        self.tuner = Autotuner(
+            speculation.plans, prior, use_clock=may_use_clock(models, shape, is_open=is_open)
+        )
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         self.source: RandomSource = IndependentSource(speculation.verification)
         if speculation.coupled:
@@ -103,7 +104,7 @@ class Stack:
         """Gives the empty row b of the batch to a request; call `prefill` and `start` next."""
         memory = self.memory
         self.sequences[b][:] = prompt
-        self._prompt_lengths[b] = len(prompt)
+        self._ends[b] = len(prompt) + request.generation.max_new_tokens
         memory.prefix.owners[b] = request.owner
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
@@ -168,6 +169,7 @@ class Stack:
     def step(self) -> dict[int, Emitted]:
         """Decodes one step of the started rows; a row whose logits are not finite gets no token."""
         busy = self._busy
+        self.tuner.num_left = sum(self._ends[b] - len(self.sequences[b]) for b in busy) / len(busy)
         part, first = self._part(busy)
         with self.target.execution.decoding():
             emitted = part.step()
@@ -184,9 +186,10 @@ class Stack:
 
     def _expect_costs(self) -> None:
         """Predicts for the autotuner the seconds of rounds over the rows that are decoding."""
-        if lengths := [self._prompt_lengths[b] for b in self._busy]:
-            prior = prior_seconds(self.memory, self.shape, lengths, self._pass_bytes)
-            self.tuner.prior_seconds = prior
+        if lengths := [len(self.sequences[b]) for b in self._busy]:
+            self.tuner.prior_seconds = prior_seconds(
+                self.memory, self.shape, lengths, self._pass_bytes
+            )
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""

@@ -67,8 +67,8 @@ class RetrievalCache(Cache):
         shape = (L, B, speculation.max_block, num_heads, D)
         self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
         """Rotated queries of the latest block of the target, whose passes write them."""
-        # Queries of each row's latest W tokens, (L, W, H, D); fewer in a short text.
-        self._queries = [*self.queries_LBTHD[:, :, :0].unbind(1)]
+        # Queries of each row's latest tokens, in pieces (L, T, H, D): the last W tokens count.
+        self._queries: list[list[Tensor]] = [[] for _ in budgets]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
     @property
@@ -81,13 +81,14 @@ class RetrievalCache(Cache):
         budget = self.rows[b].budget if budget is None else budget
         super().reset(b)
         self.rows[b] = RetrievedRow(budget, self._settings.num_sink_tokens)
-        self._queries[b] = self._queries[b][:, :0]
+        self._queries[b] = []
         self._policy.reset(b)
 
     def observe(self, b: int, queries_LTHD: Tensor) -> None:
         """Adds rotated queries of the T tokens by which row b of the full cache has grown."""
         W = self._settings.observation_window
-        self._queries[b] = torch.cat((self._queries[b], queries_LTHD[:, -W:]), 1)[:, -W:]
+        earlier = self._queries[b] if queries_LTHD.shape[1] < W else []
+        self._queries[b] = [*earlier, queries_LTHD[:, -W:].clone()][-W:]
         self._policy.observe(self._full, b, queries_LTHD, self._full.lengths[b])
 
     def select(self, layer: int, keys_BKSD: Tensor, values_BKSD: Tensor) -> None:
@@ -146,7 +147,8 @@ class RetrievalCache(Cache):
         recent = min(-(-self._settings.num_recent_tokens // M), max(1, C // 4))
         sinks = min(-(-self._settings.num_sink_tokens // M), C - recent)
         W = self._settings.observation_window
-        queries_WHD = torch.cat((self._queries[b][layer], query_HD.unsqueeze(0)))[-W:]
+        pieces = [queries_LTHD[layer] for queries_LTHD in self._queries[b]]
+        queries_WHD = torch.cat((*pieces, query_HD.unsqueeze(0)))[-W:]
         q_KRD = queries_WHD.unflatten(1, (K, -1)).transpose(0, 1).flatten(1, 2)
         keys_KNMD = keys_KSD[:, : N * M].unflatten(1, (N, M))
         scores_KN = self._policy.scores(layer, b, q_KRD, keys_KNMD).clone()

@@ -5,6 +5,7 @@ one measured factor) and the acceptance rate of its guesses. Choices depend on c
 the past, never on which tokens were sampled, so the text follows the target's distribution.
 """
 
+import math
 from collections.abc import Callable
 
 from minitri.core.settings import StepPlan, num_nodes
@@ -17,7 +18,9 @@ SMOOTHING = 0.2  # weight of the latest round in the moving average of a stage's
 HYSTERESIS = 1.02  # a plan replaces the current one if it is predicted to be faster by this factor
 EXPLORATION = 1.005  # bonus factor of a plan for every step in which a stage of it was not used
 RARITY = 50  # an unused stage gets no bonus until this many times its catch-up time has passed
-WINDOW = 256  # most tokens that a drafter reads to catch up, where no clock times it
+WINDOW = 256  # most tokens that a drafter reads to catch up
+CAUTION = 4  # a drafter catches up if the rest of the text is to win this many times its seconds
+PAUSE = 8  # steps without guesses from one comparison of all plans to the next
 
 
 class Autotuner:
@@ -42,30 +45,28 @@ class Autotuner:
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
         # Steps since a stage was used, minus those that its catch-up time is worth.
         self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
+        self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
+        self._num_choices = 0
+        self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
         """Chooses the plan of the next step; with a clock the first until the target is timed."""
+        unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
         if not self._use_clock or "target" in self._factors:
-            speeds = {plan: self._optimistic_speed(plan) for plan in self._plans}
-            best = max(speeds, key=speeds.__getitem__)
-            if speeds[best] > HYSTERESIS * speeds[self.plan]:
-                self.plan = best
+            if _proposers(self.plan) or self._num_choices % PAUSE == 0:
+                speeds = {plan: self._value(plan, unread_seconds) for plan in self._plans}
+                best = max(speeds, key=speeds.__getitem__)
+                if speeds[best] > HYSTERESIS * speeds[self.plan]:
+                    self.plan = best
+            self._num_choices += 1
         used = _proposers(self.plan)
-        if "draft" in used and self._num_unused["draft"] > 0 and not self._use_clock:
-            self._delay("draft", self._prior("draft", min(self._num_unused["draft"], WINDOW)))
+        if "draft" in used:
+            num_steps = RARITY * unread_seconds / self._cost("target", 0)
+            self._num_unused["draft"] = min(self._num_unused["draft"], -num_steps)
+        self._num_unread = 0 if "draft" in used else min(self._num_unread + 1, WINDOW)
         for stage, n in self._num_unused.items():
             self._num_unused[stage] = MEMORY * min(n, 0) if stage in used else n + 1
         return self.plan
-
-    def note_catching_up(self, stage: str, seconds: float) -> None:
-        """Records the seconds in which a stage read what its cache lacked before a step."""
-        if self._use_clock and stage in self._num_unused:
-            self._delay(stage, seconds)
-
-    def _delay(self, stage: str, seconds: float) -> None:
-        """Puts off the bonus of a stage that took these seconds to catch up."""
-        num_steps = RARITY * seconds / self._cost("target", 0)
-        self._num_unused[stage] = min(self._num_unused[stage], -num_steps)
 
     def note_round(self, stage: str, num_guesses: int, seconds: float) -> None:
         """Records the seconds of a round of a stage that verified `num_guesses` guesses."""
@@ -97,9 +98,10 @@ class Autotuner:
         rate = self._rate("retrieval" if plan.uses_retrieval else "draft")
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
-    def _optimistic_speed(self, plan: StepPlan) -> float:
-        num_steps = max((self._num_unused[stage] for stage in _proposers(plan)), default=0)
-        return self.tokens_per_second(plan) * EXPLORATION ** min(max(num_steps, 0), 10_000)
+    def _value(self, plan: StepPlan, unread_seconds: float) -> float:
+        num_steps = max((0, *(self._num_unused[stage] for stage in _proposers(plan))))
+        speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
+        return speed / (1 + CAUTION * unread_seconds * plan.uses_drafter * speed / self.num_left)
 
     def _rate(self, proposer: str) -> float:
         tested, accepted = self._guesses[proposer]

@@ -167,8 +167,7 @@ class Level(Stage):
             self.runner.next_probs_after([[]] * B, drafted, [False] * B)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        with self._meter.catching_up(self.stats):
-            self.runner.prepare(sequences, active)
+        self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
         self.runner.crop(lengths)

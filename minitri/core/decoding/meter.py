@@ -26,10 +26,6 @@ class Meter:
 
         return self._timed(take)
 
-    def catching_up(self, level: LevelStats) -> AbstractContextManager[None]:
-        """Times how `level` reads what its cache lacks before a step, for the autotuner."""
-        return self._timed(lambda seconds: self.tuner.note_catching_up(level.name, seconds))
-
     def updating_caches(self) -> AbstractContextManager[None]:
         """Times updates of the drafter's and the retrieval cache, as `Stats.commit_seconds`."""
         return self._timed(self.stats.note_commit)

@@ -1,7 +1,5 @@
 """The autotuner finds the fastest plan, tries again what it misjudged, and wastes little on it."""
 
-import itertools
-
 import pytest
 
 from minitri.core.decoding.autotuner import (
@@ -120,29 +118,41 @@ def test_a_measured_cost_moves_slowly_and_first_rounds_do_not_count():
     assert seconds == pytest.approx([0.1, 0.1, 0.12, 0.12 + 0.2 * 0.12])
 
 
-def test_what_must_catch_up_for_long_is_tried_rarely():
-    """A drafter that reads its window again for every row of a batch, at 50 times the gain."""
-
-    def steps_between_trials(catching_up):
-        tuner = tuner_after({**COSTS, "draft": 0.2}, {"draft": 0.1}, [AR, NAIVE])
-        tuner.note_catching_up("draft", catching_up)
-        return next(n for n in itertools.count() if tuner.choose() == NAIVE)
-
-    soon = steps_between_trials(0.0)
-    assert 50 < soon < 500  # where nothing is faster than the model alone, by far
-    assert steps_between_trials(3.0) == pytest.approx(soon + RARITY * 3.0 / COSTS["target"], abs=2)
-
-
-def test_without_a_clock_the_price_of_reading_a_window_makes_trials_rare():
+@pytest.mark.parametrize("use_clock", [True, False])
+def test_the_price_of_reading_a_window_makes_trials_of_a_drafter_rare(use_clock):
     def trials(slope):
         costs = {**COSTS, "draft": 0.2}
         prior = lambda stage, n: costs[stage] * (1 + slope * n * (stage == "draft"))  # noqa: E731
-        tuner = Autotuner([AR, NAIVE], prior, use_clock=False)
+        tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
         for _ in range(60):
+            tuner.note_round("target", 0, costs["target"])
             tuner.note_acceptance("draft", 10, 1)
         return [n for n in range(3000) if tuner.choose() == NAIVE]
 
     often, rarely = trials(0.0), trials(0.01)
-    assert often[0] == rarely[0]  # nothing was read before
+    assert often[0] == rarely[0]  # the text has no end
+    assert 50 < often[0] < 500  # where nothing is faster than the model alone, by far
     assert len(rarely) > 1
     assert rarely[1] - often[1] > 0.9 * RARITY * 0.2 * 0.01 * 256 / COSTS["target"]
+
+
+@pytest.mark.parametrize("use_clock", [True, False])
+def test_a_drafter_reads_its_window_only_if_the_rest_of_the_text_can_win_more(use_clock):
+    """However long it was not used: a trial would cost five steps of the target."""
+    prior = lambda stage, n: COSTS[stage] * (1 + SLOPE * n * (1 + 11 * (stage == "draft")))  # noqa: E731
+
+    def first_trial(num_new, rate):
+        tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
+        for _ in range(60):
+            tuner.note_round("target", 0, COSTS["target"])
+            tuner.note_acceptance("draft", 10, round(10 * rate))
+        for n in range(num_new):
+            tuner.num_left = num_new - n
+            if tuner.choose() == NAIVE:
+                return n
+        return None
+
+    assert first_trial(16, 0.5) is None
+    assert first_trial(16, 0.0) is None
+    assert first_trial(1000, 0.5) == 0
+    assert 0 < first_trial(3000, 0.0) < 3000
