@@ -51,24 +51,10 @@ def test_keywords_say_what_settings_say(engine):
     assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
 
 
-@pytest.mark.parametrize(
-    ("method", "given", "settings", "message"),
-    [
-        ("generate", "x", {"max_tokens": {}}, "is not a setting; did you mean max_new_tokens"),
-        ("chat", "x", {"do_sample": {}}, "is not a setting; there are temperature, top_k"),
-        ("stream", [Request("x")], {"gama1": {}}, "is not a setting; did you mean gamma1"),
-        ("stream", [Request("x")], {"top_p": {}}, "of a run; give it to each minitri.Request"),
-        ("complete", "x", {"gamma1": 2, "speculation": False}, "is given with speculation=False"),
-    ],
-)
-def test_a_keyword_that_is_unknown_or_useless_is_named(
-    engine, template, method, given, settings, message
-):
-    name = next(iter(settings))
-    with pytest.raises(InputError, match=f"{name} .*{message}"):
-        getattr(engine, method)(given, **settings)
-    with pytest.raises(InputError, match=name):
-        Request("x", **settings)
+def test_a_request_takes_no_setting_of_a_run(engine):
+    for name in ("gamma1", "batch_size", "do_sample"):
+        with pytest.raises(InputError, match=name):
+            Request("x", **{name: 2})
 
 
 def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):

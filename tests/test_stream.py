@@ -89,28 +89,6 @@ def test_rows_without_a_text_are_in_no_pass(engine, method, monkeypatch):
     assert sizes == {1}
 
 
-WRONG = [
-    ([], "no requests"),
-    ([Request("fine"), Request("")], "request 1: .*empty"),
-    ([Request("fine"), Request([5] * 600)], "request 1: the prompt has 600 tokens"),
-    ([Request("fine"), Request("fine", seed=-1)], "request 1: seed is .-1"),
-    (["fine"], "'fine'; give a Request"),
-]
-
-
-@pytest.mark.parametrize(("wanted", "message"), WRONG)
-def test_a_wrong_request_is_named(engine, wanted, message):
-    with pytest.raises(InputError, match=message):
-        engine.stream(wanted)
-
-
-@pytest.mark.parametrize("batch_size", [0, "2", 1.5, True])
-def test_a_wrong_batch_size_is_named(engine, batch_size):
-    for start in (lambda **size: engine.stream([Request("fine")], **size), engine.open):
-        with pytest.raises(InputError, match="batch_size"):
-            start(batch_size=batch_size, reserve=64)
-
-
 def test_no_text_begins_with_what_another_owner_left(engine):
     def ask(run, num_new=4, **whose) -> int:
         whose = {"max_new_tokens": num_new, "ignore_eos": True, **whose}
@@ -184,32 +162,36 @@ def test_seeds_decide_and_belong_to_rows(engine):
     assert texts(engine, PROMPTS[0], sampling=NOISY, seed=np.int64(6)) == [same[1]]
 
 
-NO_PROMPTS = [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x"), b"She had", [None]]
-BAD_PROMPTS = [["a", 3], [1.5], [True, 5], "a\udcff", "", [], [[]], ["fine", ""], [3, 320]]
-
-
-@pytest.mark.parametrize("prompts", [*NO_PROMPTS, *BAD_PROMPTS, [[3], [-1]], [7] * 501])
-def test_bad_prompts_are_refused_before_any_work(engine, prompts):
-    for start in (engine.generate, engine.complete):
-        with pytest.raises(InputError, match="prompt"):
-            start(prompts, max_new_tokens=12)
-
-
-@pytest.mark.parametrize("seed", [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]])
-def test_bad_seeds_are_refused(engine, seed):
-    with pytest.raises(InputError, match="seed is"):
-        engine.generate(PROMPTS[:2], seed=seed)
-
-
 STRETCH = "or stretch the context with rope_scaling=yarn:2"
-LONG = [(501, 12, f"500 tokens {STRETCH}"), (20, 10**9, "lower max_new_tokens=$")]
-LONG += [(20, 512, f"lower max_new_tokens= {STRETCH}")]
+REFUSED = [  # a method, what it is given, settings, and what the error says
+    ("stream", [], {}, "no requests"),
+    ("stream", ["fine"], {}, "'fine'; give a Request"),
+    ("stream", [Request("fine"), Request("")], {}, "request 1: .*empty"),
+    ("stream", [Request("fine"), Request([5] * 600)], {}, "request 1: the prompt has 600 tokens"),
+    ("stream", [Request("fine"), Request("fine", seed=-1)], {}, "request 1: seed is .-1"),
+    ("stream", [Request("fine")], {"top_p": 1}, "top_p .* of a run; give it to each .*Request"),
+    ("stream", [Request("fine")], {"gama1": 1}, "gama1 is not a setting; did you mean gamma1"),
+    ("generate", "x", {"max_tokens": 1}, "max_tokens is not .* did you mean max_new_tokens"),
+    ("generate", "x", {"do_sample": 1}, "do_sample is not a setting; there are temperature, top_k"),
+    ("complete", "x", {"gamma1": 2, "speculation": False}, "gamma1 is .*with speculation=False"),
+    ("complete", [7] * 501, {"max_new_tokens": 12}, f"500 tokens {STRETCH}"),
+    ("complete", [7] * 20, {"max_new_tokens": 10**9}, "lower max_new_tokens=$"),
+    ("complete", [7] * 20, {"max_new_tokens": 512}, f"lower max_new_tokens= {STRETCH}"),
+]
+NO_PROMPTS = [5, None, True, {"a": 1}, {3, 4}, torch.tensor(3), Path("x"), b"She had", [None]]
+NO_PROMPTS += [["a", 3], [1.5], [True, 5], "a\udcff", "", [], [[]], ["fine", ""], [3, 320], [[-1]]]
+WRONG = {**WRONG_SETTINGS, "seed": [-1, 2**32, [1], [1, 2, 3], [0, None], 1.5, True, [1, True]]}
+REFUSED += [("generate", prompt, {}, "prompt") for prompt in NO_PROMPTS]
+REFUSED += [("generate", PROMPTS[:2], {it: value}, it) for it in WRONG for value in WRONG[it]]
+KINDS = ("sampling", "generation", "speculation")
+REFUSED += [("generate", "x", {kind: "triforce"}, r"'triforce'; give a \w+") for kind in KINDS]
+REFUSED += [("stream", [Request("x")], {"batch_size": it}, "batch_size") for it in (0, "2", 1.5)]
 
 
-@pytest.mark.parametrize(("num_tokens", "num_new", "advice"), LONG)
-def test_a_prompt_that_is_too_long_has_plausible_ways_out(engine, num_tokens, num_new, advice):
-    with pytest.raises(InputError, match=advice):
-        engine.generate([7] * num_tokens, max_new_tokens=num_new)
+@pytest.mark.parametrize(("method", "given", "settings", "message"), REFUSED)
+def test_what_is_wrong_is_named_before_any_work(engine, method, given, settings, message):
+    with pytest.raises(InputError, match=message):
+        getattr(engine, method)(given, **settings)
 
 
 @pytest.mark.parametrize("settings", [{"budget": 10**20, "chunk_size": 1}, {"chunk_size": 1024}])
@@ -220,19 +202,6 @@ def test_a_budget_beyond_all_measure_is_clipped(engine, settings):
     end = engine.complete(PROMPTS[0], **how)
     assert [end.token_ids] == texts(engine, PROMPTS[0], n=4, ignore_eos=True)
     assert end.stats.kv_cache_bytes < 1 << 20
-
-
-@pytest.mark.parametrize("name", WRONG_SETTINGS)
-def test_bad_settings_are_refused_by_name(engine, name):
-    for value in WRONG_SETTINGS[name]:
-        with pytest.raises(InputError, match=name):
-            engine.generate(PROMPTS[0], **{name: value})
-
-
-@pytest.mark.parametrize("kind", ["sampling", "generation", "speculation"])
-def test_settings_of_another_kind_are_refused(engine, kind):
-    with pytest.raises(InputError, match=r"give a \w+"):
-        engine.generate(PROMPTS[0], **{kind: "triforce"})
 
 
 BAD = {"model": [None], "draft": [3], "dtype": [torch.float32, "int3"]}

@@ -1,10 +1,9 @@
 """Faults, put in one by one: what each client sees, and that the others and later ones go on.
 
-Others are tested where they arise: drafters and prompts in `tests/engine`, forks in
-`tests/test_worker.py`, snapshots in `tests/files`.
+Others are tested where they arise: memory, drafters and prompts in `tests/engine`, forks in
+`tests/test_library.py`, snapshots in `tests/files`.
 """
 
-import itertools
 import json
 import re
 import socket
@@ -14,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from minitri.core.caches.retrieval import RetrievalCache
-from minitri.core.decoding.sampling import log_probs, probs_of_rows
+from minitri.core.errors import FaultError
 from minitri.worker import NUM_TICKS
 from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_of, serving
 
@@ -35,6 +33,7 @@ def is_well(server, engine) -> bool:
 
 STOPPED = "the run was stopped by"
 FAULTS = [
+    (FaultError("memory is short", "ask less"), 503, "memory is short; ask less"),
     (RuntimeError("broken"), 500, "a bug: RuntimeError('broken')"),
     (SystemExit(3), 503, f"{STOPPED} SystemExit(3); ask again"),
     (KeyboardInterrupt(), 503, f"{STOPPED} KeyboardInterrupt(); ask again"),
@@ -56,7 +55,7 @@ def test_whatever_the_model_raises_its_requests_fail_and_another_run_is_opened(
         answers = [*clients.map(lambda _: server.post(prompt="She had"), range(3))]
     failed = [answer for answer in answers if answer.status_code != 200]
     assert (failed[0].status_code, seen in failed[0].json()["error"]["message"]) == (status, True)
-    assert "the run failed" in caplog.text
+    assert ("the run failed" in caplog.text) != isinstance(fault, FaultError)
     assert is_well(server, engine)
     assert len(server.runs) == num_runs + 1  # after that text, which needs it: opened by now
 
@@ -98,34 +97,13 @@ def test_a_place_is_free_again_when_a_request_cannot_start(engine):
         assert server.service.num_open == 0
 
 
-def short(function, is_short, error):
-    """The function with this error where memory is short."""
-
-    def call(*args):
-        if is_short(*args):
-            raise error
-        return function(*args)
-
-    return call
-
-
-def test_rows_that_are_not_finite_or_for_which_memory_is_short_fail_alone(
-    server, engine, monkeypatch
-):
-    """Three rows fail: by weights, by log-probabilities, by the rebuild. Two others have the texts
-    that they have by themselves, and so have all when the faults are mended."""
-    prompts = [PROMPT, "£", PROMPT[:9], PROMPT * 8, PROMPT[:20]]
-    asked = [{"prompt": it, "seed": 7, "max_tokens": 24, "logprobs": 2} for it in prompts]
-    asked[2]["logprobs"] = 5
+def test_a_row_that_fails_is_told_why_and_the_others_have_their_texts(server, engine):
+    """Its weights are not finite. What else makes a row fail alone: `tests/engine`."""
+    asked = [{"prompt": it, "seed": 7, "max_tokens": 24} for it in (PROMPT, "£", PROMPT[:20])]
+    alone = [own_text(engine, fields["prompt"]) for fields in asked]
     weights = engine.model.embed_tokens.weight[engine.tokenizer.encode("£")[-1]]
-    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 99")
-    scores = short(log_probs, lambda *it: it[2] == 5, error)
-    commit = short(RetrievalCache.commit, lambda it, b, _: it._full.lengths[b] > 100, error)
-    alone = [own_text(engine, prompt) for prompt in prompts]
     num_runs = len(server.runs)
-    with monkeypatch.context() as patch, ThreadPoolExecutor(5) as clients, torch.inference_mode():
-        patch.setattr("minitri.core.generation.log_probs", scores)
-        patch.setattr(RetrievalCache, "commit", commit)
+    with ThreadPoolExecutor(3) as clients, torch.inference_mode():
         sound = weights.clone()
         weights.fill_(torch.nan)
         try:
@@ -133,32 +111,11 @@ def test_rows_that_are_not_finite_or_for_which_memory_is_short_fail_alone(
             stream = server.post(**asked[1], stream=True)
         finally:
             weights.copy_(sound)
-    assert [it.status_code for it in answers] == [200, 503, 503, 503, 200]
+    assert [it.status_code for it in answers] == [200, 503, 200]
     assert all("computed logits that are not finite" in it.text for it in (answers[1], stream))
-    assert all("has run out of memory (" in it.text for it in answers[2:4])
-    answers[1:4] = [server.post(**fields) for fields in asked[1:4]]
+    answers[1] = server.post(**asked[1])
     assert [it.json()["choices"][0]["text"] for it in answers] == alone
     assert len(server.runs) == num_runs
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_pass_for_which_memory_is_short_fails_its_rows_and_prefixes_stay(
-    engine, monkeypatch, number
-):
-    """The first pass of a text, one of the retrieval level, or one that verifies."""
-    passes = itertools.count()
-    probs = short(probs_of_rows, lambda *_: next(passes) == number, MemoryError("scratch"))
-    with serving(engine) as server:
-        complete(server, prompt=PROMPT * 4)
-        with monkeypatch.context() as patching, ThreadPoolExecutor(3) as clients:
-            patching.setattr("minitri.core.runner.probs_of_rows", probs)
-            answers = [*clients.map(lambda it: server.post(prompt=it), ("I", "We", "They"))]
-        again = complete(server, prompt=PROMPT * 4)
-        assert len(server.runs) <= 2  # a pass of one row alone fails only that row
-    [why] = {it.json()["error"]["message"] for it in answers if it.status_code == 503}
-    assert "cpu has run out of memory (scratch); shorten the prompt" in why
-    assert again.choices[0].text == own_text(engine, PROMPT * 4)
-    assert again.usage.prompt_tokens_details.cached_tokens > 40
 
 
 def test_connections_that_are_reset_leave_nothing(server, engine):

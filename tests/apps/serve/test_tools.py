@@ -1,15 +1,10 @@
-"""Tools at /v1/chat/completions: the model says what the test gives, or is a real, tiny one."""
+"""Tools at /v1/chat/completions: the model says what the test gives."""
 
-import json
-
-import jsonschema
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from minitri.apps.serve.chats import chat_prompt
-from tests.apps.serve.conftest import serving
-from tests.apps.serve.templates import FAMILIES, QWEN, THINKING
+from tests.apps.serve.templates import FAMILIES, THINKING
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}}
 FUNCTIONS = [{"name": "get_weather", "parameters": PARAMETERS, "strict": True}, {"name": "now"}]
@@ -117,46 +112,3 @@ def test_a_template_that_ignores_tools_says_so(ask, use_template):
         with pytest.raises(openai.BadRequestError, match="chat template leaves tools out"):
             ask("", *turns, tools=tools)
     ask("", tool_choice="none")
-
-
-SCHEMA = {"unit": {"enum": ["celsius", "größer"]}, "day": {"enum": [1, 2]}}
-SCHEMA = {"type": "object", "properties": SCHEMA, "required": ["unit"]}
-SCHEMA |= {"additionalProperties": False}
-STRICT = [{"type": "function", "function": it | {"parameters": SCHEMA}} for it in FUNCTIONS]
-
-
-@pytest.fixture(scope="module")
-def real(roomy):
-    with serving(roomy, context=4096) as running:
-        yield running
-
-
-def test_calls_of_a_real_model_follow_their_schema(real, family):
-    """The later turn has the call as the client spells it, and what it gave."""
-    messages = [USER]
-    for turn in range(2):
-        fields = {"messages": messages, "tools": STRICT, "seed": turn, "max_tokens": 400}
-        fields |= {"tool_choice": "required", "parallel_tool_calls": False, "temperature": 0.8}
-        [choice] = real.openai.chat.completions.create(model="tiny", **fields).choices
-        assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
-        [call] = choice.message.tool_calls
-        arguments = json.loads(call.function.arguments)
-        jsonschema.validate(arguments, SCHEMA)
-        call.function.arguments = json.dumps(arguments, indent=2)
-        messages += [choice.message, RESULT | {"tool_call_id": call.id}]
-
-
-def test_text_without_calls_is_what_it_would_be(real, roomy, use_template, monkeypatch):
-    """A grammar that waits for a tag takes nothing of the distribution but control tokens, unused
-    ones, and a byte that no text has, which are out of it here anyhow."""
-    use_template(QWEN)
-    odd = (None, "<unk>", "<s>", "\u00ff")
-    out = [str(number) for number in range(320) if roomy.tokenizer.token(number) in odd]
-    fields = {"messages": [USER], "tools": STRICT, "n": 4, "max_tokens": 20, "seed": 1}
-    fields |= {"logit_bias": dict.fromkeys(out, -100)}
-    texts = []
-    for _ in range(2):
-        answer = real.openai.chat.completions.create(model="tiny", **fields)
-        texts.append([it.message.content for it in answer.choices])
-        monkeypatch.setattr(chat_prompt, "Grammar", lambda *_: None)
-    assert texts[0] == texts[1]
