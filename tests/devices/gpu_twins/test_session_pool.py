@@ -9,7 +9,6 @@ import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.core import memory
-from minitri.core.caches.full import HeldRow
 from minitri.core.graphs import GraphPool
 from minitri.core.settings import METHODS
 from tests.conftest import texts_of, tiny_engine
@@ -53,19 +52,6 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=16, **setti
     return texts, counts, run.stats.num_rebuilds
 
 
-@torch.inference_mode()
-def spoil(session) -> None:
-    """NaN wherever a number of the last text may have stayed, and no text to begin with."""
-    session.prefix._ended = [HeldRow(session.full, b, []) for b in range(session.shape.num_rows)]
-    small = session.retrieval_cache
-    holders = [session.full, *([small, small._policy] if small else [])]
-    holders += [session.draft.cache] if session.draft else []
-    for holder in holders:
-        for value in vars(holder).values():
-            if isinstance(value, torch.Tensor):
-                value.fill_(math.nan)
-
-
 @pytest.mark.parametrize("method", METHODS)
 def test_the_next_run_takes_over_memory_and_says_what_it_would_have_said_first(method, pools):
     """At another temperature, after whatever the last run left: tokens, acceptance, rebuilds."""
@@ -79,7 +65,6 @@ def test_the_next_run_takes_over_memory_and_says_what_it_would_have_said_first(m
         ((20, 41), SamplingParams(), False),
         ((90, 33), WARM, method != "auto"),  # which would follow the clock
     ):
-        spoil(engine._pool._kept)
         other.release()
         wanted = SpeculationConfig(coupled=coupled, **settings)
         again, first = (say(it, lengths, wanted, sampling, seed=3) for it in (engine, other))
@@ -124,22 +109,18 @@ def begin(engine, lengths, num_events: int):
 def test_a_run_that_is_left_or_collected_is_kept_and_one_that_fails_is_not(pools):
     """Nor one that is older than what is kept, or that ends after a release."""
     engine = gpu_engine()
-    begin(engine, [60], 12).close()
-    kept = engine._pool._kept
-    assert kept is not None
-    older = begin(engine, [60], 2)
-    newer = begin(engine, [60], 2)
-    assert engine._pool._kept is None
+    older = begin(engine, [60], 12)
+    newer = begin(engine, [70], 12)
+    assert not engine.held_tokens
     del newer
     gc.collect()
-    kept = engine._pool._kept
     older.close()
-    assert engine._pool._kept is kept is not None
+    assert engine.held_tokens[:70] == random_prompt(engine.config, 70)
     left = begin(engine, [20], 1)
     engine.release()
     left.close()
-    assert engine._pool._kept is None
+    assert not engine.held_tokens
     engine.model.norm.weight.fill_(math.nan)
     with pytest.raises(InputError, match="not finite"):
         say(engine, (40,), TRIFORCE, num_new=50)
-    assert engine._pool._kept is None
+    assert not engine.held_tokens
