@@ -16,7 +16,7 @@ import dataclasses
 import json
 
 import minitri
-from minitri import End, GenerationConfig, InputError, Request, SamplingParams
+from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli import arguments, boot
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import find_prompt
@@ -82,9 +82,6 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
-    for settings in (SamplingParams, GenerationConfig):
-        arguments.taken(settings, args)  # bad values fail before anything is loaded
-    arguments.speculation_of(args)
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
     boot.check_save_kv(args)
@@ -135,4 +132,4 @@ def prepare(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     return engine, requests
 
 
-main = program(build_parser, run_command, parallel=True)
+main = program(build_parser, run_command, GenerateFlags, parallel=True)

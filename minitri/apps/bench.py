@@ -8,7 +8,6 @@ and seeds, or JSON with --json. (`minitri selftest` says whether all write the s
 
 import argparse
 import dataclasses
-import functools
 import json
 import statistics
 from collections import Counter
@@ -48,8 +47,6 @@ class BenchFlags:
 
     compare: bool = False
     """Compare all methods, or those of --method, in interleaved runs."""
-    prompt_file: Sequence[str] = ()
-    """UTF-8 text, or -, standard input; may be given several times. Default: Python's help."""
     seeds: int = between(2, 1, 1000)
     """Runs per prompt."""
 
@@ -70,11 +67,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `minitri bench` and `tools/bench/` share."""
     arguments.add_flags(parser, *arguments.MODEL, "coupled", "json")
     arguments.add_fields(parser, BenchFlags)
-    add = functools.partial(parser.add_argument, metavar="N")
+    add = parser.add_argument
+    text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
+    add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    add("--prompt-tokens", dest="max_prompt_tokens", type=arguments.positive, help="of each prompt")
-    add("--new-tokens", dest="max_new_tokens", type=arguments.whole(4), help="to generate")
+    add("--prompt-tokens", dest="max_prompt_tokens", type=int, metavar="N", help="of each prompt")
+    add("--new-tokens", dest="max_new_tokens", type=int, metavar="N", help="to generate")
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)
@@ -96,11 +95,13 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures the methods of the flags, and prints. Raises `InputError`."""
-    texts = [read_prompt(file) for file in args.prompt_file or [None]]
+    texts = [read_prompt(file) for file in args.prompt_files or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
+    if args.max_new_tokens < 4:
+        raise InputError(f"--new-tokens is {args.max_new_tokens}; give at least 4 to measure")
     if args.offload and args.on_chip is None:
         raise InputError("--offload needs --on-chip N here, the same for all methods")
     engine, prompts = load_engine(args, texts)
@@ -208,7 +209,7 @@ def table(result: Mapping[str, Json]) -> str:
     return "\n".join(lines)
 
 
-main = program(build_parser, measure)
+main = program(build_parser, measure, BenchFlags)
 
 if __name__ == "__main__":
     main()

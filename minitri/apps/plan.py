@@ -208,7 +208,7 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
     return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
 
 
-main = program(build_parser, run_command)
+main = program(build_parser, run_command, PlanFlags)
 
 if __name__ == "__main__":
     main()

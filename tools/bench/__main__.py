@@ -43,7 +43,7 @@ def run_command(args: argparse.Namespace) -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # PyTorch's profiler writes to the screen
     if args.load == "dummy":
         run_synthetic(args)
-    elif args.compare or args.methods or args.coupled or len(args.prompt_file or []) > 1:
+    elif args.compare or args.methods or args.coupled or len(args.prompt_files or []) > 1:
         raise InputError("methods and several texts are for minitri bench --compare; use that")
     else:
         run_floor(args)

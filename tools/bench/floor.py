@@ -31,7 +31,7 @@ PARTS = {
 
 def run_floor(args: argparse.Namespace) -> None:
     """Measures the model alone and prints."""
-    text = read_prompt(args.prompt_file[0] if args.prompt_file else None)
+    text = read_prompt(args.prompt_files[0] if args.prompt_files else None)
     num_new = args.max_new_tokens
     generation = taken(GenerationConfig, args)
     args.method = "autoregressive"

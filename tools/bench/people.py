@@ -104,7 +104,7 @@ def build_parser() -> arguments.OneLineParser:
 
     number: dict[str, Any] = {"type": arguments.positive, "metavar": "N"}
     text = f"a GGUF file or named model (default: {DEFAULT_MODEL} and qwen2.5-1.5b)"
-    add("--model", text, metavar="MODEL")
+    add("--model", text, dest="models", metavar="MODEL")
     text = '"PROGRAM SETTING=VALUE ..."; python=PATH is one that has it (default: all, ours twice)'
     add("--engine", text, type=contestant, metavar="ENGINE")
     add("--prompt-tokens", "of a prompt (default: 10, 40, 200 and 1000)", **number)
@@ -240,7 +240,7 @@ def run_command(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads or torch.get_num_threads())
     args.prompt_tokens = args.prompt_tokens or [10, 40, 200, 1000]
     args.context = args.context or [100, 1000, 4000, 8000]
-    subjects = [open_subject(args, it) for it in args.model or (DEFAULT_MODEL, "qwen2.5-1.5b")]
+    subjects = [open_subject(args, it) for it in args.models or (DEFAULT_MODEL, "qwen2.5-1.5b")]
     contestants = args.engine or [contestant(text) for text in ENGINES]
     versions = find_versions(contestants)
     contestants = [one for one in contestants if one.name in versions]

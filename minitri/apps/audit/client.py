@@ -1,9 +1,6 @@
 """Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
-import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -41,7 +38,7 @@ class Client:
     """Client of one model on an OpenAI-compatible server; `fields` go into every request."""
 
     url: str
-    key: str | None
+    http: Any  # httpx.Client
     endpoint: str = ""
     num_top: int = 0
     fields: Json = field(default_factory=dict)
@@ -71,20 +68,13 @@ class Client:
 
     def call(self, path: str, body: Json | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
-        data = None if body is None else json.dumps(body).encode()
         advice = "check the URL, the key, http_proxy, and if it takes 8 requests at a time"
         with explain(f"{self.url}{path} cannot be had", advice):
-            headers = {"Content-Type": "application/json"}
-            request = urllib.request.Request(self.url + path, data, headers)
-            if self.key:  # which no other server gets, if this one redirects
-                request.add_unredirected_header("Authorization", f"Bearer {self.key}")
-            try:
-                proxies: Any = {} if LOCAL.match(self.url) else None  # None: those of the system
-                opener = urllib.request.build_opener(urllib.request.ProxyHandler(proxies))
-                return json.load(opener.open(request, timeout=600))
-            except urllib.error.HTTPError as error:
-                said = error.read(500).decode(errors="replace")
-                raise ValueError(f"{error.code}, {shorten(said, 100)}") from None
+            method = "GET" if body is None else "POST"
+            answer = self.http.request(method, self.url + path, json=body)
+            if not answer.is_success:
+                raise ValueError(f"{answer.status_code}, {shorten(answer.text, 100)}")
+            return answer.json()
 
 
 def read_places(logprobs: Json, num_top: int) -> Text:
@@ -111,7 +101,12 @@ def scored(entry: Json) -> tuple[str, float]:
 
 def connect(url: str, key: str | None, model: str | None) -> Client:
     """Finds out which endpoint and fields a server takes. Raises `InputError`."""
-    client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", key)
+    import httpx  # with 100 ms of imports, which --help does not need
+
+    headers = {"Authorization": f"Bearer {key}"} if key else {}  # left out where another is sent to
+    uses_proxy = not LOCAL.match(url)
+    http = httpx.Client(headers=headers, timeout=600, trust_env=uses_proxy, follow_redirects=True)
+    client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http)
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]
     for client.endpoint, client.num_top in KINDS:

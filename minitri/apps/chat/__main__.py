@@ -217,7 +217,6 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: Namespace) -> None:
     """Chats until /quit or the end of the input. Raises `InputError`."""
-    arguments.speculation_of(args)  # bad values fail before anything is loaded
     documents = {file: read_document(file, "--document") for file in args.document}
     opened = open_engine(args)
     talk = Conversation(opened.tokenizer, args.system)

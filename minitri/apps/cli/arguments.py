@@ -10,13 +10,13 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli.inputs import read_text
-from minitri.core.errors import MAX_COUNT, shorten
-from minitri.core.fields import between, changed
+from minitri.core.errors import shorten
+from minitri.core.fields import between, changed, check_fields
 from minitri.core.log import log
 from minitri.core.settings import Bias
 from minitri.files.named_models import ModelChoice
@@ -140,19 +140,11 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def whole(least: int, most: float = MAX_COUNT) -> Callable[[str], int]:
-    """Makes the type of a flag that is a whole number from `least` to `most`."""
-
-    def read(text: str) -> int:
-        if re.fullmatch("-?[0-9]{1,10}", text) and least <= int(text) <= most:
-            return int(text)
-        problem = f"{shorten(repr(text), 60)} is not a whole number from {least} to {most}"
-        raise argparse.ArgumentTypeError(problem)
-
-    return read
-
-
-positive = whole(1)
+def positive(text: str) -> int:
+    """The type of a flag that no settings class checks, for a whole number above 0."""
+    if (number := int(text)) < 1:
+        raise ValueError
+    return number
 
 
 class GrammarFlag(argparse.Action):
@@ -188,10 +180,9 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         elif field.type == Bias:
             options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
             options["type"] = lambda text: text.split(":")  # which the settings check
-        elif field.type in (int, int | None):
-            options |= {"type": whole(*field.metadata["range"]), "metavar": "N"}
-        elif field.type in (float, float | None):
-            options["type"] = float
+        elif "range" in field.metadata:  # which `check_flags` checks
+            is_whole = isinstance(field.metadata["range"][0], int)
+            options |= {"type": int, "metavar": "N"} if is_whole else {"type": float}
         else:
             options["choices"] = field.metadata.get("choices")
         short = [SHORT[field.name]] if field.name in SHORT else []
@@ -233,6 +224,12 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     add("--grammar", const="lark", metavar="FILE", help="text of the rule `start` in Lark")
     parser.set_defaults(**dict.fromkeys(SAMPLING))
     add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
+
+
+def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:
+    """Raises `InputError` for flags with bad values: those of `SETTINGS`, and of `own` classes."""
+    for settings in (*SETTINGS, *own):
+        check_fields(taken(settings, args))
 
 
 def taken(

@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 def program(
     build_parser: "Callable[[], OneLineParser]",
     run_command: "Callable[[Namespace], int | None]",
-    *,
+    *own: type,
     parallel: bool = False,
 ) -> "Callable[..., None]":
-    """Makes the `main` of a program. `parallel`: torchrun may start it in several processes."""
+    """Makes the `main` of a program. `own`: classes whose fields are flags of this program alone.
+    `parallel`: torchrun may start it in several processes."""
 
     def main(argv: list[str] | None = None) -> None:
         with clean_exits():
             import logging
 
+            from minitri.apps.cli.arguments import check_flags
             from minitri.core.log import log
             from minitri.devices.parallel.ranks import join
 
@@ -53,6 +55,7 @@ def program(
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
             try:
+                check_flags(args, *own)  # before anything is loaded
                 sys.exit(run_command(args))
             except InputError as error:
                 raise InputError(parser.in_flags(error)) from None

@@ -110,7 +110,7 @@ def encode(
         rest = empty[num_common(ids, empty) :]
         end = len(ids) - num_common(ids[::-1], rest[::-1])
         ids = ids[: most + end - len(ids)] + ids[end:]
-    num_new = args.max_new_tokens if num_new is None else num_new
+    num_new = num_new or args.max_new_tokens or 0
     room = engine.config.context_length - num_new
     ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
     check_prompt(ids, engine.config, num_new, *ways)

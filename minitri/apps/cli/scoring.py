@@ -21,7 +21,7 @@ def build_parser() -> OneLineParser:
     )
     parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
     add_flags(parser, *MODEL, "max_prompt_tokens", "json")
-    parser.set_defaults(max_new_tokens=0, method="autoregressive", tree="")
+    parser.set_defaults(max_new_tokens=None, method="autoregressive", tree="")
     return parser
 
 

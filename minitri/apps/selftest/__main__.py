@@ -12,7 +12,6 @@ import json
 from argparse import Namespace
 from collections import Counter
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
@@ -64,8 +63,6 @@ def run_command(args: Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"
-    for settings in (SpeculationConfig, SamplingParams, GenerationConfig):
-        arguments.taken(settings, args)  # bad values fail before anything is loaded
     engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 

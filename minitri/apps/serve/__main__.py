@@ -141,7 +141,7 @@ def open_worker(
     return Worker(lambda _: open_run(), run), num_rows, context, gib
 
 
-main = program(build_parser, run_command)
+main = program(build_parser, run_command, ServeFlags)
 
 if __name__ == "__main__":
     main()

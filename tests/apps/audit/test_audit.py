@@ -71,7 +71,7 @@ def test_our_own_server_passes(call, engine):
     ("names", "message"),
     [
         ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models cannot be had"),
-        ("127.0.0.1:8000", "unknown url type"),
+        ("127.0.0.1:8000", "missing an 'http://'"),
         ("moved", '403, {"key": null}'),  # which another server must not get
         ("silent", "sends 0 tokens, too few"),
         ("untold", "at some token it names no likely ones"),

@@ -114,7 +114,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send(self, status: int, content: dict) -> None:
         data = json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Location", "/elsewhere")
+        self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)

@@ -36,7 +36,7 @@ minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
-minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is not a whole number from 1
+minitri.generate -n 1.5 | -n/--max-new-tokens: invalid int value: '1.5'
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --output OUT | ^--ray and --output are for many prompts; give --prompts
 minitri.generate --replicas 2 | is for --ray; add it
@@ -53,6 +53,7 @@ minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
 minitri.apps.chat --document . | ^--document . cannot be read \(Is a directory
 minitri.apps.serve --port BUSY | port \d+ \(Address already in use.*; choose another --host
 minitri.apps.serve --context 100000 --port 0 | ^--context is 100000; give from 2 to 512
+minitri.apps.serve --stall-seconds 0 | ^--stall-seconds is 0.0; it must be a number from 1
 minitri.apps.selftest --max-prompt-tokens 600 --max-new-tokens 40 | --max-new-tokens 40; .* 472
 minitri.apps.audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
 minitri.apps.bench --prompt-tokens 600 | new-tokens 64; .* 448 tokens with --prompt-tokens 448

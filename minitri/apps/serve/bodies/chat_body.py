@@ -5,12 +5,11 @@ What a client sends is not converted: true is no number. What is wrong is one li
 
 import functools
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 import pydantic
-from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from minitri.core.errors import InputError, shorten
 from minitri.core.fields import refuse
@@ -19,11 +18,11 @@ from minitri.files.hf_config import without_null
 
 NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
 """A function's name, which is no value of `tool_choice`."""
-CHOICES = "give auto, none, required, or a function that is in tools"
 Json = dict[str, Any]
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 ADVICE: Json = FIELDS["advice"]
-"""Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
+"""Advice by the name of a field, or else by the type of pydantic's error, where pydantic's words
+are meant for Python."""
 NEUTRAL: Json = FIELDS["neutral"]
 """Values of unknown fields that ask for nothing, as null does in all fields. In others false, 0 and
 what is empty may ask for something."""
@@ -74,34 +73,29 @@ def warn_of(name: str) -> None:
     log.warning("the field %r is ignored: this server does not know it", name)
 
 
-def says(advice: str) -> pydantic.WrapValidator:
-    """A pydantic validator: any error of a value becomes this advice for the client."""
-
-    def check(value: Any, validate: Callable[[Any], Any]) -> Any:
-        try:
-            return validate(value)
-        except ValidationError:
-            raise ValueError(advice) from None
-
-    return pydantic.WrapValidator(check)
-
-
-def checked(kind: type[B], content: object, *, lenient: bool = False) -> B:
+def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     """The content as a model; unknown fields are refused, or if `lenient` ignored with a warning.
     Raises `InputError` for the first thing that is wrong."""
     try:
         return kind.model_validate(content, context=lenient)
-    except ValidationError as error:
+    except pydantic.ValidationError as error:
         problem = error.errors()[0]
     cause = problem.get("ctx", {}).get("error")
     if isinstance(cause, InputError):
         raise cause
-    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in problem["loc"])
-    place = shorten("".join(steps)[1:], 60)
-    kind_of_error = problem["type"]
-    got = "missing" if kind_of_error == "missing" else shorten(repr(problem["input"]), 60)
-    advice = problem["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-    raise InputError(f"{place} is {got}; {ADVICE.get(kind_of_error, advice)}")
+    words = problem["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
+    advice = ADVICE.get(problem["type"], words)
+    place = ""
+    for step in problem["loc"]:
+        place += f"[{step}]" if isinstance(step, int) else f".{step}"
+        if step == "[key]":
+            break
+        content = content.get(step) if isinstance(content, dict) else content[step]
+        if step in ADVICE and problem["type"] != "extra_forbidden":
+            advice = ADVICE[step]
+            break
+    got = "missing" if content is None else shorten(repr(content), 60)
+    raise InputError(f"{shorten(place[1:], 60)} is {got}; {advice}")
 
 
 class Part(Body, extra="ignore"):
@@ -138,9 +132,7 @@ class Message(Body):
     """Message of a chat."""
 
     role: str = Field(min_length=1)
-    content: Annotated[
-        str | Many[Part], AfterValidator(joined), says("give a text, or parts of type text")
-    ] = ""
+    content: Annotated[str | Many[Part], AfterValidator(joined)] = ""
     """A text, or parts of type text; may be left out by the role assistant."""
     name: Any = None
     """Ignored."""
@@ -162,11 +154,7 @@ class Message(Body):
 class Function(Body, extra="ignore"):
     """Function that an answer may call."""
 
-    name: Annotated[
-        str,
-        Field(pattern=NAME),
-        says("give at most 64 letters, digits, _ . and -, and not auto, none or required"),
-    ]
+    name: str = Field(pattern=NAME)
     description: str = ""
     parameters: Json = Field({"type": "object", "properties": {}})
     """JSON Schema of its arguments."""
@@ -199,9 +187,9 @@ class Conversation(Body):
     """Go on with the text of the last message."""
     tools: Many[Tool] = ()
     """Functions that the answer may call."""
-    tool_choice: Annotated[
-        str, BeforeValidator(choice_of, json_schema_input_type=str | Json), says(CHOICES)
-    ] = "auto"
+    tool_choice: Annotated[str, BeforeValidator(choice_of, json_schema_input_type=str | Json)] = (
+        "auto"
+    )
     """Whether it calls some: auto, none, required, or the function to call."""
     parallel_tool_calls: bool = True
     """Whether it may call several."""
@@ -212,7 +200,7 @@ class Conversation(Body):
             raise InputError("tools has two functions of one name; give each a name of its own")
         if self.tool_choice not in ("auto", "none"):
             if not self.callable_functions:
-                refuse(self, "tool_choice", CHOICES)
+                refuse(self, "tool_choice", ADVICE["tool_choice"])
             if self.continue_final_message:
                 refuse(self, "tool_choice", "leave it out for an answer that goes on")
         return self

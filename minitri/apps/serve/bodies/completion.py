@@ -11,14 +11,14 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, checked, says
+from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, checked
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.fields import refuse
 from minitri.core.settings import MAX_ROWS
 from minitri.files.hf_config import without_null
 
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
-Texts = Annotated[str | Many[str], says("it must be strings of at least one character")]
+Texts = str | Many[str]
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
 GRAMMARS = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
 """Kinds of `minitri.Grammar`, by vLLM's names."""
@@ -35,22 +35,24 @@ def like(name: str) -> Any:
 def read_form(form: object) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `ValueError`."""
     given = without_null(form) if isinstance(form, dict) else {}
-    match given:
-        case {"type": "json_schema", "json_schema": dict(inner), **others} if not others:
-            given = without_null(inner) | {"type": "json_schema"}
-    match given:
-        case {"type": "text", **others} if not others:
+    kind = given.pop("type", None)
+    if kind == "json_schema":
+        if isinstance(inner := given.get("json_schema"), dict) and len(given) == 1:
+            given = without_null(inner)
+        given = {name: value for name, value in given.items() if name not in NOTES}
+    match kind, *given.items():
+        case ["text"]:
             return None
-        case {"type": "json_object", **others} if not others:
+        case ["json_object"]:
             return Grammar("json_object")
-        case {"type": "json_object", "schema": dict(schema), **others} if not others:
+        case ["json_object", ("schema", dict(schema))]:
             return Grammar("json_schema", json.dumps({"type": "object", **schema}))
-        case {"type": "json_schema", "schema": schema, **others} if others.keys() <= NOTES:
+        case ["json_schema", ("schema", schema)]:
             return Grammar("json_schema", json.dumps(schema))
-    if len(given) == 1 and given.keys() <= GRAMMARS.keys():
-        [(name, value)] = given.items()
-        if isinstance(value, str) or name in ("json", "choice"):
-            return Grammar(GRAMMARS[name], value if isinstance(value, str) else json.dumps(value))
+        case [None, (name, str(text))] if name in GRAMMARS:
+            return Grammar(GRAMMARS[name], text)
+        case [None, ("json" | "choice" as name, value)]:
+            return Grammar(GRAMMARS[name], json.dumps(value))
     raise ValueError("see /docs for what it may be")
 
 
@@ -144,10 +146,7 @@ class TextBody(Fields):
     id_prefix = "cmpl-"
     object_type = "text_completion"
     default_length = 16
-    prompt: Annotated[
-        str | Many[int] | Many[str | Many[int]],
-        says("give a text, a list of token ids, or a list of these"),
-    ] = ""
+    prompt: str | Many[int] | Many[str | Many[int]] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
     logprobs: int | None = Field(None, ge=0, le=20)
     """Add log-probabilities: of each token, and of this many that are likeliest."""
@@ -188,7 +187,7 @@ class ResponseBody(Fields):
 
     id_prefix = "resp_"
     object_type = "response"
-    input: Annotated[str | Many[Json], says("give a text, or a list of items")] = ""
+    input: str | Many[Json] = ""
     """A text, or a list of items: messages of texts, calls of functions and what those gave;
     reasoning is left out."""
     instructions: str = ""
@@ -197,7 +196,7 @@ class ResponseBody(Fields):
     """Form of the answer, such as {"format": {"type": "text"}}."""
     tools: Many[Json] = ()
     """Functions that may be called; tools of other types are left out."""
-    tool_choice: Annotated[str | Json, says("give auto, none, required, or a function")] = "auto"
+    tool_choice: str | Json = "auto"
     """Whether functions are called: auto, none, required, or which one."""
     parallel_tool_calls: bool = True
     """Whether several may be called."""
