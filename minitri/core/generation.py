@@ -11,7 +11,7 @@ Legend: N tokens, V vocab.
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -163,17 +163,17 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 started = time.perf_counter()  # stopped before each yield: the caller takes time
                 match work:
                     case Chunk(b):
-                        event = self._read_chunk(stack, b)
-                        self.stats.prefill_seconds += time.perf_counter() - started
-                        yield event
+                        events: Iterable[Event] = [self._read_chunk(stack, b)]
                     case Start(rows):
-                        emitted = stack.start(rows)
-                        self.stats.prefill_seconds += time.perf_counter() - started
-                        yield from self._emit(stack, emitted)
+                        events = self._emit(stack, stack.start(rows))
                     case Step():
-                        emitted = stack.step()
-                        self.stats.decode_seconds += time.perf_counter() - started
-                        yield from self._emit(stack, emitted)
+                        events = self._emit(stack, stack.step())
+                seconds = time.perf_counter() - started
+                if isinstance(work, Step):
+                    self.stats.decode_seconds += seconds
+                else:
+                    self.stats.prefill_seconds += seconds
+                yield from events
 
     def _admit(self, stack: Stack) -> None:
         """Removes cancelled requests from the batch, then admits waiting ones to free rows."""

@@ -21,7 +21,7 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.drafters.draft_model import DraftRunner, LevelType, chain_level
 from minitri.core.drafters.plugin import Drafter
-from minitri.core.errors import FaultError, InputError, NotFiniteError, shorten
+from minitri.core.errors import FaultError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool, graph_pool
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache, room_for
@@ -151,29 +151,23 @@ def allocate(
     drafting: DraftRunner | None = None
     retrieval: ModelRunner | None = None
     cache: RetrievalCache | None = None
-    try:
-        if draft is not None:
-            window = StreamingCache(draft, shape.num_rows, speculation)
-            # Without trees `CapturedDraft` captures whole rounds instead of single passes.
-            sizes = {speculation.max_block} if speculation.tree else set[int]()
-            drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
-        if shape.uses_retrieval:
-            cache = RetrievalCache(
-                full,
-                speculation,
-                budgets=shape.budgets,
-                num_heads=target.config.num_heads,
-                make_slots=target.execution.make_slots,
-            )
-            longest = 1 + max(plan.gamma1 for plan in speculation.plans)
-            sizes = {1, speculation.max_block if speculation.tree else longest}
-            proposing = models.retrieval
-            retrieval = ModelRunner(proposing, cache, **common, graphs=graphs, block_sizes=sizes)
-    except RuntimeError as error:  # out of memory, on CUDA too
-        raise InputError(
-            f"the small KV caches do not fit on {target.device} next to the full one "
-            f"({shorten(error, 90)}); lower budget or num_recent_tokens, or shorten the prompt"
-        ) from error
+    if draft is not None:
+        window = StreamingCache(draft, shape.num_rows, speculation)
+        # Without trees `CapturedDraft` captures whole rounds instead of single passes.
+        sizes = {speculation.max_block} if speculation.tree else set[int]()
+        drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
+    if shape.uses_retrieval:
+        cache = RetrievalCache(
+            full,
+            speculation,
+            budgets=shape.budgets,
+            num_heads=target.config.num_heads,
+            make_slots=target.execution.make_slots,
+        )
+        longest = 1 + max(plan.gamma1 for plan in speculation.plans)
+        sizes = {1, speculation.max_block if speculation.tree else longest}
+        proposing = models.retrieval
+        retrieval = ModelRunner(proposing, cache, **common, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
     verifying = ModelRunner(
@@ -250,12 +244,13 @@ class MemoryPool:
         """Whether the `kept` memory and its captured graphs serve a run of the `new` shape."""
         old = kept.shape.speculation
         cache = kept.retrieval_cache
+        is_greedy = new.sampling.temperature == 0
         return (
             fits(kept, new)
             # No cache or graph depends on `coupled` or `timed`.
             and replace(new.speculation, coupled=old.coupled, timed=old.timed) == old
             and isinstance(old.policy, str)  # a user's policy object may have state of its run
-            and all(runner.can_sample_by(new.sampling) for runner in kept.runners)
+            and (kept.graphs is None or is_greedy or new.sampling.form == kept.shape.sampling.form)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
             and (cache is None or max(new.budgets) <= cache.max_budget)
         )

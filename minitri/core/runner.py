@@ -233,8 +233,3 @@ class ModelRunner:
         if self.graphs is not None:
             self.sampling = [sampling] * len(self.sampling)
             self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))
-
-    def can_sample_by(self, sampling: SamplingParams) -> bool:
-        """Whether captured passes, if there are any, can apply these sampling settings."""
-        is_free = self.graphs is None or sampling.temperature == 0
-        return is_free or sampling.form == self.passes.filters.form

@@ -12,7 +12,6 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
-from minitri.core.decoding.text_filters import forced_of
 from minitri.core.decoding.verification import Active, Emitted, Proposal, Rows
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
@@ -131,10 +130,15 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that each row's grammar forces next, instead of guesses by the stage below."""
+        """Tokens that each row's grammar forces next, instead of guesses by the stage below: they
+        are only guesses, too, as others may spell the same."""
         assert self.below is not None
-        rows = forced_of(self.runner.text_filters, sequences, guessing)
-        return [row[: self.below.gamma] for row in rows]
+        rows: Rows = [[] for _ in sequences]
+        for b, filters in enumerate(self.runner.text_filters):
+            if guessing[b] and filters is not None and filters.matcher is not None:
+                path = sequences[b][len(filters.text) :]
+                rows[b] = filters.matcher.forced(path)[: self.below.gamma]
+        return rows
 
     def verify(self, sequences: Rows, active: Active, proposal: Proposal) -> list[Emitted]:
         """Verifies a proposal in one pass, and appends the outcome to the active rows: at least one

@@ -182,11 +182,3 @@ def paths_of(
             row = [[*start, *(block[i] for i in nodes)] for nodes in places]
         paths.append(row)
     return paths
-
-
-def forced_of(filters: Sequence[TextFilters | None], sequences: Rows, active: Active) -> Rows:
-    """Tokens that each active row's grammar forces; only guesses, as others may spell the same."""
-    paths = paths_of(filters, sequences, active, [[]] * len(sequences))
-    matchers = [row.matcher if row is not None else None for row in filters]
-    pairs = zip(matchers, paths, strict=True)
-    return [matcher.forced(*row) if matcher and row else [] for matcher, row in pairs]

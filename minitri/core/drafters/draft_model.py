@@ -9,7 +9,6 @@ from torch import Tensor
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding.level import Level
 from minitri.core.decoding.verification import Active, Proposal, Rows
-from minitri.core.errors import InputError
 from minitri.core.model.block import pack_block, read_block
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SpeculationConfig, StepPlan
@@ -84,12 +83,8 @@ LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a
 
 
 def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """Class of a level that guesses chains, a round per call if it can. Trees: `InputError`."""
-    if speculation.tree:
-        raise InputError(
-            f"tree is {speculation.tree!r} but these models have no levels for trees; give "
-            "Models(..., level_type=minitri.trees.tree_level.level_type)"
-        )
+    """Class of a level that guesses chains, a round per call if it can."""
+    assert not speculation.tree  # for which `Models.level_type` is that of `minitri.trees`
     # A call of compiled kernels takes uniform numbers, not noise.
     is_one_call = runner.model.execution.round is not None and not speculation.coupled
     is_at_once = isinstance(runner, DraftRunner) and (runner.graphs is not None or is_one_call)

@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +9,17 @@ import torch
 
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
-from minitri.core.errors import InputError, explain
+from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
-from minitri.core.offload.placement import GIB, Demand, choose_on_chip
+from minitri.core.offload.placement import Demand, choose_on_chip
 from minitri.core.shape import MemoryShape
 
 
 def free_host_bytes() -> float:
-    """Bytes of host memory that are free for us, page cache included; or $MINITRI_HOST_GIB."""
-    if wanted := os.environ.get("MINITRI_HOST_GIB"):
-        with explain(f"MINITRI_HOST_GIB is {wanted!r}", "give GiB, such as 64"):
-            return GIB * float(wanted)
+    """Bytes of host memory that are free for us, page cache included."""
     free = [math.inf]
     with contextlib.suppress(OSError, IndexError, ValueError):
         _, available = Path("/proc/meminfo").read_text().split("MemAvailable:")

@@ -20,6 +20,7 @@ from minitri.apps.serve import app
 from minitri.apps.serve.__main__ import build_parser, main, open_worker
 from minitri.apps.serve.room import SHARE, choose_rows
 from minitri.core.log import log
+from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
 from tests.conftest import resident_bytes, write_hf_folder
@@ -61,9 +62,9 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
     weights = sum(it.num_bytes for it in {engine.models.target, engine.models.retrieval}) / GIB
     for change, num_rows in ((KIB, 8), (-KIB, 7)):  # by default a share of what was free before
         free = sizes[1][1] / SHARE - weights + change
-        monkeypatch.setenv("MINITRI_HOST_GIB", str(free))
-        assert choose(None, fewest=1)[0] == num_rows
-    monkeypatch.delenv("MINITRI_HOST_GIB")
+        with monkeypatch.context() as patch:
+            patch.setattr(allocation, "free_host_bytes", lambda free=free: free * GIB)
+            assert choose(None, fewest=1)[0] == num_rows
     wrong = [(1, value) for value in (0.0, -1.0, float("nan"))]
     for num_rows, gib in (sizes[1], sizes[8], *wrong):
         with pytest.raises(
