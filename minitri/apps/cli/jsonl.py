@@ -19,7 +19,7 @@ from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import boot, running, sampling_of
 from minitri.apps.cli.inputs import encode, read_text
-from minitri.apps.cli.report import Json, answer
+from minitri.apps.cli.report import Json, answer, json_line
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
@@ -51,7 +51,7 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
         num_wrong = sum(done.values())
         hidden = args.quiet or None  # None: where standard error is no terminal
         for result in tqdm(results, total=len(lines), initial=len(done), disable=hidden):
-            print(json.dumps(result), file=file, flush=True)
+            print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
         got = f"{num_wrong} of {len(lines)} lines of --prompts were wrong"
