@@ -133,29 +133,30 @@ def keep_blocks(
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights; a
-    tied LM head, also in place of its table, and buffers of the rotary embedding may be there."""
+    tied LM head that equals its table, also in place of it, and buffers of RoPE may be there."""
     missing = placements(model)
     head = "lm_head.weight"
     table = "model.embed_tokens.weight" if model.config.tie_word_embeddings else head
     unexpected = []
     checksums = dict[str, Future[int]]()
-    disable = None if progress else True  # None: where standard error is no terminal
-    bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=disable)
+    hidden = not progress or None  # None: where standard error is no terminal
+    bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=hidden)
     with bar, ThreadPoolExecutor(1) as thread:
         for name, tensor in tensors:
             filled = table if name == head else name
-            if filled in missing:
+            if filled in checksums:
+                if checksums[filled].result() != checksum({}, tensor):
+                    got = f"{path} has tie_word_embeddings=true, and a {head} of its own"
+                    raise InputError(f"{got}; set that to false in its config.json")
+            elif filled in missing:
                 part = share(name, tensor, model.execution.ranks)
                 _copy(part, missing[filled], f"{path}: {name}")
                 wait(checksums.values())  # at most one tensor waits for its checksum
                 checksums[filled] = thread.submit(checksum, {}, tensor)
-                if filled == name:
-                    del missing[name]
-                    bar.update()
-            elif name != head and not name.endswith("rotary_emb.inv_freq"):
+                del missing[filled]
+                bar.update()
+            elif not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
-    if table in checksums:
-        missing.pop(table, None)
     if missing or unexpected:
         names = ", ".join([*unexpected, *missing])
         problem = f"{path} lacks {len(missing)} tensors and has {len(unexpected)} unexpected"
@@ -213,9 +214,10 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
         sample = model.embedding_sample.float()
         similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
     if not similarity > MIN_SIMILARITY:
-        got = f"the drafter {config.name} was made for {shorten(config.draft_of)}"
-        advice = "use another, or draft=suffix"
-        raise InputError(f"{got}, whose embeddings are not those of {lent.name}; {advice}")
+        raise InputError(
+            f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose embeddings "
+            f"are not those of {lent.name}; use another, or draft=suffix"
+        )
     assert isinstance(model.lm_head, TrimmedHead)
     ids = model.lm_head.token_ids
     if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):

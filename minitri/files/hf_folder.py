@@ -91,10 +91,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not is_there(path):
         return {}
     with explain(f"{path} is not readable JSON", "give a folder in the Hugging Face layout"):
-        content = json.loads(path.read_text("utf-8"))
-        if not isinstance(content, dict):
-            raise TypeError(f"it holds a {type(content).__name__}, not an object")
-    return content
+        return {**json.loads(path.read_text("utf-8"))}
 
 
 def weight_files(path: Path) -> list[Path]:

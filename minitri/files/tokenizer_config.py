@@ -42,8 +42,9 @@ def _special_tokens(
     """The special tokens of a pipeline, to which those are added that only the settings have.
     Raises `InputError` if BOS is asked for and not known."""
     texts = add_tokens(pipeline, settings, is_raw=checkpoint.adds_bos)
-    ids = {name: pipeline.token_to_id(text) for name, text in texts.items()}
-    bos = config.bos_token_id if ids.get("bos_token") is None else ids["bos_token"]
+    bos = config.bos_token_id
+    if "bos_token" in texts:
+        bos = pipeline.token_to_id(texts["bos_token"])
     if not isinstance(add := settings.get("add_bos_token", checkpoint.adds_bos), bool):
         raise TypeError(f"add_bos_token is {shorten(repr(add), 60)}")
     prefix = [config.vocab_size if bos is None else bos] if add else []
@@ -55,9 +56,9 @@ def _special_tokens(
     if max(prefix, default=0) >= config.vocab_size:
         way = f"set it to a token below {config.vocab_size}"
         raise InputError(f"{config.name} asks for a BOS token but has bos_token_id={bos}; {way}")
-    named = [ids.get(name) for name in ("eos_token", "eot_token", "eom_token")]
-    marks = [*{"</s>"} & control_tokens(pipeline).keys(), *END_MARKS]
-    found = [*config.eos_token_ids, *named, *map(pipeline.token_to_id, marks)]
+    named = [texts[name] for name in ("eos_token", "eot_token", "eom_token") if name in texts]
+    marks = [*named, *{"</s>"} & control_tokens(pipeline).keys(), *END_MARKS]
+    found = [*config.eos_token_ids, *map(pipeline.token_to_id, marks)]
     ends = dict.fromkeys(end for end in found if end is not None and end < config.vocab_size)
     if isinstance(checkpoint, GgufFile):  # in a folder only tokenizer_config.json names tokens
         usual = {"bos_token": bos, "eos_token": next(iter(ends), None)}

@@ -37,7 +37,7 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     else:
         pipeline = _byte_level_bpe(metadata, name)
     pairs = [*zip(tokens, types, strict=True)]
-    shown = [token for token, kind in pairs if kind == USER_DEFINED]
+    shown = (token for token, kind in pairs if kind == USER_DEFINED)
     pipeline.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in shown])
     marks = {*END_MARKS}
     pipeline.add_special_tokens([text for text, kind in pairs if kind in CONTROL or text in marks])

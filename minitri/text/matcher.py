@@ -111,7 +111,7 @@ def schema_text(text: str, **options: object) -> str:
     if not isinstance(schema, dict):
         return text
     how = {"whitespace_pattern": r"[ \n]{0,16}", **schema.get("x-guidance", {}), **options}
-    return json.dumps({**schema, "x-guidance": how})
+    return json.dumps({**schema, "x-guidance": how}, allow_nan=False)
 
 
 def as_exact(digits: str) -> int:

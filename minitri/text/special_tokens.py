@@ -23,10 +23,12 @@ from minitri.core.errors import shorten
 _MARKS = """
 <eos> [EOS] <|eot_id|> <|eom_id|> <|im_end|> <|end|> <end_of_turn> <turn|> <|endoftext|>
 <|end_of_text|> <|eot|> <|end_of_turn|> <|endofturn|> <|END_OF_TURN_TOKEN|> <EOT> _<EOT> [EOT]
-<end_of_utterance> <｜end▁of▁sentence｜>
+<end_of_utterance> <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
+<|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
 """
 END_MARKS = _MARKS.split()
-"""Texts of tokens that end a turn in the templates that people use; llama.cpp ends there, too."""
+"""Texts of tokens that end a turn in the templates that people use, or a file in models of code;
+llama.cpp ends there, too."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 
 
@@ -74,9 +76,7 @@ def add_tokens(
             text = shorten(repr(token.content), 60)
             raise ValueError(f"{text} is token {number} in one file and {other} in another")
     present = {token.content for token in pipeline.get_added_tokens_decoder().values()}
-    for text in texts:
-        if text not in present:
-            pipeline.add_special_tokens([text])
+    pipeline.add_special_tokens([text for text in texts if text not in present])
     return named
 
 

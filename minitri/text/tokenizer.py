@@ -16,9 +16,8 @@ from minitri.core.errors import InputError, check_unicode
 from minitri.text.chat_template import ChatTemplate, Message
 from minitri.text.special_tokens import SpecialTokens, control_tokens
 
-_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())
-_PRINTED = [ord(letter) for letter in _LETTERS if ord(letter) < 256]
-BYTES = dict(zip(_LETTERS, [*_PRINTED, *sorted({*range(256)} - {*_PRINTED})], strict=True))
+_LETTERS = sorted(pre_tokenizers.ByteLevel.alphabet())  # first those that are their own byte
+BYTES = dict(zip(_LETTERS, sorted(range(256), key=lambda n: chr(n) not in _LETTERS), strict=True))
 """Bytes by the letters that stand for them in byte-level vocabularies."""
 
 

@@ -127,6 +127,10 @@ def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(t
     more = {"lm_head.weight": torch.zeros(320, 64)}
     more["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
     save_file(load_file(file) | more, file)
+    with refused("tie_word_embeddings=true", "lm_head.weight of its own", "set that to false"):
+        load(tied)
+    more["lm_head.weight"] = load_file(file)["model.embed_tokens.weight"]
+    save_file(load_file(file) | more, file)
     assert torch.equal(logits(load(tied)), wanted)
     weights = load_file(file)
     weights["lm_head.weight"] = weights.pop("model.embed_tokens.weight")
@@ -193,9 +197,18 @@ def test_all_parts_of_a_split_gguf_file_are_read_from_any_of_them(folder, tmp_pa
     alone = shutil.copy(parts[1], tmp_path / "alone.gguf")
     with refused("one of 3 parts", "-00003-of-00003.gguf"):
         load(alone)
+    last = parts[2].read_bytes()
+    parts[2].write_bytes(parts[1].read_bytes())
+    with refused(parts[2].name, "another part"):
+        load(parts[0])
+    parts[2].write_bytes(last)
+    as_gguf(folder, tmp_path / "y.gguf", max_tensors=12)
+    shutil.copy(tmp_path / "y-00002-of-00002.gguf", parts[1])
+    with refused("parts are of different files"):
+        load(parts[0])
     parts[0].unlink()
     with refused("one of 3 parts", f"no {parts[0].name}"):
-        load(parts[1])
+        load(parts[2])
 
 
 def test_a_yarn_block_stretches_the_context_that_it_names(folder):

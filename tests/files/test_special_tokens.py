@@ -195,6 +195,7 @@ def test_gguf_reads_as_in_llama_cpp(pre, tmp_path):
     llama_cpp = pytest.importorskip("xllamacpp", reason="llama.cpp's tokenizer is not installed")
     words = byte_level_tokenizer()
     words.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<pad>"])
+    words.add_special_tokens(["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"])
     words.add_tokens(["<tool>"])
     size = words.get_vocab_size()
     if not pre:

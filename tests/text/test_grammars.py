@@ -44,6 +44,7 @@ REFUSED = [
     ("json_schema", "[1]", "it is list"),
     ("json_schema", '{"enum": [9007199254740993]}', "rounds the number 9007199254740993"),
     ("json_schema", '{"maximum": 9223372036854775808}', "rounds the number 9223372036854775808"),
+    ("json_schema", '{"maximum": 1e400}', "Out of range float"),
     ("json_object", "x", "it must be empty"),
     ("regex", "(a", "the regex cannot be used (invalid"),
     ("regex", "", "it must be given"),

@@ -19,10 +19,11 @@ from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.boot import boot, running, sampling_of
 from minitri.apps.cli.inputs import encode, read_text
-from minitri.apps.cli.report import Json, answer
+from minitri.apps.cli.report import Json, answer, json_line
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
+from minitri.files.hf_config import without_null
 from minitri.text.prompt_ids import as_seeds, next_seed
 
 KNOWN = ("prompt", "id", "seed", *TEXT_FIELDS)
@@ -50,7 +51,7 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
         num_wrong = sum(done.values())
         hidden = args.quiet or None  # None: where standard error is no terminal
         for result in tqdm(results, total=len(lines), initial=len(done), disable=hidden):
-            print(json.dumps(result, ensure_ascii=False), file=file, flush=True)
+            print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
         got = f"{num_wrong} of {len(lines)} lines of --prompts were wrong"
@@ -67,7 +68,7 @@ def output_of(args: Namespace) -> Iterator[tuple[IO[str], dict[str, bool]]]:
         return
     import fcntl  # not everywhere
 
-    with Path(args.output).open("a+", encoding="utf-8", errors="surrogatepass") as file:
+    with Path(args.output).open("a+", encoding="utf-8") as file:
         with explain(f"--output {shorten(args.output)} cannot be continued", "name another file"):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             done = answered(file.buffer)
@@ -96,7 +97,7 @@ def read_lines(args: Namespace) -> list[Line]:
             fields = {}
             problem = ""
             try:
-                fields = {k: v for k, v in {**json.loads(text)}.items() if v is not None}
+                fields = without_null({**json.loads(text)})
             except (TypeError, ValueError, RecursionError) as error:
                 problem = f" ({shorten(error, 140)})"
             line = Line(len(lines), number, fields.pop("id", number), fields, problem)

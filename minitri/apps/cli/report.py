@@ -1,5 +1,6 @@
 """Results of a run: a line and tables for people, objects of JSON for programs."""
 
+import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,13 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 """An object of JSON."""
+_NO_TEXT = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD800, 0xE000))}
+"""Escapes of ends of lines for some readers of JSON, and of lone surrogates."""
+
+
+def json_line(content: Json) -> str:
+    """An object of JSON in one line for all readers, which UTF-8 can write."""
+    return json.dumps(content, ensure_ascii=False).translate(_NO_TEXT)
 
 
 def where(model: "Llama") -> dict[str, str]:

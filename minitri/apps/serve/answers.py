@@ -4,14 +4,13 @@ In addition to OpenAI's fields every answer has its `seed`; with `details` the c
 have the `origin` of a token (`minitri.Token`), or `prompt_progress`, in the words of llama.cpp.
 """
 
-import json
 import secrets
 import time
 from collections.abc import Sequence
 
 from minitri import End, Engine, Event, Idle, Token
+from minitri.apps.cli.report import Json, json_line
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 from minitri.core.requests import PrefillProgress
@@ -20,14 +19,9 @@ LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no 
 ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead
 
 
-def to_json(content: Json) -> bytes:
-    """JSON in ASCII: what some clients take for ends of lines is escaped."""
-    return json.dumps(content).encode()
-
-
 def in_stream(content: Json) -> bytes:
     """An object of JSON as one server-sent event."""
-    return b"data: %b\n\n" % to_json(content)
+    return f"data: {json_line(content)}\n\n".encode()
 
 
 def new_id(prefix: str) -> str:
@@ -66,7 +60,7 @@ class Writer:
                 self._choices[index].piece(end.text, end.tokens, end)
                 for index, end in sorted(self._ends.items())
             ]
-            return to_json({**self._head, "choices": choices, "usage": self._usage()})
+            return json_line({**self._head, "choices": choices, "usage": self._usage()}).encode()
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:
                 progress = {"processed": done, "total": total, "cache": cached}

@@ -11,6 +11,7 @@ from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBod
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed
+from minitri.files.hf_config import without_null
 from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
 from minitri.text.rows import text_filters
 
@@ -74,9 +75,8 @@ class Protocol:
         if len(forms) > 1:
             got = " is given with ".join([*forms][:2])
             raise InputError(f"{got}, another form of the answer; leave one of them out")
-        fields = {name: value for name, value in vars(asked).items() if value is not None}
         grammar = next(iter(forms.values()), self.sampling.grammar)
-        sampling = changed(self.sampling, fields | {"grammar": grammar})
+        sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": grammar})
         text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
         return sampling
 

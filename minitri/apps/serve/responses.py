@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minitri import End, Engine, Event, Token
-from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id, to_json
+from minitri.apps.cli.report import Json, json_line
+from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id
 from minitri.apps.serve.api_error import ApiError
-from minitri.apps.serve.bodies.chat_body import Json
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
 
@@ -35,7 +35,7 @@ class ResponseWriter(Writer):
         events = b"".join(self._events(self._choices[index].parser, event))
         if self._asked.stream:
             return events or ALIVE
-        return to_json(self._response()) if isinstance(event, End) else b""
+        return json_line(self._response()).encode() if isinstance(event, End) else b""
 
     def fail(self, error: ApiError) -> bytes:
         self._status = "failed"

@@ -46,6 +46,7 @@ class _Reader:
         return view
 
     def number(self, kind: str = "u8") -> Any:
+        """The next number of the file, or several of different kinds such as "u4, u8"."""
         return self.numbers(kind, 1).item()
 
     def text(self) -> str:
@@ -88,7 +89,11 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if not part.is_file():
             raise ValueError(f"it is one of {count} parts, and there is no {part.name}")
         metadata, stored = read_container(part)
+        if metadata.get("split.no") != number - 1:
+            raise ValueError(f"{part.name} is another part by its content")
         tensors |= stored
+    if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
+        raise ValueError("its parts are of different files")
     return metadata, tensors
 
 
@@ -101,12 +106,7 @@ def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]
     num_tensors, num_keys = reader.numbers("u8", 2).tolist()
     metadata = {reader.text(): reader.value() for _ in range(num_keys)}
     table = [
-        (
-            reader.text(),
-            reader.numbers("u8", reader.number("u4")),
-            reader.number("u4"),
-            reader.number(),
-        )
+        (reader.text(), reader.numbers("u8", reader.number("u4")), *reader.number("u4, u8"))
         for _ in range(num_tensors)
     ]
     alignment = metadata.get("general.alignment", 32)

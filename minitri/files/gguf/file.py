@@ -49,8 +49,9 @@ class GgufFile:
             "chat_template": self.metadata.get("tokenizer.chat_template"),
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
-        kind, pre = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
-        self.adds_bos = kind == "llama" or pre in WITH_BOS  # where the file does not say it
+        is_llama = self.metadata.get("tokenizer.ggml.model") == "llama"
+        # Where the file does not say it.
+        self.adds_bos = is_llama or self.metadata.get("tokenizer.ggml.pre") in WITH_BOS
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         return read_vocabulary(self.metadata, self.path.name)
@@ -66,7 +67,7 @@ class GgufFile:
                 settings.setdefault("rope.scaling.type", "linear")
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
                 settings = read_table("gguf_llama") | settings
-            ends = [settings.get(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+            ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
             attention = "model.layers.0.self_attn"
             config = read_config(
                 {
@@ -76,7 +77,7 @@ class GgufFile:
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
-                    "eos_token_id": [end for end in ends if end is not None],
+                    "eos_token_id": [settings[end] for end in ends if end in settings],
                     "rope_parameters": {
                         name: settings.get(key) for key, name in read_table("gguf_rope").items()
                     },
@@ -112,8 +113,7 @@ class GgufFile:
 
     def is_in_bfloat16(self) -> bool:
         """Whether all matrices are stored in bfloat16."""
-        stored = self._tensors.values()
-        return {it.type.name for it in stored if len(it.shape) == 2} == {"BF16"}
+        return {it.type.name for it in self._tensors.values() if len(it.shape) == 2} == {"BF16"}
 
     def num_weights(self) -> int:
         return sum(math.prod(stored.shape) for stored in self._tensors.values())

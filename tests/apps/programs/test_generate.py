@@ -152,10 +152,11 @@ def test_every_line_gets_what_it_gets_alone(run_lines, engine):
         {"prompt": "The sea", "stop": ["e"]},
     ]
     flags = ("--batch-size", "2", "--temperature", "0.5", "--seed", "10", "--method", "naive")
-    done = run_lines(first | {"id": "a"}, second, "", third | {"id": [1]}, flags=flags)
+    done = run_lines(first | {"id": "日\u2028\ud800"}, second, "", third | {"id": [1]}, flags=flags)
     assert (done.code, "decoded at" in done.err) == (0, True)
     seeds = {str(answer["id"]): answer["seed"] for answer in done.lines.values()}
-    assert seeds == {"a": 10, "2": 3, "[1]": 12}
+    assert seeds == {"日\u2028\ud800": 10, "2": 3, "[1]": 12}
+    assert '{"id": "日\\u2028\\ud800", ' in done.out
     common = {"method": "naive", "max_new_tokens": 8, "ignore_eos": True, "temperature": 0.5}
     for (_, answer), settings in zip(sorted(done.lines.items()), asked, strict=True):
         settings = common | {"seed": answer["seed"]} | settings

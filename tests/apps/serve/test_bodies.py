@@ -218,9 +218,10 @@ def test_a_schema_of_a_json_object_is_held():
 
 
 def test_an_event_is_one_line_for_all_clients():
-    content = {"text": "a\u2028b\u2029c\x85d"}
+    content = {"text": "a\u2028b\u2029c\x85d\ud800日"}
     line, _ = in_stream(content).decode().splitlines()
     assert json.loads(line.removeprefix("data: ")) == content
+    assert "日" in line
 
 
 def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
