@@ -131,7 +131,7 @@ class Stack:
             max_reused -= last if max_queries is None else max_queries
         if score is not None:
             max_reused = 0
-        yield memory.prefix.take(b, self.sequences, max_reused)
+        yield memory.prefix.take(b, self.sequences, max(0, max_reused))
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk

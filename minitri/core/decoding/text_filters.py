@@ -9,7 +9,6 @@ Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,10 +55,7 @@ class TextFilters:
         self._params = params
         self._first = len(prompt)
         self._end_tokens = [*end_tokens]
-        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # last ids by first ones
-        for word in bad_words:
-            self._word_ends[tuple(word[:-1])].append(word[-1])
-        self._sizes = sorted({len(before) for before in self._word_ends})
+        self._bad_words = bad_words
         # Each token whose logit may change has a place in these tensors.
         self._places: dict[int, int] = {}
         self._ids_V = torch.zeros(vocab_size, dtype=torch.int64)
@@ -106,10 +102,10 @@ class TextFilters:
         """Tokens that bad words and `min_tokens` forbid after a path."""
         num_new = len(self.text) - self._first + len(path)
         tokens = [*self._end_tokens] if num_new < self._params.min_tokens else []
-        if self._sizes:
-            latest = [*self.text[max(0, len(self.text) - self._sizes[-1]) :], *path]
-            for size in self._sizes:
-                tokens += self._word_ends.get(tuple(latest[len(latest) - size :]), ())
+        latest = [*self.text[-max(map(len, self._bad_words), default=1) :], *path]
+        for *before, last in self._bad_words:
+            if latest[len(latest) - len(before) :] == before:
+                tokens.append(last)
         return tokens
 
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
