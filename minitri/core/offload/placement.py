@@ -42,7 +42,7 @@ class Demand:
     @property
     def kv_layer(self) -> int:
         """Bytes of one layer of the full cache."""
-        return round_up_to_stride(self.shape.capacity) * self.kv_slot
+        return self.shape.capacity * self.kv_slot
 
     @property
     def drafter(self) -> ModelConfig | None:
