@@ -33,7 +33,6 @@ class MemoryShape:
 
     @property
     def reserved_lengths(self) -> list[int]:
-        """For each row the larger of its prompt's length and `generation.reserve`, in tokens."""
         return [max(length, self.generation.reserve) for length in self.prompt_lengths]
 
     @property

@@ -74,7 +74,6 @@ class Demand:
         }
 
     def _small_caches(self) -> int:
-        """Bytes of the retrieval cache, its queries, and the draft model's streaming cache."""
         config = self.config
         speculation = self.shape.speculation
         num_bytes = 0
