@@ -13,7 +13,7 @@ from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
 from minitri.core.graphs import filters_of
-from minitri.core.memory import MemoryPool, Models, check_process, running
+from minitri.core.memory import MemoryPool, Models, check_process, demand_of, running
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.prefill import score
@@ -149,7 +149,7 @@ class Engine(AbstractContextManager["Engine"]):
                 raise InputError("the text is one token, after which nothing is scored; give more")
             # The last token is scored, but not read.
             shape = MemoryShape((len(ids) - 1,), SamplingParams(), GenerationConfig(1), ALONE)
-            full = allocate_full_cache(self.model, None, shape)
+            full = allocate_full_cache(self.model, demand_of(self.models, shape))
             return score(self.model, ids, full, chunk=shape.generation.prefill_chunk)
 
     def stream(

@@ -86,7 +86,8 @@ def test_the_text_is_the_autoregressive_one(way, coupled, turn, monkeypatch):
     on_chip = (number // 3 + turn - coupled) % 3  # of two layers; 2: nothing is offloaded
     engine = engine_of(drafter, is_exact=number % 4 > 0)
 
-    def allocate(target, draft, shape, host=None):
+    def allocate(target, needs, host=None):
+        shape = needs.shape
         return offloaded(on_chip, shape.num_rows, shape.capacity, config=target.config)
 
     if on_chip < 2:

@@ -228,5 +228,5 @@ def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
     engine.release()
     no_memory = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
     monkeypatch.setattr("minitri.core.memory.FullCache.allocate", no_memory)
-    with pytest.raises(InputError, match=r"KV cache for 1 x 35 tokens needs .* GB"):
+    with pytest.raises(InputError, match=r"KV cache for 1 x 64 tokens needs .* GB"):
         engine.generate([1, 2, 3], max_new_tokens=12)

@@ -51,7 +51,7 @@ def main() -> None:
     print("the drafter's keys are raw keys, rotated by slot:", torch.allclose(keys, raw))
     before = verifier.next_probs([TEXT], [True]).probs_BNV
     verifier.next_probs([[*TEXT, 7, 8, 9]], [True])  # guesses, all rejected
-    verifier.crop([1000])
+    verifier.cache.crop([1000])
     full.keys[:, :, :, 1000:] = torch.nan
     after = verifier.next_probs([TEXT], [True]).probs_BNV
     print("rejected guesses change the next distribution:", not torch.allclose(before, after))

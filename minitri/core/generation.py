@@ -189,13 +189,11 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             self._prompts[b] = self._prefill(stack, b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
-        """Takes row b out of the batch; with `is_sound` later prompts may reuse its K and V."""
         stack.retire(b, is_sound=is_sound)
         self._scheduler.remove(b)
         del self._prompts[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
-        """Prefills one chunk of row b's prompt; returns the event that tells how far it is."""
         try:
             progress = next(self._prompts[b])
         except (RuntimeError, MemoryError) as error:
@@ -204,7 +202,6 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         return progress
 
     def _prefill(self, stack: Stack, b: int, row: Row) -> Iterator[PrefillProgress]:
-        """Prefills the prompt of row b, one chunk before each event that the caller takes."""
 
         def score(logits_NV: Tensor, tokens: list[int]) -> None:
             row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)

@@ -141,7 +141,7 @@ def allocate(
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None
     if full is None:
-        full = allocate_full_cache(target, draft.config if draft else None, shape, host)
+        full = allocate_full_cache(target, demand_of(models, shape), host)
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held is not None:  # before captures overwrite the first slots of empty rows

@@ -162,7 +162,6 @@ class Row:
         return self.tokens[-1]
 
     def end(self, stats: Stats, error: Exception | None = None) -> End:
-        """The `End` event of this request, in a run with these statistics."""
         return End(
             self.number,
             self.finish_reason or CANCELLED,

@@ -101,7 +101,6 @@ class PassCost:
     is_in_few_bits: bool  # whether the weights have at most 8 bits
 
     def seconds(self, machine: Machine) -> float:
-        """Predicted seconds of the pass on a machine."""
         seconds = machine.seconds_per_pass + self.num_layers * machine.seconds_per_layer
         weights = self.weight_bytes / machine.weight_bytes_per_second
         seconds += weights + self.kv_bytes / machine.kv_bytes_per_second

@@ -204,10 +204,6 @@ class ModelRunner:
             if filters is not None and on:
                 filters.extend(sequence)
 
-    def crop(self, lengths: list[int]) -> None:
-        """Cuts each row b of the cache to at most its first `lengths[b]` tokens."""
-        self.cache.crop(lengths)
-
     def reset(self, b: int) -> None:
         self.cache.reset(b)
         self.text_filters[b] = None

@@ -65,7 +65,6 @@ class Scheduler:
         self._num_chunks = 0
 
     def add(self, row: Row) -> None:
-        """Queues the row of a new request until `next_row` selects it."""
         self._waiting[row] = self._num_admitted
 
     def cancel(self, number: int) -> None:
@@ -107,7 +106,6 @@ class Scheduler:
         return first
 
     def admit(self, b: int, row: Row) -> None:
-        """Moves a waiting request into the free row b of the batch."""
         del self._waiting[row]
         self._num_admitted += 1
         _, count = self.turns.get(row.request.client, (0, 0))
@@ -116,12 +114,10 @@ class Scheduler:
         self.unread[b] = len(row.prompt_ids)
 
     def remove(self, b: int) -> None:
-        """Frees row b of the batch, whose request has ended."""
         del self.running[b]
         self.unread.pop(b, None)
 
     def note_read(self, b: int, num_left: int) -> None:
-        """Records that `num_left` tokens of row b's prompt are left to read."""
         self.unread[b] = num_left
         if not num_left:
             del self.unread[b]

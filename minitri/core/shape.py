@@ -33,14 +33,14 @@ class MemoryShape:
 
     @property
     def reserved_lengths(self) -> list[int]:
-        """For each row the larger of its prompt's length and `generation.reserve`, in tokens."""
         return [max(length, self.generation.reserve) for length in self.prompt_lengths]
 
     @property
     def capacity(self) -> int:
         """Slots of the full cache that a row needs: prompt, output, guesses of the last step."""
         num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
-        return max(num_tokens, self.generation.reserve) + self.speculation.max_block - 1
+        num_tokens = max(num_tokens, self.generation.reserve)
+        return round_up_to_stride(num_tokens + self.speculation.max_block - 1)
 
     @property
     def budgets(self) -> list[int]:
@@ -50,5 +50,4 @@ class MemoryShape:
     def budget_for(self, length: int) -> int:
         """Retrieval budget for a prompt of this length, in tokens: at most what a row can hold."""
         unit = self.speculation.chunk_size
-        slots = round_up_to_stride(self.capacity)
-        return min(self.speculation.budget_for(length), -(-slots // unit) * unit)
+        return min(self.speculation.budget_for(length), -(-self.capacity // unit) * unit)

@@ -67,13 +67,10 @@ class Stack:
         if not self.shape.uses_drafter:
             return None
         drafter = self.memory.models.drafter
-        common = (self._stats_of("draft"), self.meter)
-        if drafter is not None:
-            return PluggedDrafter(drafter, *common, self.source, self.memory.target)
-        vocab_size = self.target.config.vocab_size
-        return LookupDrafter(
-            self.shape.num_rows, *common, vocab_size=vocab_size, device=self.target.device
-        )
+        common = (self._stats_of("draft"), self.meter, self.memory.target)
+        if drafter is None:
+            return LookupDrafter(*common)
+        return PluggedDrafter(*common, self.source, drafter)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""
@@ -131,7 +128,7 @@ class Stack:
             max_reused -= last if max_queries is None else max_queries
         if score is not None:
             max_reused = 0
-        yield memory.prefix.take(b, self.sequences, max_reused)
+        yield memory.prefix.take(b, self.sequences, max(0, max_reused))
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk

@@ -57,6 +57,7 @@ class TableRunner:
     def __init__(self, table: Table, batch_size: int, text_filters=()) -> None:
         """`text_filters`: of each row, those that all stages share."""
         self.table = table
+        self.cache = self
         self.text_filters = [*text_filters] or [None] * batch_size
         self.memory = [PROMPT[:-1] for _ in range(batch_size)]
 

@@ -191,7 +191,7 @@ class Continuation:
             nothing = torch.empty(1, gamma, 0, device=self.model.device)
             guesses = Proposal.of([self.tokens[end : end + gamma]], nothing, [["draft"] * gamma])
             for runner, found in zip(runners, probs, strict=True):
-                runner.crop([end - 1])
+                runner.cache.crop([end - 1])
                 found.append(runner.next_probs([self.tokens[:end]], [True], guesses).probs_BNV[0])
         return [torch.cat(found) for found in probs]
 

@@ -102,8 +102,8 @@ class PrefixCache:
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda row: row.num_shared(texts[b], owner))
         if self.store is not None:
-            best = self.store.longer(texts[b][: max(0, most)], owner, best)
-        num_tokens = max(0, min(best.num_shared(texts[b], owner), most))
+            best = self.store.longer(texts[b][:most], owner, best)
+        num_tokens = min(best.num_shared(texts[b], owner), most)
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)

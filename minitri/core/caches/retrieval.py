@@ -77,7 +77,6 @@ class RetrievalCache(Cache):
         return None if self._policy.wants_prompt else self._settings.observation_window
 
     def reset(self, b: int, budget: int | None = None) -> None:
-        """Empties row b for another text, with another budget if one is given."""
         budget = self.rows[b].budget if budget is None else budget
         super().reset(b)
         self.rows[b] = RetrievedRow(budget, self._settings.num_sink_tokens)

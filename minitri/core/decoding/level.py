@@ -174,7 +174,7 @@ class Level(Stage):
         self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
-        self.runner.crop(lengths)
+        self.runner.cache.crop(lengths)
         if self.below is not None:
             self.below.crop(lengths)
 

@@ -37,11 +37,9 @@ class RandomSource:
         self._by_row: dict[int, Any] = {}  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
-        """Starts another text with this seed in row b."""
         self._by_row[b] = seed
 
     def of_rows(self, rows: slice) -> Self:
-        """A view of this source on a slice of the rows, which shares their generators."""
         part = copy.copy(self)
         part._by_row = {b - rows.start: state for b, state in self._by_row.items()}
         return part
@@ -87,7 +85,6 @@ class IndependentSource(RandomSource):
         return uniforms_BN
 
     def uniforms(self, b: int, count: int) -> Tensor:
-        """The next `count` float64 numbers in [0, 1) of row b's generator."""
         return torch.rand(count, dtype=torch.float64, generator=self._by_row[b])
 
 

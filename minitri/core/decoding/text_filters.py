@@ -9,7 +9,6 @@ Legend: B rows, N places, V vocab, U tokens whose logits may change.
 """
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,10 +55,7 @@ class TextFilters:
         self._params = params
         self._first = len(prompt)
         self._end_tokens = [*end_tokens]
-        self._word_ends = defaultdict[tuple[int, ...], list[int]](list)  # last ids by first ones
-        for word in bad_words:
-            self._word_ends[tuple(word[:-1])].append(word[-1])
-        self._sizes = sorted({len(before) for before in self._word_ends})
+        self._bad_words = bad_words
         # Each token whose logit may change has a place in these tensors.
         self._places: dict[int, int] = {}
         self._ids_V = torch.zeros(vocab_size, dtype=torch.int64)
@@ -106,13 +102,14 @@ class TextFilters:
         """Tokens that bad words and `min_tokens` forbid after a path."""
         num_new = len(self.text) - self._first + len(path)
         tokens = [*self._end_tokens] if num_new < self._params.min_tokens else []
-        if self._sizes:
-            latest = [*self.text[max(0, len(self.text) - self._sizes[-1]) :], *path]
-            for size in self._sizes:
-                tokens += self._word_ends.get(tuple(latest[len(latest) - size :]), ())
+        latest = [*self.text[-max(map(len, self._bad_words), default=1) :], *path]
+        for *before, last in self._bad_words:
+            if latest[len(latest) - len(before) :] == before:
+                tokens.append(last)
         return tokens
 
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
+        """Applies bias and penalties, in the order of vLLM, with OpenAI's meaning."""
         counted = paths if self._counts_output else []
         guessed = [(n, self._place(token)) for n, path in enumerate(counted) for token in path]
         U = len(self._places)
@@ -124,8 +121,17 @@ class TextFilters:
         is_known_U = self._ids_V[:U] < logits_NV.shape[1]  # a drafter's vocabulary may be smaller
         ids_U = self._ids_V[:U][is_known_U].to(logits_NV.device)
         tensors = (self._bias_V[:U], self._in_prompt_V[:U], counts_NU)
-        numbers = [tensor[..., is_known_U].to(logits_NV) for tensor in tensors]
-        x_NU = penalised(logits_NV.index_select(1, ids_U), self._params, *numbers)
+        bias_U, in_prompt_U, counts_NU = (it[..., is_known_U].to(logits_NV) for it in tensors)
+        x_NU = logits_NV.index_select(1, ids_U) + bias_U
+        params = self._params
+        if (penalty := params.repetition_penalty) != 1:
+            is_new_NU = (counts_NU == 0) & (in_prompt_U == 0)
+            x_NU = x_NU.where(is_new_NU, torch.where(x_NU > 0, x_NU / penalty, x_NU * penalty))
+        # Each product is rounded by itself, so that the bits do not depend on the shape.
+        if params.frequency_penalty:
+            x_NU = x_NU - params.frequency_penalty * counts_NU
+        if params.presence_penalty:
+            x_NU = x_NU - params.presence_penalty * (counts_NU > 0).to(x_NU)
         logits_NV.index_copy_(1, ids_U, x_NU)
 
     def _place(self, token: int) -> int:
@@ -133,23 +139,6 @@ class TextFilters:
         place = self._places.setdefault(token, len(self._places))
         self._ids_V[place] = token
         return place
-
-
-def penalised(
-    x_NU: Tensor, params: SamplingParams, bias_U: Tensor, in_prompt_U: Tensor, counts_NU: Tensor
-) -> Tensor:
-    """Logits after bias and penalties, in the order of vLLM, with OpenAI's meaning; `in_prompt_U`
-    is 1 for tokens of the prompt, `counts_NU` counts those of the output."""
-    x_NU = x_NU + bias_U
-    if (penalty := params.repetition_penalty) != 1:
-        is_new_NU = (counts_NU == 0) & (in_prompt_U == 0)
-        x_NU = x_NU.where(is_new_NU, torch.where(x_NU > 0, x_NU / penalty, x_NU * penalty))
-    # Each product is rounded by itself, so that the bits do not depend on the shape.
-    if params.frequency_penalty:
-        x_NU = x_NU - params.frequency_penalty * counts_NU
-    if params.presence_penalty:
-        x_NU = x_NU - params.presence_penalty * (counts_NU > 0).to(x_NU)
-    return x_NU
 
 
 def filtered_logits(

@@ -15,6 +15,7 @@ import torch
 from minitri.core.decoding.level import Stage
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.runner import ModelRunner
 from minitri.core.stats import LevelStats, num_common
 
 LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
@@ -83,22 +84,12 @@ class GrowingText:
 class LookupDrafter(Stage):
     """Stage of the cascade that guesses by lookup in the text, for B rows."""
 
-    def __init__(
-        self,
-        batch_size: int,
-        stats: LevelStats,
-        meter: Meter,
-        *,
-        vocab_size: int,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, stats: LevelStats, meter: Meter, target: ModelRunner) -> None:
         super().__init__(stats, meter)
-        self._vocab_size = vocab_size
-        self._device = device
-        self._rows = [GrowingText() for _ in range(batch_size)]
+        self._target = target
+        self._rows = [GrowingText() for _ in target.sampling]
 
     def prepare(self, sequences: Rows, active: Active) -> None:
-        """Before a step: indexes the tokens that were committed since the last use."""
         for row, sequence, on in zip(self._rows, sequences, active, strict=True):
             if on:
                 row.extend(sequence[len(row.tokens) :])
@@ -107,8 +98,8 @@ class LookupDrafter(Stage):
         with self._meter.round(self.stats, num_tokens=self.gamma):
             rows = zip(self._rows, sequences, active, strict=True)
             tokens = [row.propose(sequence, self.gamma) if on else [] for row, sequence, on in rows]
-            shape = (len(tokens), max(map(len, tokens)), self._vocab_size)
-            probs_BNV = torch.zeros(shape, device=self._device)
+            shape = (len(tokens), max(map(len, tokens)), self._target.passes.vocab_size)
+            probs_BNV = torch.zeros(shape, device=self._target.model.device)
             origins = [[self.stats.name] * len(row) for row in tokens]
             proposal = Proposal.of(tokens, probs_BNV, origins)
             probs_BNV.scatter_(2, proposal.tokens_BN.unsqueeze(2), 1.0)

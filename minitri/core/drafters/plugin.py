@@ -41,11 +41,11 @@ class PluggedDrafter(Stage):
 
     def __init__(
         self,
-        drafter: Drafter,
         stats: LevelStats,
         meter: Meter,
-        source: RandomSource,
         target: ModelRunner,
+        source: RandomSource,
+        drafter: Drafter,
     ) -> None:
         super().__init__(stats, meter)
         self._drafter = drafter

@@ -67,7 +67,6 @@ class Cache:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape (L, B, K, S, D) of the keys, and of the values."""
         return self.keys.shape
 
     @property

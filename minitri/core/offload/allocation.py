@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from minitri.core.caches.full import FullCache
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand, choose_on_chip
-from minitri.core.shape import MemoryShape
 
 
 def free_host_bytes() -> float:
@@ -44,11 +42,10 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
     return on_device + needs.num_weight_bytes, on_host
 
 
-def allocate_full_cache(
-    target: Llama, draft: ModelConfig | None, shape: MemoryShape, host: HostMemory | None = None
-) -> FullCache:
+def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = None) -> FullCache:
     """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
     config = target.config
+    shape = needs.shape
     device = target.device
     on_chip = config.num_layers
     size = (config, shape.num_rows, shape.capacity)
@@ -56,7 +53,6 @@ def allocate_full_cache(
     host = host or HostMemory(device)
     try:
         if device.type == "cuda":
-            needs = Demand(config, draft, shape, target.dtype.itemsize)
             on_device, on_host = room_for(target, needs)
             on_host += host.num_free_bytes
             on_chip = choose_on_chip(needs, shape.generation, on_device, on_host)
@@ -67,8 +63,7 @@ def allocate_full_cache(
         log.debug("KV cache: %d of %d layers are on %s", on_chip, config.num_layers, device)
         return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
-        num_slots = shape.num_rows * shape.capacity
-        needed = num_slots * config.kv_values_per_token * target.dtype.itemsize
+        needed = config.num_layers * needs.kv_layer
         raise InputError(
             f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
             f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "

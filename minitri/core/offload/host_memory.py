@@ -37,7 +37,6 @@ class HostMemory:
         self._free[:] = [block]
 
     def clear(self) -> None:
-        """Frees the kept block, if any."""
         self._free.clear()
 
 

@@ -11,21 +11,8 @@ from collections.abc import Callable, Iterator
 from torch import Tensor
 
 from minitri.core.model.block import empty_queries, make_block
-from minitri.core.model.llama import Llama, Pass
+from minitri.core.model.llama import Block, Llama, Pass
 from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
-
-
-def layer_by_layer(
-    model: Llama, cache: HostedRow, tokens: list[int], queries_LBTHD: Tensor | None
-) -> Iterator[None]:
-    """Generator that computes one chunk of a prompt, one layer whenever it is advanced."""
-    block = make_block(model, [tokens], cache)
-    x_BTE = model.embed(block.tokens_BT)
-    for number, layer in enumerate(model.layers):
-        rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
-        shared = Pass(block, rotary, cache, model.attend, None, queries_LBTHD)
-        x_BTE = layer.forward(x_BTE, number, shared)
-        yield
 
 
 def read_by_layers(
@@ -43,21 +30,27 @@ def read_by_layers(
     starts = range(full.lengths[b], end, chunk)
     if not starts:
         return
-    queries = list[Tensor]()
-    chunks = list[Iterator[None]]()
+    blocks = list[Block]()
+    queries = list[Tensor | None]()
     for start in starts:
         piece = prompt[start : min(start + chunk, end)]
-        queries_LBTHD = None
-        if watch is not None and start + chunk > end - max_queries:
-            queries_LBTHD = empty_queries(model, 1, min(max_queries, len(piece)))
-            queries.append(queries_LBTHD)
-        chunks.append(layer_by_layer(model, HostedRow(full, b, start), piece, queries_LBTHD))
-    for done in range(L * len(chunks)):
-        next(chunks[done % len(chunks)])
-        if done % L == L - 1 and done // L < len(chunks) - 1:
-            yield starts[done // L + 1]
+        blocks.append(make_block(model, [piece], HostedRow(full, b, start)))
+        is_watched = watch is not None and start + chunk > end - max_queries
+        num_queries = min(max_queries, len(piece))
+        queries.append(empty_queries(model, 1, num_queries) if is_watched else None)
+    chunks_BTE = [model.embed(block.tokens_BT) for block in blocks]
+    num_layers = 0  # of all chunks together
+    for number, layer in enumerate(model.layers):
+        for i, block in enumerate(blocks):
+            rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
+            cache = HostedRow(full, b, starts[i])
+            shared = Pass(block, rotary, cache, model.attend, None, queries[i])
+            chunks_BTE[i] = layer.forward(chunks_BTE[i], number, shared)
+            num_layers += 1
+            if num_layers % L == 0 and num_layers < L * len(blocks):
+                yield starts[num_layers // L]
     full.hold(b, end, end)  # not `advance`, which fetches layers for a pass: a prompt may follow
-    if watch is not None:
-        for queries_LBTHD in queries:
+    for queries_LBTHD in queries:
+        if watch is not None and queries_LBTHD is not None:
             watch(queries_LBTHD[:, 0])
     yield end

@@ -52,7 +52,6 @@ class OffloadedFullCache(FullCache):
         host: HostMemory,
         stream: CopyStream | None = None,
     ) -> None:
-        """Allocates an empty cache: `on_chip` layers on the device, the others in `host`."""
         B, K, D = batch_size, config.num_kv_heads, config.head_dim
         L = config.num_layers - on_chip
         S = round_up_to_stride(capacity)

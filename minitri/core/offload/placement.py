@@ -42,7 +42,7 @@ class Demand:
     @property
     def kv_layer(self) -> int:
         """Bytes of one layer of the full cache."""
-        return round_up_to_stride(self.shape.capacity) * self.kv_slot
+        return self.shape.capacity * self.kv_slot
 
     @property
     def drafter(self) -> ModelConfig | None:
@@ -74,7 +74,6 @@ class Demand:
         }
 
     def _small_caches(self) -> int:
-        """Bytes of the retrieval cache, its queries, and the draft model's streaming cache."""
         config = self.config
         speculation = self.shape.speculation
         num_bytes = 0

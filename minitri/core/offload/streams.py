@@ -23,7 +23,6 @@ class CopyStream:
             yield
 
     def event(self) -> torch.cuda.Event:
-        """A new CUDA event to `record` on one stream and `wait` for on another."""
         return torch.cuda.Event()
 
     def share(self, tensor: Tensor) -> None:

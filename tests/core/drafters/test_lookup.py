@@ -1,5 +1,7 @@
 """Lookup of the last words in the text: what it finds, how much of it it guesses, and learns."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -18,8 +20,10 @@ WORDS = st.lists(st.integers(0, 2), max_size=60) | st.lists(st.integers(0, 20), 
 
 def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
     meter = Meter(Stats(), ScheduledTuner([StepPlan("naive", num_guesses)]), Clock())
-    sizes = {"vocab_size": V, "device": CPU}
-    drafter = LookupDrafter(len(texts), LevelStats("draft"), meter, **sizes)
+    target = SimpleNamespace(
+        sampling=texts, passes=SimpleNamespace(vocab_size=V), model=SimpleNamespace(device=CPU)
+    )
+    drafter = LookupDrafter(LevelStats("draft"), meter, target)
     drafter.gamma = num_guesses
     drafter.prepare([list(text) for text in texts], [True] * len(texts))
     return drafter

@@ -118,13 +118,14 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
     """By the free memory of a card, of which weights have taken a part, and of the host."""
     offload = GenerationConfig(16, offload=True, on_chip=0)
     shape = MemoryShape((122_880,), SamplingParams(), offload, TRIFORCE)
-    free = device_gib * GIB - Demand(SEVEN_B, DRAFT, shape).num_weight_bytes
+    needs = Demand(SEVEN_B, DRAFT, shape)
+    free = device_gib * GIB - needs.num_weight_bytes
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 141 * GIB))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(allocation, "free_host_bytes", lambda: host_gib * GIB)
     where = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "execution": Execution()}
     with pytest.raises(InputError, match=problem):
-        allocate_full_cache(SimpleNamespace(config=SEVEN_B, **where), DRAFT, shape)
+        allocate_full_cache(SimpleNamespace(config=SEVEN_B, **where), needs)
 
 
 def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
