@@ -154,12 +154,16 @@ def trimmed_copy(target: Llama, token_ids: Iterable[int]) -> Llama:
     return copy.eval()
 
 
-def fresh_read(model: Llama, tokens: list[int]) -> tuple[FullCache, Tensor]:
-    """A new full cache that has read these tokens at once, and the logits (T, V) after each."""
-    cache = new_cache(model.config, capacity=len(tokens) + 1)
-    hidden_BTE = read_block(model, [tokens], cache)
-    cache.advance([len(tokens)])
-    return cache, model.logits(hidden_BTE[0])
+def fresh_read(model: Llama, tokens: list[int], size: int = 1 << 30) -> tuple[FullCache, Tensor]:
+    """A new full cache that has read these tokens, in blocks of this size, and the logits (T, V)
+    after each."""
+    cache = new_cache(model.config, capacity=len(tokens) + 1, dtype=model.dtype)
+    parts = []
+    for start in range(0, len(tokens), size):
+        hidden_BTE = read_block(model, [tokens[start : start + size]], cache)
+        cache.advance([hidden_BTE.shape[1]])
+        parts.append(model.logits(hidden_BTE[0]))
+    return cache, torch.cat(parts)
 
 
 def random_prompt(config: ModelConfig, length: int, seed: int = 0) -> list[int]:

@@ -1,19 +1,15 @@
-"""The one place where logits become distributions; and TriForce with nothing but the core."""
+"""The one place where logits become distributions, and what a runner reads of a prompt."""
 
 import pytest
 import torch
 
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.verification import Proposal
-from minitri.core.generation import Generation
-from minitri.core.memory import MemoryPool, Models
 from minitri.core.model.block import read_block
 from minitri.core.prefill import prefill
-from minitri.core.requests import Request, Row
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.core.shape import MemoryShape
-from tests.core.rigs import WARM, new_cache, random_prompt, tiny_config, tiny_model
+from minitri.core.settings import SamplingParams
+from tests.core.rigs import new_cache, random_prompt, tiny_config, tiny_model
 
 FILTERED = SamplingParams(0.8, top_k=30, top_p=0.9, min_p=0.01)
 
@@ -76,20 +72,3 @@ def test_a_row_of_a_ragged_block_is_what_it_is_alone():
         for n in range(len(own) + 1):
             _, wanted = after(model, text + own[:n], FILTERED, 64)
             assert torch.allclose(probs_NV[n], wanted[0], atol=1e-6)
-
-
-SIZES = {"gamma1": 2, "gamma2": 4, "budget": 64, "num_recent_tokens": 60}
-
-
-def test_triforce_says_what_the_target_says_alone():
-    target, draft = tiny_model(tiny_config()), tiny_model(tiny_config(num_layers=1), seed=1)
-    pool, generation = MemoryPool(Models(target, target, draft)), GenerationConfig(40)
-    prompt = random_prompt(target.config, 200)
-    row = Request(prompt, seed=3, sampling=WARM, generation=generation)
-    texts = []
-    for method in ("autoregressive", "triforce"):
-        speculation = SpeculationConfig(method, coupled=True, **SIZES)
-        shape = MemoryShape((len(prompt),), WARM, generation, speculation)
-        texts.append(Generation([Row(0, row, prompt)], shape, pool).result().token_ids)
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) > 10

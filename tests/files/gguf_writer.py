@@ -11,6 +11,7 @@ import tokenizers
 import torch
 
 from minitri.core.config import ModelConfig
+from tests.conftest import SENTENCES
 from tools.bench.random_gguf import add_shape
 
 ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
@@ -37,6 +38,15 @@ def quantized(values: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray
     place = slice(-2, None) if kind.name == "Q6_K" else slice(4)
     blocks[..., place] = numbers
     return blocks.reshape(len(values), -1)
+
+
+def pieces(path: Path, **options: object) -> Path:
+    """A tokenizer.model with Llama 2's options."""
+    kept = {"byte_fallback": True, "remove_extra_whitespaces": False, "minloglevel": 2}
+    kept |= {"normalization_rule_name": "identity", "vocab_size": 400, "hard_vocab_limit": False}
+    train = sentencepiece.SentencePieceTrainer.train
+    train(sentence_iterator=iter(SENTENCES * 5), model_prefix=str(path), **kept | options)
+    return path.with_suffix(".model")
 
 
 def _add_words(writer: gguf.GGUFWriter, pipeline: tokenizers.Tokenizer, pre: str) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import minitri
-from minitri.core.model.block import read_block
 from minitri.core.roofline import bytes_per_pass
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices import choose as devices
@@ -20,12 +19,12 @@ from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import ModelChoice
 from minitri.files.weight_plan import plan_weights
 from tests.conftest import refused, settings_of, texts_of, write_hf_folder
-from tests.core.rigs import WARM, new_cache
+from tests.core.rigs import WARM, fresh_read, random_prompt, tiny_config
 from tests.files.test_checkpoint import as_gguf
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
-TEXT = torch.randint(3, 310, (LONGEST_BLOCK + 71,), generator=torch.Generator().manual_seed(0))
+TEXT = random_prompt(tiny_config(vocab_size=310), LONGEST_BLOCK + 71)
 SMALL = {"budget": 16, "chunk_size": 4, "num_recent_tokens": 8, "rebuild_stride": 7}
 ROUNDING = {"float32": 2e-3, "bfloat16": 0.2}
 """Largest difference of logits, whose standard deviation is 1.2. In float32 the inputs of quantized
@@ -60,14 +59,9 @@ def load(path, weights="native", dtype="float32", draft="ngram", **options):
 
 
 @torch.inference_mode()
-def logits(model, tokens=TEXT, block=1 << 30):
+def logits(model, block=1 << 30):
     """After every token, read in blocks."""
-    cache, parts = new_cache(model.config, capacity=len(tokens), dtype=model.dtype), []
-    for part in tokens.split(block):
-        hidden_BTE = read_block(model, [part.tolist()], cache)
-        cache.advance([len(part)])
-        parts += model.logits(hidden_BTE[0]).split(1)
-    return torch.cat(parts)
+    return fresh_read(model, TEXT, block)[1]
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
@@ -115,7 +109,7 @@ def test_matrices_stay_quantized_where_a_product_has_one_form(
 @pytest.mark.parametrize("file", ["Q5_1", "Q8_0", "Q4_K_M"], indirect=True)
 def test_every_method_gives_the_autoregressive_text_bit_for_bit(file):
     engine = load(file, dtype="bfloat16")
-    prompts = [TEXT[:40].tolist(), TEXT[40:].tolist()]
+    prompts = [TEXT[:40], TEXT[40:]]
     ways = [settings_of(m, 30, WARM, coupled=True, **SMALL) for m in ("autoregressive", "triforce")]
     wanted, got = (texts_of(engine.generate(prompts, **way)) for way in ways)
     assert got == wanted

@@ -19,7 +19,7 @@ from minitri.text.text_stream import TextReader
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused, tiny_model
 from tests.core.rigs import tiny_config
-from tests.files.gguf_writer import write_gguf
+from tests.files.gguf_writer import pieces, write_gguf
 from tests.files.test_checkpoint import copy_of
 
 CONFIG = tiny_config(vocab_size=900, bos_token_id=1, eos_token_ids=(2,))
@@ -84,15 +84,6 @@ def files(n: int) -> dict[str, dict[str, dict]]:
 def write(folder: Path, case: dict[str, dict]) -> None:
     for name, content in case.items():
         (folder / f"{name}.json").write_text(json.dumps(content))
-
-
-def pieces(path: Path, **options: object) -> Path:
-    """A tokenizer.model with Llama 2's options."""
-    kept = {"byte_fallback": True, "remove_extra_whitespaces": False, "minloglevel": 2}
-    kept |= {"normalization_rule_name": "identity", "vocab_size": 400, "hard_vocab_limit": False}
-    train = sentencepiece.SentencePieceTrainer.train
-    train(sentence_iterator=iter(SENTENCES * 5), model_prefix=str(path), **kept | options)
-    return path.with_suffix(".model")
 
 
 @pytest.fixture(scope="module")

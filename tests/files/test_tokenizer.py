@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import sentencepiece
 
 import minitri
 from minitri import Grammar
@@ -18,19 +17,11 @@ from minitri.text.text_stream import TextReader
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 from tests.conftest import SENTENCES, byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
-from tests.files.gguf_writer import write_gguf
+from tests.files.gguf_writer import pieces, write_gguf
 from tests.files.test_checkpoint import copy_of
 
 HARD = "Naïve 日本語 🙂🚀 — “quotes”,\n\n  two  spaces\tand a tab"
 CONFIG = tiny_config(vocab_size=500, bos_token_id=1)
-
-
-def train_sentencepiece(folder: Path, vocab_size: int) -> None:
-    """Writes a sentencepiece BPE with Llama-2's options."""
-    options = {"model_type": "bpe", "byte_fallback": True, "remove_extra_whitespaces": False}
-    options |= {"normalization_rule_name": "identity", "minloglevel": 2, "vocab_size": vocab_size}
-    train = sentencepiece.SentencePieceTrainer.train
-    train(sentence_iterator=iter(SENTENCES * 5), model_prefix=str(folder / "tokenizer"), **options)
 
 
 def load(path: Path) -> Tokenizer:
@@ -40,7 +31,7 @@ def load(path: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory) -> dict[str, Tokenizer]:
     sp, folder = (tmp_path_factory.mktemp(name) for name in ("sp", "tokenizers"))
-    train_sentencepiece(sp, vocab_size=400)
+    pieces(sp / "tokenizer", model_type="bpe")
     words = byte_level_tokenizer()
     words.save(str(folder / "tokenizer.json"))
     paths = {
@@ -121,14 +112,10 @@ def test_gguf_words_are_cut_as_by_the_tokenizer_of_the_family(tmp_path, pre, wor
     assert tokenizer.decode(tokenizer.encode("e\u0301")) == composed
 
 
-def test_bos_follows_the_config_and_is_not_doubled(tokenizers, tmp_path):
+def test_bos_follows_the_config(tokenizers):
     assert tokenizers["sentencepiece"].encode("word")[0] == 1
     assert tokenizers["sentencepiece"].decode([1, 450, 499]) == ""  # of a padded vocabulary
     assert tokenizers["tokenizer.json"].encode("word")[0] != 1
-    byte_level_tokenizer().save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    assert load(tmp_path).encode("word")[0] == 1
-    assert load(tmp_path).encode("<s>word")[:2].count(1) == 1
 
 
 TOKENS: list[str | None] = ["<unk>", "<s>", "</s>", "a", "b", "Ġthe"]
@@ -151,7 +138,7 @@ def test_vocabularies_agree_where_both_have_tokens(more):
 
 def test_a_drafter_of_another_family_is_refused_by_name_before_weights_are_read(folder, tmp_path):
     other = copy_of(folder, tmp_path / "other-words", "tokenizer.json", "*.safetensors")
-    train_sentencepiece(other, vocab_size=320)  # with the same first tokens
+    pieces(other / "tokenizer", model_type="bpe", vocab_size=320)  # with the same first tokens
     with refused("the drafter other-words has another vocabulary"):
         minitri.load(folder, draft=other)
 

@@ -1,23 +1,33 @@
 """K and V in host memory on a CUDA device: the bits of those on the device, page-locked memory."""
 
+import gc
+from unittest.mock import Mock
+
 import pytest
 import torch
 
 from minitri.core.caches.full import FullCache
-from minitri.core.offload.host_memory import HostMemory, host_memory
+from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from tests.core.rigs import tiny_config
 from tests.devices.gpu_twins.conftest import check_blocks
 
 
 @pytest.mark.takes(seconds=10, gib=1)
-def test_host_memory_is_page_locked(caplog):
+def test_host_memory_is_page_locked_once(caplog):
     """So that the host goes on while it is copied: else offloading is many times as slow."""
-    block = host_memory(1 << 26, torch.device("cuda"))
+    host, addresses = HostMemory(torch.device("cuda")), set()
+    for num_bytes in (1 << 26, 1 << 25):
+        cache = Mock()
+        block = host.lend(cache, (num_bytes,), torch.uint8)
+        assert block.is_pinned()
+        block.fill_(7)
+        assert int(block.to("cuda", non_blocking=True).sum()) == 7 * num_bytes
+        addresses.add(block.data_ptr())
+        del cache
+        gc.collect()
+    assert len(addresses) == 1
     assert not caplog.records
-    assert block.is_pinned()
-    block.fill_(7)
-    assert int(block.to("cuda", non_blocking=True).sum()) == 7 << 26
 
 
 @pytest.mark.takes(seconds=20, gib=1)

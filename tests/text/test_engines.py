@@ -70,25 +70,18 @@ def requests_of(engine, temperature: float, num_new: int) -> list[Request]:
 
 
 @pytest.mark.parametrize(("dtype", "coupled"), [("float32", False), ("bfloat16", True)])
-def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, dtype, coupled):
-    """Greedy or coupled, as one batch."""
+def test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_guess(folder, dtype, coupled):
+    """Requests that come and go in two places, by chance; on compiled kernels, to the bit."""
     engine = minitri.load(folder, dtype=dtype, device="cpu")
     if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
     requests = requests_of(engine, 0.8 if coupled else 0, 10)
-    wanted = texts_of(engine.stream(requests, coupled=coupled, method="autoregressive"))
+    plain = {"coupled": coupled, "method": "autoregressive"}
+    alone = [texts_of(engine.stream([request], **plain))[0] for request in requests]
     for method, settings in METHODS.items():
         if (dtype, method) != ("bfloat16", "tree"):  # its order of slots decides last bits
-            assert texts_of(engine.stream(requests, coupled=coupled, **settings)) == wanted, method
-
-
-@pytest.mark.parametrize("method", ["triforce", "tree"])
-def test_a_row_is_filtered_by_its_own_text_whatever_its_neighbours_do(engine, method):
-    """Requests that come and go in two places, by chance; each gets what it gets alone."""
-    requests = requests_of(engine, 0.9, 6)
-    together = texts_of(engine.stream(requests, batch_size=2, **METHODS[method]))
-    alone = [texts_of(engine.stream([request], **METHODS[method]))[0] for request in requests]
-    assert together == alone
+            together = engine.stream(requests, batch_size=2, coupled=coupled, **settings)
+            assert texts_of(together) == alone, method
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=str)

@@ -15,7 +15,7 @@ from minitri.core.model.llama import Block
 from minitri.core.settings import SamplingParams, SpeculationConfig
 from tests.core.exactness import probs_after
 from tests.core.policies import policy_of
-from tests.core.rigs import Rig, new_cache, plain_tokens, random_prompt, tiny_config, tiny_model
+from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config, tiny_model
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
@@ -207,28 +207,6 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
         block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))
         hidden_BTE = target.forward(block, chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
-
-
-@pytest.mark.parametrize("policy", ["retrieval", "received"])
-def test_a_budget_for_the_whole_text_gives_the_full_cache(policy):
-    """The same bits after every step; nothing is ever chosen, and no guess is rejected."""
-    target = tiny_model(CONFIG)
-    prompts = [random_prompt(CONFIG, n, seed=n) for n in (60, 3, 21)]
-
-    def compare(rig):
-        rig.small.prepare(rig.cascade.active)
-        for b, length in enumerate(rig.full.lengths):
-            if rig.cascade.active[b]:
-                assert rig.small.lengths[b] == length
-                for name in ("keys", "values"):
-                    small, large = (getattr(cache, name)[:, b] for cache in (rig.small, rig.full))
-                    assert torch.equal(small[..., :length, :], large[..., :length, :])
-
-    rig = Rig(target, prompts, method="triforce", policy=policy_of(policy), budget=112)
-    assert rig.run(compare) == plain_tokens(target, prompts)
-    top = rig.stats.levels[-1]
-    assert rig.stats.num_rebuilds == 0
-    assert top.num_accepted_tokens == top.num_draft_tokens > 0
 
 
 def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():

@@ -9,7 +9,6 @@ from minitri.core.caches.streaming import StreamingCache
 from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.errors import InputError
 from minitri.core.settings import SLIDE, SamplingParams, SpeculationConfig
-from tests.core.exactness import probs_after
 from tests.core.rigs import Rig, fresh_read, random_prompt, tiny_config, tiny_model
 
 SINKS, RECENT = 3, 12
@@ -65,27 +64,6 @@ def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
         assert torch.allclose(keys_LBKSD[0], rotated, atol=1e-6)
         assert torch.equal(keys_LBKSD[1], unrotated_BKSD[:, :, :length])
     assert length < 60
-
-
-@pytest.mark.parametrize(("start", "num_guesses"), [(5, 1), (47, 3), (48, 1), (48, 3), (150, 3)])
-def test_what_is_cropped_leaves_no_trace(start, num_guesses):
-    """Guesses read, cropped and poisoned, before the right tokens."""
-    clean, guessing = new_runner(), new_runner()
-    wrong = [(token + 1) % CONFIG.vocab_size for token in TEXT]
-    for runner in (clean, guessing):
-        runner.prepare([TEXT[:start]], [True])
-    probs_after(guessing, TEXT[:start] + wrong[start : start + num_guesses], num_guesses)
-    guessing.crop([start])
-    assert guessing.cache.num_tokens == [start]
-    for slots in (guessing.cache.raw_keys, guessing.cache.keys, guessing.cache.values):
-        slots[..., guessing.cache.lengths[0] :, :] = torch.nan
-    clean.next_probs([TEXT[:start]], [True])
-    for runner in (clean, guessing):
-        runner.prepare([TEXT[: start + 1]], [True])
-    assert guessing.cache.lengths == clean.cache.lengths
-    readers = (read_on(runner, TEXT, start + 1, start + 45) for runner in (clean, guessing))
-    for (n, ours), (_, theirs) in zip(*readers, strict=True):
-        assert torch.allclose(ours, theirs, atol=1e-6), n
 
 
 @pytest.mark.parametrize(

@@ -64,13 +64,6 @@ def test_the_latest_of_the_longest_matches_is_found(text, in_flight, limit):
     assert found(text, in_flight, limit) == brute_force(text, [*text, *in_flight], limit)
 
 
-def test_nothing_is_guessed_where_nothing_matches():
-    """One token in common is not enough."""
-    proposal = new_drafter([7, 3, 8, 3]).propose([[7, 3, 8, 3]], [True])
-    assert (proposal.tokens, proposal.origins, proposal.counts) == ([[]], [[]], [0])
-    assert proposal.probs_BNV.shape == (1, 0, V)
-
-
 def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeypatch):
     text = [4, 1, 2, 8, *[1, 2, 9] * 3, 4, 1, 2]
     assert found(text, limit=1) == (3, [8])

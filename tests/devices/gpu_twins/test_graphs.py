@@ -11,8 +11,8 @@ from minitri.core.graphs import GraphPool, filters_of
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
-from tests.core.rigs import CPU, Rig, near_copy, new_cache, plain_tokens, tiny_config
-from tests.devices.gpu_twins.conftest import PROMPTS, SMALL, as_on_a_gpu, offloaded
+from tests.core.rigs import CPU, Rig, near_copy, new_cache, tiny_config
+from tests.devices.gpu_twins.conftest import PROMPTS, as_on_a_gpu
 from tests.engine.test_switching_plans import AR, forced
 
 CONFIG = tiny_config(num_layers=3)
@@ -32,18 +32,6 @@ def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():
     assert pool.num_graphs == 3
     with pytest.raises(InputError, match="not permitted.* cuda_graphs=False"):
         pool.run(Mock(side_effect=RuntimeError("not permitted")), torch.zeros(1))
-
-
-def test_kv_from_host_memory_is_streamed_by_eager_steps(lengths_on_the_device):
-    """All but the pass over the full cache is captured."""
-    target = tiny_model(CONFIG)
-    how = {"method": "triforce", "num_new": 16, "graphs": GraphPool(CPU), **SMALL}
-    how |= {"draft": as_on_a_gpu(near_copy(target, 0.02)), "full": offloaded(1, config=CONFIG)}
-    tokens = plain_tokens(target, PROMPTS, num_new=16)
-    rig = Rig(as_on_a_gpu(target), PROMPTS, **how)
-    assert rig.run() == tokens
-    assert [name for name, runner in rig.runners.items() if runner.graphs is None] == ["target"]
-    assert rig.stats.num_graphs > 0
 
 
 def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(

@@ -6,7 +6,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -179,21 +179,16 @@ def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
 
 
 @pytest.mark.parametrize("error", [0, 2])
-def test_memory_is_registered_once_and_unregistered_when_it_is_given_up(error, monkeypatch, caplog):
-    """Where it cannot be, one line says what that costs."""
+def test_locked_memory_is_unlocked_and_what_cannot_be_locked_is_lent(error, monkeypatch, caplog):
+    """One line says what that costs; on a GPU, see `tests/gpu/test_offload_on_cuda.py`."""
     cuda = Mock()
     cuda.cudart().cudaHostRegister.return_value = error
     monkeypatch.setattr(torch, "cuda", cuda)
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
     host = HostMemory(torch.device("cuda"))
-    address = host.lend(Borrower(), (500, 400), torch.float32).data_ptr()
-    assert host.lend(Borrower(), (400, 400), torch.float32).data_ptr() == address
-    cuda.cudart().cudaHostRegister.assert_called_once_with(address, 800_000, 0)
-    assert cuda.synchronize.call_count == 2  # for copies of the last borrower
+    host.lend(Borrower(), (500, 400), torch.float32).fill_(1)
     host.clear()
-    unlocked = [call.cudart(), call.cudart().cudaHostUnregister(address)]
-    assert (cuda.mock_calls[-2:] == unlocked) is (error == 0)
-    assert cuda.synchronize.call_count == 2 + (error == 0)  # before it is unlocked
+    assert cuda.cudart().cudaHostUnregister.called is (error == 0)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(error)
 
 

@@ -9,6 +9,7 @@ import torch
 
 import minitri
 from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig
+from minitri.core.caches.full import FullCache
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
 from tests.conftest import ends_of, refused, tiny_engine
@@ -100,17 +101,17 @@ def interrupt(engine, document, monkeypatch, **settings):
     how = {"generation": GenerationConfig(30, ignore_eos=True, **settings), "sampling": WARM}
     run = engine.generate(document, speculation=TRIFORCE, seed=2, **how)
     next(event for event in run if isinstance(event, Token))
-    session = run._stack
-    target = session.cascade._target
+    real = FullCache.crop
 
-    def crop(lengths):
-        if session.memory.full.lengths > lengths:
+    def crop(cache, lengths):
+        if cache.lengths > lengths:
             raise KeyboardInterrupt
-        type(target).crop(target, lengths)
+        real(cache, lengths)
 
-    monkeypatch.setattr(target, "crop", crop)
-    with pytest.raises(KeyboardInterrupt):
-        list(run)
+    with monkeypatch.context() as patching:
+        patching.setattr(FullCache, "crop", crop)
+        with pytest.raises(KeyboardInterrupt):
+            list(run)
 
 
 def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
