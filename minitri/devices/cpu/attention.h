@@ -38,7 +38,8 @@ inline int64_t place_in_tiles(int64_t s, int64_t d, int64_t D, int64_t P, int64_
 
 template <class Number> struct Scratch {  // 64-byte aligned memory of a thread, kept between calls
     Number* get(size_t n) {
-        if (memory.size() < n + 64 / sizeof(Number)) memory.resize(n + 64 / sizeof(Number));
+        const size_t all = n + 63 / sizeof(Number) + 1;
+        if (memory.size() < all) memory.resize(all);
         auto address = reinterpret_cast<uintptr_t>(memory.data());
         return reinterpret_cast<Number*>((address + 63) / 64 * 64);
     }

@@ -29,21 +29,24 @@ constexpr int64_t PREFETCH = 8192;       // bytes that weights are fetched ahead
 // Rows of x as units, padded with zeros to a multiple of 64 numbers.
 template <class Unit> struct Rows {
     const Unit* x;
-    int64_t stride;
-    const float *scales = nullptr, *sums = nullptr;  // (R, groups), of `ShortPairs`
-    int64_t groups = 0;
-
-    Rows from(int64_t r) const {
-        return {x + r * stride, stride, scales + r * groups, sums + r * groups, groups};
-    }
+    int64_t stride;    // from a row to the next
+    int64_t step = 1;  // from a unit of a row to its next
+    Rows from(int64_t r) const { return {x + r * stride, stride, step}; }
 };
 
-// Operand of products with quantized weights: a unit is two inputs as int16, in units of a scale
-// that GROUP inputs share: their largest magnitude is 32,767. Sums of a group are exact integers.
+// GROUP inputs as pairs of int16, in units of a scale: their largest magnitude is 32,767.
+struct ShortGroup {
+    uint32_t pairs[GROUP / 2];
+    float scale, sum;        // of the inputs
+    int32_t corrections[2];  // -32 times the sum of a half's numbers, for q from which 32 is taken
+};
+
+// Operand of products with quantized weights. Sums of a group are exact integers. Units of rows
+// alternate, so that the groups that meet the same weights stand together.
 template <class T> struct ShortPairs {
     using Stored = T;
-    using Unit = uint32_t;
-    static constexpr int STEP = 2;
+    using Unit = ShortGroup;
+    static constexpr int STEP = GROUP;
 };
 
 // Loops over a tile of M rows and N outputs (or vectors of them), unrolled.
@@ -128,9 +131,9 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
 
     // As of `Plain`, but of the whole panel of row `first`.
     template <int M>
-    void multiply(const Rows<uint32_t>& rows, int64_t first, int, float* out,
-                  int64_t stride) const {
-        constexpr int ALL = PANEL / LANES, PARTS = Form::WORDS / Form::SCALES;
+    __attribute__((flatten)) void multiply(const Rows<ShortGroup>& rows, int64_t first, int,
+                                           float* out, int64_t stride) const {
+        constexpr int ALL = PANEL / LANES, PAIRS = GROUP / 2 / Form::SCALES;
         constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
         const uint8_t* panel = Form::panel_of(first);
         const int64_t group_bytes = Form::panel_bytes / Form::groups;
@@ -139,38 +142,28 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
             for (int64_t g = 0; g < Form::groups; ++g) {
                 for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64)
                     __builtin_prefetch(panel + at + PREFETCH, 0, L2);
-                const uint32_t* x = rows.x + g * GROUP / 2;
-                Ints sum[M][V] = {};
-#pragma GCC unroll 8
-                for (int word = 0; word < Form::WORDS; ++word) {
-#pragma GCC unroll 8
-                    for (int v = 0; v < V; ++v) {
-                        Form::unpack(panel, g, word, lane + v * LANES, [&](int pair, Shorts q) {
-#pragma GCC unroll 8
-                            for (int m = 0; m < M; ++m)
-                                sum[m][v] = multiply_pairs(sum[m][v], q, x[m * rows.stride + pair]);
-                        });
+                const ShortGroup* x = rows.x + g * rows.step;
+                const uint8_t* words = Form::words_of(panel, g, lane);
+#pragma GCC unroll 2
+                for (int part = 0; part < Form::SCALES; ++part) {
+                    Ints sum[M][V] = {};
+                    if (BITS == 6) FOR_TILE(M, V) sum[m][o] += x[m].corrections[part];
+#pragma GCC unroll 16
+                    for (int i = 0; i < PAIRS; ++i) {
+                        const int pair = part * PAIRS + i;
+                        Shorts q[V];
+#pragma GCC unroll 4
+                        for (int v = 0; v < V; ++v)
+                            q[v] = Form::unpack(words + v * LANES * 4, pair);
+                        FOR_TILE(M, V)
+                        sum[m][o] = multiply_pairs(sum[m][o], q[o], x[m].pairs[pair]);
                     }
-                    if ((word + 1) % PARTS) continue;
-#pragma GCC unroll 8
-                    for (int v = 0; v < V; ++v) {
-                        const Vec scale = Form::scale(panel, g, word / PARTS, lane + v * LANES);
-#pragma GCC unroll 8
-                        for (int m = 0; m < M; ++m) {
-                            total[m][v] +=
-                                scale * rows.scales[m * rows.groups + g] * as_floats(sum[m][v]);
-                            sum[m][v] = Ints{};
-                        }
-                    }
+                    FOR_TILE(M, V)
+                    total[m][o] += Form::scale(panel, g, part, lane + o * LANES) * x[m].scale *
+                                   as_floats(sum[m][o]);
                 }
                 if (!Form::HAS_OFFSETS) continue;
-#pragma GCC unroll 8
-                for (int v = 0; v < V; ++v) {
-                    const Vec offset = Form::offset(panel, g, lane + v * LANES);
-#pragma GCC unroll 8
-                    for (int m = 0; m < M; ++m)
-                        total[m][v] += offset * rows.sums[m * rows.groups + g];
-                }
+                FOR_TILE(M, V) total[m][o] += Form::offset(panel, g, lane + o * LANES) * x[m].sum;
             }
             FOR_TILE(M, V) store(out + m * stride + lane + o * LANES, total[m][o]);
         }
@@ -200,7 +193,7 @@ template <class Op> Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, 
     static thread_local Scratch<Unit> memory;
     const int64_t num = (R + LANES - 1) / LANES * rows.stride * LANES;
     Unit* to = memory.get(num);
-    std::fill(to, to + num, Unit(0));
+    std::fill(to, to + num, Unit{});
     for (int64_t r = 0; r < R; ++r) {
         Unit* column = to + r / LANES * rows.stride * LANES + r % LANES;
         for (int64_t k = 0; k < rows.stride; ++k) column[k * LANES] = rows.x[r * rows.stride + k];
@@ -267,10 +260,9 @@ template <class T> void norm(const NormArguments& a) {
     }
 }
 
-// A row of x, in groups, as pairs of int16, with the scales and the sums of its groups.
-inline void quantize_row(const float* x, int64_t num_groups, uint32_t* pairs, float* scales,
-                         float* sums) {
-    for (int64_t g = 0; g < num_groups; ++g, x += GROUP, pairs += GROUP / 2) {
+// A row of x as groups, `step` of them from one to the next.
+inline void quantize_row(const float* x, int64_t num_groups, ShortGroup* to, int64_t step) {
+    for (int64_t g = 0; g < num_groups; ++g, x += GROUP, to += step) {
         Vec most{}, none{};  // none: 0, or NaN if a number is infinite or NaN
         for (int i = 0; i < GROUP; i += LANES) {
             most = maximum(most, maximum(load(x + i), -load(x + i)));
@@ -278,40 +270,40 @@ inline void quantize_row(const float* x, int64_t num_groups, uint32_t* pairs, fl
         }
         const float largest = max_lanes(most);
         const float factor = largest > 1e-30f ? 32767 / largest : 0.0f;
-        int32_t q[GROUP];
-        int64_t sum = 0;
+        int32_t q[GROUP], sums[2] = {};
         for (int i = 0; i < GROUP; i += LANES) {
             const Vec shifted = factor * load(x + i) + 12582912.0f;  // 1.5 * 2^23: rounds
             *reinterpret_cast<Ints*>(q + i) = (Ints)shifted - 0x4b400000;
         }
-        for (int i = 0; i < GROUP; ++i) sum += q[i];
-        for (int i = 0; i < GROUP / 2; ++i)
-            pairs[i] = uint32_t(uint16_t(q[2 * i])) | uint32_t(q[2 * i + 1]) << 16;
-        scales[g] = largest / 32767 + sum_lanes(none);
-        sums[g] = scales[g] * float(sum);
+        for (int i = 0; i < GROUP / 2; ++i) {
+            sums[0] += q[i];
+            sums[1] += q[GROUP / 2 + i];
+            to->pairs[i] = uint32_t(uint16_t(q[2 * i])) | uint32_t(q[2 * i + 1]) << 16;
+        }
+        to->scale = largest / 32767 + sum_lanes(none);
+        to->sum = to->scale * float(sums[0] + sums[1]);
+        for (int part = 0; part < 2; ++part) to->corrections[part] = -32 * sums[part];
     }
 }
 
 // Rows of x as operands, after an RMSNorm if there is one.
 template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& a) {
     using T = typename Op::Stored;
+    constexpr bool IN_GROUPS = std::is_same<Op, ShortPairs<T>>::value;
     static thread_local Scratch<typename Op::Unit> row_memory;
-    static thread_local Scratch<float> wide_memory, factor_memory;
-    const int64_t padded = (a.E + 63) / 64 * 64, stride = padded / Op::STEP;
-    const int64_t groups = padded / GROUP;
-    auto* x = row_memory.get(a.R * stride);
-    float *wide = wide_memory.get(padded), *scales = factor_memory.get(2 * a.R * groups);
-    float* sums = scales + a.R * groups;
+    static thread_local Scratch<float> wide_memory;
+    const int64_t padded = (a.E + 63) / 64 * 64, units = padded / Op::STEP;
+    auto* x = row_memory.get(a.R * units);
+    float* wide = wide_memory.get(padded);
     for (int64_t r = 0; r < a.R; ++r) {
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         std::fill(wide, wide + padded, 0.0f);
         for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(from[e]);
         if (a.norm != nullptr) norm_row(wide, static_cast<const T*>(a.norm), a.E, a.eps);
-        if constexpr (std::is_same<Op, ShortPairs<T>>::value)
-            quantize_row(wide, groups, x + r * stride, scales + r * groups, sums + r * groups);
-        else Op::from_floats(wide, int(padded), x + r * stride);
+        if constexpr (IN_GROUPS) quantize_row(wide, units, x + r, a.R);
+        else Op::from_floats(wide, int(padded), x + r * units);
     }
-    return {x, stride, scales, sums, groups};
+    return IN_GROUPS ? Rows<typename Op::Unit>{x, 1, a.R} : Rows<typename Op::Unit>{x, units};
 }
 
 template <class Weights> void linear(const Weights& weights, const LinearArguments& a) {

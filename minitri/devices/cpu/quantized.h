@@ -22,11 +22,9 @@ template <class Work> inline void by_bits(int form, Work&& work) {
 
 // Groups of 32 weights of a row share a scale: weight = scale q + offset. PANEL rows are stored
 // together, so that the lanes of a vector are rows. A panel has these parts, each by groups:
-//   low     4 words (of 32 bits, for each row) with the low 4 bits of every q: even inputs in the
-//           low halves of words, from the lowest bits on, odd inputs in the high halves. Or 8
-//           words, in this order, with q of 8 bits, which are signed.
-//   high    1 or 2 words, in this order, with the other bits of q of 5 or 6. Of 6 bits 32 is
-//           subtracted.
+//   words   as many (of 32 bits, for each row) as q has bits: even inputs in the low halves of
+//           words, odd inputs in the high halves, where `visit_fields` says. q of 8 bits are
+//           signed; of 6 bits 32 is subtracted.
 //   scales  float16; and then offsets, if q has 4 or 5 bits
 // or, in a nested form, as of GGUF's K-quants, in place of these scales:
 //   units   float16 for 8 groups: of scales, and of offsets, except for q of 6 bits
@@ -34,26 +32,26 @@ template <class Work> inline void by_bits(int form, Work&& work) {
 //           then offsets in units, bytes, except for q of 6 bits
 template <int BITS> struct Layout {
     static constexpr bool HAS_OFFSETS = BITS < 6;
-    static constexpr int HIGH_WORDS = BITS == 8 ? 0 : BITS - 4,
-                         WORDS = BITS == 8 ? 8 : 4;                              // of a group
-    static constexpr int SCALES = BITS == 6 ? 2 : 1, PAIRS = BITS == 8 ? 2 : 4;  // of a word
-    static constexpr int WORD_BYTES = PANEL * 4;                                 // of all rows
+    static constexpr int SCALES = BITS == 6 ? 2 : 1;  // of a group
+    static constexpr int WORD_BYTES = PANEL * 4;      // of all rows
     const uint8_t* weights;
     bool is_nested;
-    int64_t groups, high, scales, in_units, offsets, panel_bytes;
+    int64_t groups, scales, in_units, offsets, panel_bytes;
 
     Layout(const void* weights, int64_t E, bool is_nested)
         : weights(static_cast<const uint8_t*>(weights)),
           is_nested(is_nested),
           groups(E / GROUP),
-          high(groups * WORDS * WORD_BYTES),
-          scales(high + groups * HIGH_WORDS * WORD_BYTES) {
+          scales(groups * BITS * WORD_BYTES) {
         const int64_t halves = (is_nested ? (groups + 7) / 8 : groups) * PANEL * 2;
         offsets = scales + halves;
         in_units = scales + halves * (1 + HAS_OFFSETS);
         panel_bytes = in_units + is_nested * groups * (SCALES + HAS_OFFSETS) * PANEL;
     }
     const uint8_t* panel_of(int64_t row) const { return weights + row / PANEL * panel_bytes; }
+    static const uint8_t* words_of(const uint8_t* panel, int64_t g, int lane) {
+        return panel + g * BITS * WORD_BYTES + lane * 4;
+    }
 
     // Scales of a part of a group, for the rows of a panel from `lane` on; all products are exact.
     Vec scale(const uint8_t* panel, int64_t g, int part, int lane) const {
@@ -68,35 +66,50 @@ template <int BITS> struct Layout {
         return halves_at(panel + offsets, g / 8, lane) * as_floats(load_bytes<uint8_t>(bytes));
     }
 
-    // Unpacks a word: calls `use` with the number of a pair of inputs, and q of both, int16 in the
-    // low and the high half of a lane, of LANES rows.
-    template <class Use>
-    void unpack(const uint8_t* panel, int64_t g, int word, int lane, Use&& use) const {
-        const Shorts bits = load_shorts(panel + (g * WORDS + word) * WORD_BYTES + lane * 4);
-        const uint8_t* others = panel + high + g * HIGH_WORDS * WORD_BYTES + lane * 4;
-#pragma GCC unroll 4
-        for (int i = 0; i < PAIRS; ++i) {
-            const int pair = PAIRS * word + i, at = pair * HIGH_WORDS;
-            Shorts q = bits >> 4 * i & 15;
-            if (BITS == 8) q = (Shorts)((SignedShorts)(i == 0 ? bits << 8 : bits) >> 8);
-            if (HIGH_WORDS > 0) {
-                const Shorts more = load_shorts(others + at / 16 * WORD_BYTES) >> at % 16;
-                q |= (more & uint16_t((1 << HIGH_WORDS) - 1)) << 4;
-            }
-            use(pair, BITS == 6 ? q - 32 : q);
+    // Where halves of a group's words have q of a pair of inputs: calls `use` with a word, the
+    // first of its bits, the first of q's bits, and how many there are. Few parts make unpacking
+    // fast.
+    template <class Use> static void visit_fields(int pair, Use&& use) {
+        constexpr int PAIRS = 16 / BITS;  // of a word, except for some whose bits fill gaps
+        if (BITS == 6 && pair % 8 > 5) {
+            use(pair / 8 * 3 + pair % 2, 6, 0, 4);
+            use(pair / 8 * 3 + 2, 6 + pair % 2 * 2, 4, 2);
+        } else if (BITS == 6) {
+            use(pair / 8 * 3 + pair % 8 / 2, pair % 2 * 10, 0, 6);
+        } else if (BITS == 5 && pair == 15) {
+            for (int bit = 0; bit < 5; ++bit) use(bit, 10, bit, 1);
+        } else {
+            use(pair / PAIRS, pair % PAIRS * BITS + (BITS == 5 && pair % 3 == 2), 0, BITS);
         }
+    }
+
+    // q of a pair of inputs, int16 in the low and the high half of a lane, of LANES rows; of 6 bits
+    // without the subtraction. `words` are those of a group, of a panel's rows from some lane on.
+    static Shorts unpack(const uint8_t* words, int pair) {
+        Shorts q{};
+        visit_fields(pair, [&](int word, int from, int to, int count) {
+            const Shorts bits = load_shorts(words + word * WORD_BYTES);
+            if (BITS == 8) q = (Shorts)((SignedShorts)(from ? bits : bits << 8) >> 8);
+            else if (from + count == 16) q = bits >> from;
+            else q |= bits >> (from - to) & uint16_t(((1 << count) - 1) << to);
+        });
+        return q;
     }
 
     // The weights of a group, as floats: a vector of LANES rows for each input.
     void dequantize(const uint8_t* panel, int64_t g, int lane, Vec numbers[GROUP]) const {
-        for (int word = 0; word < WORDS; ++word) {
-            const Vec factor = scale(panel, g, word * SCALES / WORDS, lane);
+        const uint8_t* words = words_of(panel, g, lane);
+        for (int part = 0; part < SCALES; ++part) {
+            const Vec factor = scale(panel, g, part, lane);
             const Vec added = HAS_OFFSETS ? offset(panel, g, lane) : Vec{};
-            unpack(panel, g, word, lane, [&](int pair, Shorts q) {
+#pragma GCC unroll 16
+            for (int i = 0; i < GROUP / 2 / SCALES; ++i) {
+                const int pair = part * GROUP / 2 / SCALES + i;
+                const Shorts q = unpack(words, pair) - uint16_t(BITS == 6 ? 32 : 0);
                 const Vec even = as_floats((Ints)q << 16 >> 16), odd = as_floats((Ints)q >> 16);
                 numbers[2 * pair] = HAS_OFFSETS ? factor * even + added : factor * even;
                 numbers[2 * pair + 1] = HAS_OFFSETS ? factor * odd + added : factor * odd;
-            });
+            }
         }
     }
 
@@ -188,18 +201,19 @@ template <int BITS> struct Blocks : Layout<BITS> {
         return (load_four(low) >> 4 * half & 0x0f0f0f0f) | high << 4;
     }
 
-    // Stores COUNT bits of a group's q, from bit `first` on, as words.
-    template <int COUNT> void store_words(int g, int first, uint8_t* to) const {
-        Bits words[COUNT] = {};
-#pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) {
-            Bits q = four(g, i) >> first & 0x01010101u * ((1 << COUNT) - 1);
-            q = (q & 0xff0000ff) | (q & 0xff00) << 8 | (q >> 8 & 0xff00);  // inputs 0, 2, 1, 3
-            if (COUNT < 8) q = (q | q >> (8 - COUNT)) & 0x00ff00ff;
-            words[COUNT * i / 8] |= q << 2 * COUNT * i % 16;
+    // Stores q of the block's group g as words.
+    void store_words(int g, uint8_t* to) const {
+        Shorts words[BITS] = {};
+#pragma GCC unroll 16
+        for (int pair = 0; pair < GROUP / 2; ++pair) {
+            const Bits both = four(g, pair / 2) >> pair % 2 * 16;
+            const Shorts q = (Shorts)((both & 255) | (both & 0xff00) << 8);
+            Form::visit_fields(pair, [&](int word, int from, int at, int count) {
+                words[word] |= (q >> at & uint16_t((1 << count) - 1)) << from;
+            });
         }
-        for (int w = 0; w < COUNT; ++w)
-            *reinterpret_cast<Bits*>(to + w * Form::WORD_BYTES) = words[w];
+        for (int w = 0; w < BITS; ++w)
+            *reinterpret_cast<Shorts*>(to + w * Form::WORD_BYTES) = words[w];
     }
 
     // Stores factors of a block of row n of a panel, whose first group is g.
@@ -229,12 +243,8 @@ template <int BITS> void repack(bool is_nested, const ConvertArguments& a) {
             Form form(a, is_nested, task * PANEL + lane);
             uint8_t* panel = static_cast<uint8_t*>(a.out) + task * form.panel_bytes;
             for (int64_t g = 0; g < form.groups; ++g) {
-                const int64_t at = g * Form::WORD_BYTES, i = g % form.together;
-                uint8_t* words = panel + 4 * lane;
-                form.template store_words<Form::WORDS>(i, 0, words + at * Form::WORDS);
-                words += form.high + at * Form::HIGH_WORDS;
-                if constexpr (BITS == 5 || BITS == 6)
-                    form.template store_words<Form::HIGH_WORDS>(i, 4, words);
+                const int64_t i = g % form.together;
+                form.store_words(i, panel + g * BITS * Form::WORD_BYTES + 4 * lane);
                 for (int n = 0; i + 1 == form.together && n < LANES; ++n) {
                     form.store_factors(form.at[n], g - i, panel, lane + n);
                     form.at[n] += form.bytes;
