@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 
-from minitri.core.runner import ModelRunner
+from minitri.core.decoding.level import Level
 from tests.core.policies import policy_of
 from tests.core.rigs import (
     GREEDY,
@@ -87,12 +87,12 @@ def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack,
     guesses back within one: the same tokens, and the same guesses on the way."""
     sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
     clean, poisoned = (new_rig(*stack, sampling) for _ in range(2))
-    num_steps, num_crops, crop = 0, 0, ModelRunner.crop
+    num_steps, num_crops, crop = 0, 0, Level.crop
 
-    def crop_and_poison(runner, lengths):
+    def crop_and_poison(level, lengths):
         nonlocal num_crops
-        crop(runner, lengths)
-        poison(runner.cache)
+        crop(level, lengths)
+        poison(level.runner.cache)
         num_crops += 1
 
     def check_and_poison(rig):
@@ -103,7 +103,7 @@ def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack,
 
     poison_all(poisoned)
     with monkeypatch.context() as patching:
-        patching.setattr(ModelRunner, "crop", crop_and_poison)
+        patching.setattr(Level, "crop", crop_and_poison)
         tokens = poisoned.run(check_and_poison)
     assert tokens == clean.run()
     ours, theirs = ([level.as_dict() for level in rig.stats.levels] for rig in (poisoned, clean))
