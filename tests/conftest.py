@@ -101,13 +101,6 @@ def resident_bytes(process: int | str = "self") -> int:
     return 4096 * int(Path(f"/proc/{process}/statm").read_text().split()[1])
 
 
-def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
-
-
 class Done(NamedTuple):
     code: int
     out: str

@@ -104,7 +104,7 @@ text/test_text_filters.py::test_both_levels_together_give_the_filtered_distribut
 text/test_grammars.py::test_forced_text_is_a_guess_about_how_it_is_cut[sizes1-verify_block]
   text that is forced is cut into tokens in one way | text.matcher:compile_grammar: {text}\n{NOT_FORCED} => {text}
 # Devices and streams
-devices/gpu_twins/test_quantized_copies.py::test_a_copy_however_wrong_changes_no_text[triforce-4-sampling0]
+test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, plug-in-greedy-0]
   the copy of fewer bits verifies at the last level | core.memory:allocate: (target, full, => (models.retrieval, full,
 devices/gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1-]
   a layer that is not waited for

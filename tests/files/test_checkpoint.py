@@ -15,7 +15,7 @@ from minitri.core.model.block import read_block
 from minitri.core.model.rope import rope_frequencies
 from minitri.files.fetch import Located
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_config import read_config, stretch_rope
+from minitri.files.hf_config import stretch_rope
 from minitri.files.hf_folder import Folder
 from tests.conftest import byte_level_tokenizer, edit_json, refused, write_hf_folder
 from tests.core.rigs import new_cache
@@ -159,12 +159,10 @@ def test_tokens_added_without_a_row_of_weights_run_until_a_prompt_has_one(folder
         engine.complete("The sea<new11>")
 
 
-def test_generation_config_decides_the_end_tokens_and_null_is_as_good_as_absent(folder, tmp_path):
+def test_generation_config_decides_the_end_tokens_unless_they_are_null(folder, tmp_path):
     copy = copy_of(folder, tmp_path / "copy")
     before = Folder(copy).config("copy")
     edit_json(copy / "generation_config.json", eos_token_id=[2, 7])
-    config = json.loads((folder / "config.json").read_text()) | {"rope_scaling": None}
-    (copy / "config.json").write_text(json.dumps(config | {"head_dim": None}))
     assert Folder(copy).config("copy") == replace(before, eos_token_ids=(2, 7))
     edit_json(copy / "generation_config.json", eos_token_id=None)
     assert Folder(copy).config("copy") == before
@@ -209,14 +207,6 @@ def test_all_parts_of_a_split_gguf_file_are_read_from_any_of_them(folder, tmp_pa
     parts[0].unlink()
     with refused("one of 3 parts", f"no {parts[0].name}"):
         load(parts[2])
-
-
-def test_a_yarn_block_stretches_the_context_that_it_names(folder):
-    settings = json.loads((folder / "config.json").read_text())
-    for kind, original, context in (("yarn", 512, 2048), ("yarn", 100, 512), ("llama3", 512, 512)):
-        block = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": original}
-        config = read_config(settings | {"rope_parameters": block}, "tiny")
-        assert config.context_length == context
 
 
 def test_rope_scaling_stretches_the_trained_context(folder):

@@ -27,10 +27,8 @@ max_position_embeddings  context_length  [0, 100000000000000000000]
 model_type  a ['llama'] model  [["llama"]]
 mlp_bias  mlp_bias  [true, 0]
 eos_token_id  eos_token_ids  ["</s>", [-1]]
-linear rope_theta  RoPE theta  [0, false]
 yarn factor  factor  [null, "2", 0.99]
 yarn beta_slow  RoPE beta_fast  [33]
-yarn mscale  mscale  [0]
 llama3 low_freq_factor  RoPE high_freq_factor  [4.0]
 mistral sliding_window  sliding_window=4096  [4096]
 qwen3 layer_types  sliding_attention  [["full_attention", "sliding_attention"]]
@@ -51,9 +49,6 @@ def test_a_wrong_value_of_a_config_is_refused_and_never_replaced(folder, line):
         change = {key: value}
         if kind in (*FAMILIES, "gemma3_text"):
             change["model_type"] = kind
-        elif kind == "linear":  # in the older form
-            change = {"rope_scaling": {"type": kind, "factor": 2.0} | change}
-            change["rope_parameters"] = None
         elif kind:
             change = {"rope_parameters": {"rope_type": kind, "factor": 2.0} | change}
         with refused(word):
@@ -163,8 +158,6 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path, name):
 METADATA = """
 llama.attention.sliding_window  4096  sliding_window=4096
 llama.rope.dimension_count  8  dimension_count=8
-llama.rope.scaling.factor  0.0  RoPE factor is
-llama.block_count  null  num_layers
 general.architecture  null  a None model
 general.alignment  0  whole GGUF file
 tokenizer.ggml.eot_token_id  "x"  eos_token_ids

@@ -12,6 +12,7 @@ from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import NEIGHBOR
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.model.llama import Block
+from minitri.core.prefill import prefill
 from minitri.core.settings import SamplingParams, SpeculationConfig
 from tests.core.exactness import probs_after
 from tests.core.policies import policy_of
@@ -175,24 +176,18 @@ def test_slots_hold_what_the_policy_chose_and_every_token_committed_since(
     assert num_builds >= 1
 
 
-def test_the_queries_that_choose_are_those_that_attend(monkeypatch):
+def test_the_queries_that_choose_are_those_that_attend():
     """Rotated at their positions, as the keys are."""
-    target, asked, observed = tiny_model(CONFIG), [], []
-    attend, observe = target.attend, RetrievalCache.observe
-    monkeypatch.setattr(
-        target, "attend", lambda q_BTHD, *rest: asked.append(q_BTHD) or attend(q_BTHD, *rest)
-    )
-
-    def noting(cache, b, queries_LTHD):
-        latest_LTHD = torch.stack(asked[-L:])[:, b, -queries_LTHD.shape[1] :]
-        observed.append(torch.equal(queries_LTHD, latest_LTHD))
-        observe(cache, b, queries_LTHD)
-
-    monkeypatch.setattr(RetrievalCache, "observe", noting)
-    sizes = {"budget": 48, "observation_window": 5}
-    Rig(target, [random_prompt(CONFIG, 201)], method="retrieval", **sizes).start()
-    assert len(observed) > 10
-    assert all(observed)
+    target, asked, seen = tiny_model(CONFIG), [], []
+    attend = target.attend
+    target.attend = lambda q_BTHD, *rest: asked.append(q_BTHD) or attend(q_BTHD, *rest)
+    how = {"chunk": 16, "watch": seen.append, "max_queries": 5}
+    for _ in prefill(target, random_prompt(CONFIG, 201), new_cache(CONFIG, 1, 256), 0, **how):
+        pass
+    assert len(seen) > 10
+    for number, queries_LTHD in enumerate(seen):
+        latest_LTHD = torch.cat(asked[number * L : number * L + L])[:, -queries_LTHD.shape[1] :]
+        assert torch.equal(queries_LTHD, latest_LTHD)
 
 
 def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():

@@ -2,14 +2,12 @@
 
 import copy
 import functools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from minitri import load
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
@@ -185,18 +183,3 @@ def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_s
         monkeypatch.setattr(owner, name, functools.partial(multiply, getattr(owner, name)))
     read_in_chunks(replace(LONG, attention_bias=bias), is_quantized=bias)
     assert products.product_tile(torch.float32, 64, 32, 1) == products.TILE
-
-
-def test_two_engines_in_two_threads_do_not_disturb_each_other(folder):
-    """Texts are those of each alone, while the other reads prompts and decodes."""
-    engines = [load(folder, device="cpu", dtype=dtype) for dtype in ("float32", "bfloat16")]
-    how = {"max_new_tokens": 12, "prefill_chunk": 7, "ignore_eos": True}
-
-    def run(engine):
-        prompts = (random_prompt(engine.config, 60, seed=seed) for seed in range(2))
-        return [engine.complete(prompt, **how).token_ids for prompt in prompts]
-
-    alone = [run(engine) for engine in engines]
-    with ThreadPoolExecutor(2) as threads:
-        for _ in range(3):
-            assert list(threads.map(run, engines)) == alone

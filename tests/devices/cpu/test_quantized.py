@@ -10,11 +10,10 @@ import torch
 
 from minitri import load
 from minitri.core.model.cache import gather_path
-from minitri.core.model.linear import TiedHead
 from minitri.core.model.llama import Block
 from minitri.devices.choose import drafter_in_few_bits
 from minitri.devices.cpu import quantized
-from minitri.devices.cpu.kernel_layers import KernelLinear, KernelTiedHead, use_kernels
+from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import Tiles, tiled_slots
@@ -22,7 +21,7 @@ from minitri.files.gguf.blocks import FORMS, is_exact, repack
 from minitri.files.gguf.container import StoredTensor
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
-from tests.devices.cpu.test_kernels import every_dtype, random
+from tests.devices.cpu.test_kernels import random
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
 
@@ -71,17 +70,6 @@ def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
         assert torch.equal(unpacked, wanted[order])
         if is_exact(matrix):
             assert torch.equal(unpacked.view(torch.int32), wanted[order].view(torch.int32))
-
-
-@every_dtype
-@pytest.mark.parametrize("bits", [4, 8])
-def test_rows_of_a_tied_head_are_those_of_its_matrix(bits, dtype):
-    plain = TiedHead.empty(96, 50, dtype=dtype)
-    head = KernelTiedHead(plain, load_kernels(), quantize(random(50, 96), bits), bits)
-    table_VE = load_kernels().dequantize(head.weight, 96, bits, dtype)[:50]
-    assert torch.equal(head.plain_weight(dtype), table_VE)
-    for numbers in (torch.tensor([[3, 49, 3], [0, 1, 2]]), torch.tensor(7), torch.arange(120) % 50):
-        assert torch.equal(head.rows(numbers), table_VE[numbers])
 
 
 def forms_of(model) -> tuple[set[Form], Form]:
@@ -153,25 +141,3 @@ def test_tiles_are_made_where_kernels_can_read_them_only(kernels):
     for shape, is_tiled in [((3, 64, 24), False), ((3, 24, 64), False), ((3, 64, 32), True)]:
         slots = kernels.make_slots(shape, torch.float32, CPU)
         assert all(isinstance(it, Tiles) is is_tiled and it.shape == shape for it in slots)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_run_over_tiles_says_what_plain_slots_say(tmp_path, monkeypatch, dtype):
-    """By all methods, with rebuilds, trees, prefixes that are kept, and snapshots."""
-    folder = write_hf_folder(tmp_path / "model", head_dim=32)
-    prompt = torch.randint(5, 60, (150,), generator=torch.Generator().manual_seed(3)).tolist()
-    small = {"budget": 64, "num_recent_tokens": 16, "rebuild_stride": 8, "coupled": True}
-    asked = {"seed": 4, "temperature": 1.0, "max_new_tokens": 40, "ignore_eos": True, **small}
-    tree = {"method": "retrieval", "tree": "2x3", "coupled": False}
-    texts = []
-    for is_tiled in (True, False):
-        if not is_tiled:
-            monkeypatch.setattr(load_kernels(), "pairs", dict.fromkeys(load_kernels().pairs, 0))
-        engine = load(folder, device="cpu", dtype=dtype)
-        for method in ("autoregressive", "retrieval", "triforce"):
-            texts.append(engine.complete(prompt, method=method, **asked).token_ids)
-        engine.save_kv(tmp_path / "kv")
-        engine.load_kv(tmp_path / "kv")
-        texts.append(engine.complete(prompt[:120], **asked | tree).token_ids)
-    assert texts[:4] == texts[4:]
-    assert texts[0] == texts[1] == texts[2]

@@ -5,17 +5,16 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.core import memory
 from minitri.core.graphs import GraphPool
-from minitri.core.settings import METHODS
 from tests.conftest import texts_of, tiny_engine
 from tests.core.rigs import CPU, random_prompt
 from tests.devices.gpu_twins.conftest import as_on_a_gpu
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
+COLD = SamplingParams(0.5, 30, top_p=0.8, min_p=0.1)
 SETTINGS = {"budget": 24, "num_recent_tokens": 40, "rebuild_stride": 5}
 GAMMAS = {"gamma1": 2, "gamma2": 3}
 TRIFORCE = SpeculationConfig("triforce", **GAMMAS, **SETTINGS)
@@ -52,48 +51,30 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=16, **setti
     return texts, counts, run.stats.num_rebuilds
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_the_next_run_takes_over_memory_and_says_what_it_would_have_said_first(method, pools):
-    """At another temperature, after whatever the last run left: tokens, acceptance, rebuilds."""
-    gammas = {} if method == "auto" else GAMMAS
-    settings = {"method": method, **gammas, **SETTINGS}
-    engine, other = gpu_engine(), gpu_engine()
-    with torch.inference_mode():  # others outside can use what it leaves
-        say(engine, (90, 33), SpeculationConfig(**settings), WARM)
-    for lengths, sampling, coupled in (
-        ((70, 5), SamplingParams(0.5, 30, top_p=0.8, min_p=0.1), False),
-        ((20, 41), SamplingParams(), False),
-        ((90, 33), WARM, method != "auto"),  # which would follow the clock
-    ):
-        other.release()
-        wanted = SpeculationConfig(coupled=coupled, **settings)
-        again, first = (say(it, lengths, wanted, sampling, seed=3) for it in (engine, other))
-        assert again[0] == first[0]
-        if method != "auto" or sampling.temperature:  # else what is chosen follows the clock
-            assert again == first
-        assert len(pools) == 2  # that of the engine, and that of the other one
-        pools.pop()
-
-
 @pytest.mark.parametrize(
-    ("lengths", "changes", "settings"),
+    ("lengths", "changes", "settings", "num_pools"),
     [
-        ((200, 33), {}, {}),  # longer
-        ((90,), {}, {}),  # fewer
-        ((90, 33), {"gamma1": 3}, {}),
-        ((90, 33), {"method": "naive"}, {}),
-        ((90, 33), {}, {"sampling": SamplingParams(0.9)}),
-        ((90, 33), {}, {"prefill_chunk": 2048}),
-        ((90, 33), {}, {"cuda_graphs": False}),
+        ((70, 5), {"coupled": True}, {"sampling": COLD}, 1),
+        ((20, 41), {}, {"sampling": SamplingParams()}, 1),
+        ((200, 33), {}, {}, 2),  # longer
+        ((90,), {}, {}, 2),  # fewer
+        ((90, 33), {"gamma1": 3}, {}, 2),
+        ((90, 33), {"method": "naive"}, {}, 2),
+        ((90, 33), {}, {"sampling": SamplingParams(0.9)}, 2),
+        ((90, 33), {}, {"prefill_chunk": 2048}, 2),
+        ((90, 33), {}, {"cuda_graphs": False}, 2),
     ],
 )
-def test_what_does_not_suit_is_allocated_again(lengths, changes, settings, pools):
+def test_what_suits_is_taken_over_and_the_rest_is_allocated_again(
+    lengths, changes, settings, num_pools, pools
+):
+    """After whatever the last run left: tokens, acceptance and rebuilds of a first run."""
     engine = gpu_engine()
-    begin(engine, (90, 33), 1).close()  # up to a whole stride of slots
-    got = say(engine, lengths, replace(TRIFORCE, **changes), **settings)
-    assert len(pools) == 2
+    begin(engine, (90, 33), 40).close()  # up to a whole stride of slots
+    got = say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
+    assert len(pools) == num_pools
     engine.release()
-    assert got == say(engine, lengths, replace(TRIFORCE, **changes), **settings)
+    assert got == say(engine, lengths, replace(TRIFORCE, **changes), seed=3, **settings)
 
 
 def begin(engine, lengths, num_events: int):

@@ -14,7 +14,7 @@ import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
 from minitri.files.snapshots import origin_of
-from tests.conftest import refused
+from tests.conftest import refused, write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
 from tests.files.reuse.conftest import files_may_not_grow, say
 
@@ -69,8 +69,10 @@ def test_what_one_replica_reads_another_does_not(
     assert not caplog.records
 
 
-def test_k_and_v_of_the_store_are_those_of_a_prefill_to_the_bit(folder, prompt, tmp_path):
-    engine, saved = minitri.load(folder, dtype="bfloat16", device="cpu"), []
+def test_k_and_v_of_the_store_are_those_of_a_prefill_to_the_bit(prompt, tmp_path):
+    """With heads that are wide enough for tiles."""
+    folder, saved = write_hf_folder(tmp_path / "model", head_dim=32), []
+    engine = minitri.load(folder, dtype="bfloat16", device="cpu")
     for num_cached in (0, 3 * BLOCK):
         engine.release()
         engine.open_kv_store(str(tmp_path), LARGE)

@@ -12,7 +12,7 @@ from minitri import GenerationConfig, Idle, Request, SamplingParams, Speculation
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
-from tests.conftest import ends_of, refused, tiny_engine
+from tests.conftest import ends_of, refused, tiny_engine, write_hf_folder
 from tests.core.policies import policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
@@ -150,8 +150,10 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
         assert torch.equal(ours, wanted)
 
 
-def test_on_compiled_kernels_texts_are_equal_to_the_bit(folder, tmp_path):
-    """So tokens that were generated are read again: decoding rounds otherwise than a prefill."""
+def test_on_compiled_kernels_texts_are_equal_to_the_bit(tmp_path):
+    """So tokens that were generated are read again: decoding rounds otherwise than a prefill. Heads
+    are wide enough for tiles."""
+    folder = write_hf_folder(tmp_path / "model", head_dim=32)
     engine = minitri.load(folder, dtype="bfloat16", device="cpu")
     if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
