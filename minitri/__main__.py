@@ -29,7 +29,10 @@ examples:
 PROGRAMS = {  # the module and function of each
     "generate": "generate.main",
     **{name: f"apps.{name}.main" for name in ("plan", "bench")},
-    **{name: f"apps.{name}.__main__.main" for name in ("chat", "serve", "selftest", "audit")},
+    "chat": "apps.chat.chatting.main",
+    "serve": "apps.serve.serving.main",
+    "selftest": "apps.selftest.selftesting.main",
+    "audit": "apps.audit.auditing.main",
     "score": "apps.cli.scoring.main",
 }
 

@@ -210,6 +210,3 @@ def table(result: Mapping[str, Json]) -> str:
 
 
 main = program(build_parser, measure, BenchFlags)
-
-if __name__ == "__main__":
-    main()

@@ -209,6 +209,3 @@ def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str
 
 
 main = program(build_parser, run_command, PlanFlags)
-
-if __name__ == "__main__":
-    main()

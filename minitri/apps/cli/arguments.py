@@ -115,10 +115,9 @@ class OneLineParser(argparse.ArgumentParser):
         """The message of an error with settings spelled as flags: `budget=30` as `--budget 30`.
         Leaves out the ways out for which this program has no flag."""
         flags: dict[str, str] = {}
-        for action in self._actions:
-            for flag in action.option_strings[::-1]:
-                if flag.startswith("--"):
-                    flags |= dict.fromkeys((flag[2:].replace("-", "_"), action.dest), flag)
+        for flag, action in self._option_string_actions.items():
+            if flag.startswith("--"):
+                flags = dict.fromkeys((flag[2:].replace("-", "_"), action.dest), flag) | flags
 
         def spelled(match: re.Match[str]) -> str:
             name, value = match.groups()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import minitri
 from minitri import GenerationConfig, InputError, SamplingParams
 from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.inputs import encode
@@ -14,20 +15,20 @@ from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.cli.report import outline, where
 from minitri.core.errors import shorten
 from minitri.core.log import log
+from minitri.core.offload.placement import GIB
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation, Request
     from minitri.loader import OpenEngine
 
 
-def boot(args: Namespace) -> "Engine":
+def boot(args: Namespace) -> "minitri.Engine":
     """The engine of the flags. Raises `InputError`."""
     return load_weights(args, open_engine(args))
 
 
-def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[Engine, list[list[int]]]":
+def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[minitri.Engine, list[list[int]]]":
     """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
     prompts = [encode(text, opened, args) for text in texts]
@@ -46,7 +47,7 @@ def open_engine(args: Namespace) -> "OpenEngine":
     return opened
 
 
-def load_weights(args: Namespace, opened: "OpenEngine") -> "Engine":
+def load_weights(args: Namespace, opened: "OpenEngine") -> "minitri.Engine":
     """The engine of opened models, with what --load-kv and --kv-store name. Raises `InputError`."""
     if args.threads is not None:
         import torch
@@ -58,15 +59,13 @@ def load_weights(args: Namespace, opened: "OpenEngine") -> "Engine":
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
     if (url := vars(args).get("kv_store")) is not None:
-        from minitri.core.offload.placement import GIB
-
         engine.open_kv_store(url, int(args.kv_store_size * GIB))
     return engine
 
 
 def sampling_of(
     args: Namespace,
-    engine: "Engine",
+    engine: "minitri.Engine",
     *work: str,
     otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
 ) -> tuple[SamplingParams, int]:
@@ -95,8 +94,8 @@ def check_save_kv(args: Namespace) -> None:
 
 @contextlib.contextmanager
 def running(
-    args: Namespace, engine: "Engine", requests: Sequence["Request"]
-) -> "Iterator[Generation]":
+    args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
+) -> "Iterator[minitri.Generation]":
     """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
     with engine.stream(
         requests,

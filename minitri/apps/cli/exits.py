@@ -8,14 +8,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from minitri.core.errors import InputError, shorten
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
 if TYPE_CHECKING:
     from argparse import Namespace
-    from collections.abc import Callable
 
     from minitri.apps.cli.arguments import OneLineParser
 
@@ -25,7 +24,7 @@ def program(
     run_command: "Callable[[Namespace], int | None]",
     *own: type,
     parallel: bool = False,
-) -> "Callable[..., None]":
+) -> Callable[..., None]:
     """Makes the `main` of a program. `own`: classes whose fields are flags of this program alone.
     `parallel`: torchrun may start it in several processes."""
 
@@ -92,7 +91,7 @@ def clean_exits() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_ctrl_c(handler: "Callable[..., None]") -> Iterator[None]:
+def on_ctrl_c(handler: Callable[..., None]) -> Iterator[None]:
     """Answers Ctrl-C by a function while the block runs."""
     before = signal.signal(signal.SIGINT, handler)
     try:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+import minitri
 from minitri import InputError
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
@@ -17,7 +18,6 @@ from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import check_prompt
 
 if TYPE_CHECKING:
-    from minitri import Engine
     from minitri.loader import OpenEngine
 
 Text = TypeVar("Text")
@@ -91,7 +91,7 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str, engine: "Engine | OpenEngine", args: Namespace, num_new: int | None = None
+    prompt: str, engine: "minitri.Engine | OpenEngine", args: Namespace, num_new: int | None = None
 ) -> list[int]:
     """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
     text is cut to --max-prompt-tokens, not BOS or the chat template. Raises `InputError`."""

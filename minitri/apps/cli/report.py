@@ -5,13 +5,12 @@ from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import minitri
 from minitri.apps.cli.arguments import UNUSED
+from minitri.core.requests import Row
 
 if TYPE_CHECKING:
-    from minitri import Engine, Generation
     from minitri.core.model.llama import Llama
-    from minitri.core.requests import Row
-
 
 Json = dict[str, Any]
 """An object of JSON."""
@@ -38,7 +37,7 @@ def where(model: "Llama") -> dict[str, str]:
     }
 
 
-def outline(run: "Generation") -> str:
+def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
@@ -65,7 +64,7 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def answer(row: "Row") -> Json:
+def answer(row: Row) -> Json:
     """The text of a row as an object of JSON, with the log-probabilities of --logprobs."""
     fields: Json = {
         "text": row.text,
@@ -81,7 +80,7 @@ def answer(row: "Row") -> Json:
     return fields
 
 
-def report(engine: "Engine", run: "Generation", args: Namespace) -> Json:
+def report(engine: "minitri.Engine", run: "minitri.Generation", args: Namespace) -> Json:
     """The object that --json prints for a run of one prompt: the text and all statistics."""
     [row] = run.rows
     stats = run.stats

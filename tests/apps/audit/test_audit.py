@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from minitri.apps.audit import __main__ as audit
+from minitri.apps.audit import auditing as audit
 from minitri.apps.selftest.martingale import Martingale
 from tests.apps.audit.toy_server import toy_server
 from tests.apps.serve.conftest import COUPLED, serving

@@ -9,7 +9,7 @@ import pytest
 
 import minitri
 from minitri import InputError
-from minitri.apps.chat.__main__ import COMMANDS, Chat, build_parser, main, typed_lines
+from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main, typed_lines
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.special_tokens import SpecialTokens

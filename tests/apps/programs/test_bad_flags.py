@@ -50,12 +50,12 @@ minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave o
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
 minitri.generate --load-kv empty | empty
 minitri.generate --bitwise --tree 4 | ^--bitwise needs .* no --tree
-minitri.apps.chat --document . | ^--document . cannot be read \(Is a directory
-minitri.apps.serve --port BUSY | port \d+ \(Address already in use.*; choose another --host
-minitri.apps.serve --context 100000 --port 0 | ^--context is 100000; give from 2 to 512
-minitri.apps.serve --stall-seconds 0 | ^--stall-seconds is 0.0; it must be a number from 1
-minitri.apps.selftest --max-prompt-tokens 600 --max-new-tokens 40 | --max-new-tokens 40; .* 472
-minitri.apps.audit http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
+minitri.apps.chat.chatting --document . | ^--document . cannot be read \(Is a directory
+minitri.apps.serve.serving --port BUSY | port \d+ \(Address already in use.*; choose another --host
+minitri.apps.serve.serving --context 100000 --port 0 | ^--context is 100000; give from 2 to 512
+minitri.apps.serve.serving --stall-seconds 0 | ^--stall-seconds is 0.0; it must be a number from 1
+minitri.apps.selftest.selftesting --max-prompt-tokens 600 --max-new-tokens 40 | tokens 40; .* 472
+minitri.apps.audit.auditing http://127.0.0.1:9 | ^http://127.0.0.1:9/v1/models cannot be had
 minitri.apps.bench --prompt-tokens 600 | new-tokens 64; .* 448 tokens with --prompt-tokens 448
 minitri.apps.bench --method naive:4x | ^--tree is '4x'
 minitri.apps.plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
@@ -65,7 +65,7 @@ tools.bench.people --prompt-tokens 9 --context 99 | tiny is no GGUF file, which 
 tools.bench.people | tiny holds 512 tokens, fewer than 8064 of the longest prompt
 tools.tour --max-prompt-tokens 300 --device cpu | 300 tokens, too few
 """
-NO_MODEL = ("minitri", "minitri.apps.audit", "minitri.apps.plan", "tools.bench")
+NO_MODEL = ("minitri", "minitri.apps.audit.auditing", "minitri.apps.plan", "tools.bench")
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from minitri.apps.selftest import __main__ as selftest
 from minitri.apps.selftest import comparisons
+from minitri.apps.selftest import selftesting as selftest
 from minitri.core import runner
 from minitri.core.decoding import random_source
 from minitri.core.decoding.sampling import probs_of_rows, sample

@@ -17,8 +17,8 @@ import pytest
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.serve import app
-from minitri.apps.serve.__main__ import build_parser, main, open_worker
 from minitri.apps.serve.room import SHARE, choose_rows
+from minitri.apps.serve.serving import build_parser, main, open_worker
 from minitri.core.log import log
 from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB

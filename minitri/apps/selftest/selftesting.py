@@ -81,6 +81,3 @@ def run_command(args: Namespace) -> int:
 
 
 main = program(build_parser, run_command, parallel=True)
-
-if __name__ == "__main__":
-    main()

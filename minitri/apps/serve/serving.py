@@ -142,6 +142,3 @@ def open_worker(
 
 
 main = program(build_parser, run_command, ServeFlags)
-
-if __name__ == "__main__":
-    main()

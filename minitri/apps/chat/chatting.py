@@ -254,6 +254,3 @@ def typed_lines() -> Iterator[str]:
 
 
 main = program(build_parser, run_command)
-
-if __name__ == "__main__":
-    main()

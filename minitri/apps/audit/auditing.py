@@ -51,6 +51,3 @@ def run_command(args: Namespace) -> int:
 
 
 main = program(build_parser, run_command)
-
-if __name__ == "__main__":
-    main()
