@@ -176,7 +176,6 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield from events
 
     def _admit(self, stack: Stack) -> None:
-        """Removes cancelled requests from the batch, then admits waiting ones to free rows."""
         for b, old in [*self._scheduler.running.items()]:
             if old.finish_reason is not None:
                 self._remove(stack, b)

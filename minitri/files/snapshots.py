@@ -123,9 +123,6 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
             Path(unfinished).replace(target)
         finally:
             Path(unfinished).unlink(missing_ok=True)
-        folder = os.open(target.parent, os.O_RDONLY)
-        os.fsync(folder)
-        os.close(folder)
     return num_tokens
 
 

@@ -130,8 +130,7 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that each row's grammar forces next, instead of guesses by the stage below: they
-        are only guesses, too, as others may spell the same."""
+        """Tokens that each row's grammar forces, as guesses, since others may spell the same."""
         assert self.below is not None
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):

@@ -1,8 +1,7 @@
 """Random sources: the random numbers of a cascade, from one seed per row of the batch.
 
 No independent number is used twice: a test that shares its number with the guess it tests is
-biased. Coupled noise may be shared, because the emitted token is always the verifier's argmax.
-Legend: B rows, N guesses, V vocab.
+biased. Coupled noise may be shared: a level emits its argmax. Legend: B rows, N guesses, V vocab.
 """
 
 import copy

@@ -99,7 +99,6 @@ class TextFilters:
                     logits_V[ids_U] = before_U
 
     def _banned(self, path: list[int]) -> list[int]:
-        """Tokens that bad words and `min_tokens` forbid after a path."""
         num_new = len(self.text) - self._first + len(path)
         tokens = [*self._end_tokens] if num_new < self._params.min_tokens else []
         latest = [*self.text[-max(map(len, self._bad_words), default=1) :], *path]
@@ -159,9 +158,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """Paths for text filters: for each row and place of its block, the tokens that are between the
-    committed text and that place: the first n guesses of the block for place n of a chain, or in a
-    tree the guesses at the places `above[n]`."""
+    """For each row and place of its block the tokens between the committed text and that place:
+    the first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()

@@ -33,7 +33,6 @@ class Table(Linear):
     """An embedding table W (V, E)."""
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """Embeddings (..., E) of token ids (...)."""
         return F.embedding(tokens, self.weight)
 
 
