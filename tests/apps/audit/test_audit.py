@@ -3,6 +3,7 @@
 Sound servers fail with odds of 1e-6; a fault is far beyond what is noticed.
 """
 
+import contextlib
 import json
 import math
 import re
@@ -114,7 +115,8 @@ def test_a_client_asks_our_server_for_all_that_it_has(engine):
         client = connect(f"{server.url}/v1/", None, None)
         assert (client.endpoint, client.num_top) == ("/completions", 20)
         assert client.fields == {"model": "tiny", **NEUTRAL}
-        assert len(client.ask(PROMPT)) == NUM_NEW
+        with contextlib.closing(client.http):
+            assert len(client.ask(PROMPT)) == NUM_NEW
 
 
 @pytest.mark.parametrize("num_heads", [500, 530, 600, 700, 300])
