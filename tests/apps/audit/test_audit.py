@@ -3,56 +3,67 @@
 Sound servers fail with odds of 1e-6; a fault is far beyond what is noticed.
 """
 
+import contextlib
+import json
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
 
 from minitri.apps.audit import auditing as audit
+from minitri.apps.audit.client import NEUTRAL, NUM_NEW, Client, connect
 from minitri.apps.selftest.martingale import Martingale
-from tests.apps.audit.toy_server import toy_server
-from tests.apps.serve.conftest import COUPLED, serving
+from tests.apps.audit.toy import Toy
+from tests.apps.serve.conftest import COUPLED, PROMPT, serving
+from tests.conftest import Done
 
 CHECKS = ["logprobs", "greedy", "independence", *(f"texts, T={T}" for T in ("1", "0.5", "1.5"))]
 
 
-def audited(call, url: str, num_tokens: int = 3072) -> tuple[int, dict[str, dict]]:
-    done = call(audit.main, url, "--json", "--num-tokens", num_tokens)
-    report = done.json
-    assert report["lossless"] == (done.code == 0)
-    return done.code, {row["check"]: row for row in report["checks"]}
+@pytest.fixture
+def run(call, monkeypatch):
+    """Audits a toy with these properties."""
+
+    def run(names: str, *flags: object, num_tokens: int = 3072) -> Done:
+        toy = Toy(names)
+        with monkeypatch.context() as patch:
+            patch.setattr(Client, "call", lambda client, *asked: toy.call(*asked))
+            return call(audit.main, "http://toy/v1/", "-q", "--num-tokens", num_tokens, *flags)
+
+    return run
 
 
-@pytest.mark.parametrize("names", ["chat, silent if greedy", "reported after temperature"])
-def test_a_sound_server_passes(call, names):
-    with toy_server(names) as url:
-        code, rows = audited(call, url)
-    assert (code, [*rows]) == (0, CHECKS)
-    assert {row["verdict"] for row in rows.values()} == {"ok"}
-    assert min(rows[name]["p_value"] for name in CHECKS[3:]) > 1e-4
+SOUND = dict.fromkeys(("chat, silent if greedy", "reported after temperature"), (3072, {}))
+COPIED, DEPARTED = "concurrent answers copy each other", "texts do not follow"
+TOYS = {  # how many tokens are asked for, and what must be said of some checks
+    **SOUND,
+    "one random number": (3072, {"independence": COPIED}),
+    "recovered": (6144, {"texts, T=1": DEPARTED}),
+    "top-k": (3072, {"texts, T=1": DEPARTED}),
+    "zeros": (1, {"logprobs": "all log-probabilities are 0"}),
+}
 
 
-@pytest.mark.parametrize(
-    ("fault", "num_tokens", "check", "says"),
-    [
-        ("one random number", 3072, "independence", "concurrent answers copy each other"),
-        ("recovered", 6144, "texts, T=1", "texts do not follow"),
-        ("top-k", 3072, "texts, T=1", "texts do not follow"),
-        ("zeros", 1, "logprobs", "all log-probabilities are 0"),
-    ],
-)
-def test_a_fault_is_found_and_named(call, fault, num_tokens, check, says):
-    with toy_server(fault) as url:
-        code, rows = audited(call, url, num_tokens)
-    assert (code, rows[check]["verdict"]) == (1, "FAULT")
-    assert all(says in row["says"] for row in rows.values() if row["verdict"] == "FAULT")
+@pytest.mark.parametrize("names", TOYS)
+def test_a_sound_server_passes_and_a_fault_is_found_and_named(run, names):
+    num_tokens, faults = TOYS[names]
+    done = run(names, "--json", num_tokens=num_tokens)
+    rows = {row["check"]: row for row in done.json["checks"]}
+    found = {name: row["says"] for name, row in rows.items() if row["verdict"] == "FAULT"}
+    assert (done.code, done.json["lossless"]) == (len(faults), not faults)
+    assert faults.keys() <= found.keys()
+    assert all(text in says for text in faults.values() for says in found.values())
+    if not faults:
+        assert ([*rows], found) == (CHECKS, {})
+        assert min(rows[name]["p_value"] for name in CHECKS[3:]) > 1e-4
 
 
-def test_the_table_says_what_was_found(call):
-    with toy_server("temperature, greedy") as url:
-        done = call(audit.main, url + "/v1/", "-q", "--num-tokens", "3072")
+def test_the_table_says_what_was_found(run):
+    done = run("temperature, greedy")
     assert done.out.split()[:6] == ["check", "verdict", "statistic", "p", "value", "tokens"]
     assert all(name in done.out for name in CHECKS)
     assert re.search(r"\nFAULT greedy: a token is [\d.]+ nats below the argmax\n", done.out)
@@ -63,27 +74,49 @@ def test_the_table_says_what_was_found(call):
 @pytest.mark.slow
 def test_our_own_server_passes(call, engine):
     with serving(engine, speculation=replace(COUPLED, coupled=False)) as server:
-        code, rows = audited(call, server.url)
-    assert (code, [*rows]) == (0, CHECKS)
+        done = call(audit.main, server.url, "--json", "--num-tokens", "3072")
+    assert (done.code, [row["check"] for row in done.json["checks"]]) == (0, CHECKS)
 
 
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ("http://127.0.0.1:9", "http://127.0.0.1:9/v1/models cannot be had"),
-        ("127.0.0.1:8000", "missing an 'http://'"),
-        ("moved", '403, {"key": null}'),  # which another server must not get
-        ("silent", "sends 0 tokens, too few"),
-        ("untold", "at some token it names no likely ones"),
-    ],
-)
-def test_what_cannot_be_audited_is_one_line(call, names, message, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which this machine needs not
-    with toy_server(names) as url:
-        url = names if ":" in names else url
-        done = call(audit.main, url, "--api-key", "secret", "-q", "--num-tokens", "1")
-    assert (done.code, done.err.count("\n")) == (2, 1)
-    assert message in done.err
+def test_a_server_that_says_too_little_is_one_line(run):
+    messages = {"silent": "sends 0 tokens, too few", "untold": "at some token it names no likely"}
+    for names, message in messages.items():
+        done = run(names, num_tokens=1)
+        assert (done.code, done.err.count("\n"), message in done.err) == (2, 1, True)
+
+
+class Moved(BaseHTTPRequestHandler):
+    """Leads to another server, which says what key it got."""
+
+    def do_GET(self) -> None:
+        content = json.dumps({"key": self.headers["Authorization"]}).encode()
+        self.send_response(403 if self.path == "/other" else 302)
+        self.send_header("Location", f"http://localhost:{self.server.server_port}/other")
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_key_is_for_the_server_alone_and_no_proxy_is_asked_for_this_machine(call, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Moved) as moved, ThreadPoolExecutor(1) as thread:
+        thread.submit(moved.serve_forever, 0.01)
+        url = f"http://127.0.0.1:{moved.server_port}"
+        done = call(audit.main, url, "--api-key", "secret", "-q")
+        moved.shutdown()
+    assert (done.code, done.err.count("\n"), '403, {"key": null}' in done.err) == (2, 1, True)
+
+
+def test_a_client_asks_our_server_for_all_that_it_has(engine):
+    with serving(engine) as server:
+        client = connect(f"{server.url}/v1/", None, None)
+        assert (client.endpoint, client.num_top) == ("/completions", 20)
+        assert client.fields == {"model": "tiny", **NEUTRAL}
+        with contextlib.closing(client.http):
+            assert len(client.ask(PROMPT)) == NUM_NEW
 
 
 @pytest.mark.parametrize("num_heads", [500, 530, 600, 700, 300])

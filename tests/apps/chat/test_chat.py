@@ -79,14 +79,10 @@ COMMAND_LINES = """
 /nonsense | there is no /nonsense; /help lists
 /regenerate | there is no answer yet
 /sampling temperature=hot | temperature is 'hot'
-/sampling temperature=0 | temperature=0.0,
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling presence_penalty=9 | presence_penalty is 9.0; it must be
-/sampling top_k=1.5 | top_k is '1.5'
-/sampling seed=-1 | seed is
 /save | there is no KV cache to save
-/load /no/such/file | /no/such/file
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
 /documents | there are no documents
 /system | as the model has it

@@ -1,5 +1,7 @@
 """Tools at /v1/chat/completions: the model says what the test gives."""
 
+import re
+
 import openai
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
@@ -20,15 +22,6 @@ SAID = {  # a call of one function, and the rest of a call of another one
     "hermes": (f"<tool_call>\n{WEATHER}\n</tool_call>", f"\n<tool_call>{NOW}</tool_call>"),
     "llama3": tuple(it.replace("arguments", "parameters") for it in (WEATHER, f"; {NOW}")),
     "mistral": (f"[TOOL_CALLS][{WEATHER}]", ""),
-}
-WRITTEN = {  # ends of prompts after the call and its result
-    "hermes": '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Köln"}}\n</tool_call>'
-    "</s>\n<s>user\n<tool_response>\n21 degrees\n</tool_response></s>\n<s>assistant\n",
-    "llama3": 'assistant: {"name": "get_weather", "parameters": {"city": "Köln"}}</s>'
-    'ipython: "21 degrees"</s>assistant: ',
-    "mistral": '[TOOL_CALLS] [{"name": "get_weather", "arguments": {"city": "Köln"}, "id": '
-    '"aa61edb64"}]</s>[TOOL_RESULTS] {"content": 21 degrees, "call_id": "aa61edb64"}'
-    "[/TOOL_RESULTS]",
 }
 
 
@@ -73,7 +66,8 @@ def test_the_template_sees_tools_calls_and_results(ask, run, family):
     parts = [{"type": "text", "text": text} for text in ("21 ", "degrees")]
     ask("", USER, ANSWER, RESULT | {"content": parts})
     text = run.written(run.prompt)
-    assert text.endswith(WRITTEN[family])
+    written = r'([0-9a-f]{9})\D*"get_weather", "\w+": {"city": "Köln"}}.*\1(?:21 degrees)</s>'
+    assert re.search(written, text, re.DOTALL)
     assert [it in text for it in ('"now"', '"city"', "strict")] == [True, True, False]
     [choice] = ask(SAID[family][0], tool_choice="none").choices
     assert "now" not in run.written(run.prompt)
@@ -103,7 +97,7 @@ def test_several_calls_are_one_each_for_templates_that_want_that(ask, run, use_t
     both = ANSWER | {"tool_calls": [*ANSWER["tool_calls"], second]}
     turns = (USER, both, RESULT, {"role": "tool", "tool_call_id": "y", "content": "noon"})
     ask("", *turns)
-    assert run.written(run.prompt).count('assistant: {"name"') == 2
+    assert len(re.findall(r'<s>assistant\n\w{9}{"name"', run.written(run.prompt))) == 2
 
 
 def test_a_template_that_ignores_tools_says_so(ask, use_template):

@@ -1,14 +1,11 @@
-"""Small servers of OpenAI's API over a Markov chain of words: sound ones, and some with faults."""
+"""A server of OpenAI's API without the network: a Markov chain of words, sound or with faults."""
 
-import contextlib
 import functools
 import itertools
-import json
 import math
 import random
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from minitri.core.errors import InputError
 
 WORDS = [f" {letter}" for letter in "abcdefghijkl"]
 TARGET, DRAFTER = 1, 2
@@ -37,8 +34,13 @@ class Toy:
         self.names = names.split(", ")
         self._numbers = itertools.count()
 
-    def answer(self, body: dict) -> dict:
-        """The JSON of an answer."""
+    def call(self, path: str, body: dict | None = None) -> dict:
+        """The JSON at a path, as of `Client.call`."""
+        if body is None:
+            return {"data": [{"id": "toy"}]}
+        endpoint = "/chat/completions" if "chat" in self.names else "/completions"
+        if (path, body.get("top_logprobs", body["logprobs"])) != (endpoint, 5):
+            raise InputError("this is not here", "ask for something else")
         temperature, count = body.get("temperature", 1.0), body["max_tokens"]
         number = next(self._numbers)
         source = random.Random(number // 2 if "one random number" in self.names else number)
@@ -92,44 +94,3 @@ class Toy:
 
 def entry(token: str, log: float) -> dict:
     return {"token": token, "logprob": log}
-
-
-class Handler(BaseHTTPRequestHandler):
-    """The HTTP of the server's `toy`."""
-
-    def do_GET(self) -> None:
-        if self.path == "/elsewhere":
-            self._send(403, {"key": self.headers["Authorization"]})
-        else:
-            self._send(302 if "moved" in self.server.toy.names else 200, {"data": [{"id": "toy"}]})
-
-    def do_POST(self) -> None:
-        toy = self.server.toy
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        kind = "chat/" if "chat" in toy.names else ""
-        num_top = body.get("top_logprobs", body.get("logprobs"))
-        is_here = self.path == f"/v1/{kind}completions" and num_top == 5
-        self._send(200 if is_here else 400, toy.answer(body) if is_here else {"error": "not here"})
-
-    def _send(self, status: int, content: dict) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Location", f"http://localhost:{self.server.server_port}/elsewhere")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def toy_server(names: str = "") -> Iterator[str]:
-    """A server in threads; gives its URL."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.toy = Toy(names)
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
