@@ -197,7 +197,7 @@ def test_tokens_do_not_wait_for_a_slow_store(engine, prompt, text, tmp_path, mon
     assert len(blocks(tmp_path)) == 3
 
 
-def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, prompt, text, tmp_path):
+def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, tmp_path):
     engine.open_kv_store(str(tmp_path), LARGE)
     run = engine.generate([[7] * 120], max_new_tokens=3)
     engine.release()
