@@ -88,11 +88,14 @@ def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, n
     assert fresh(engine, [prompt], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
-def test_a_run_that_is_left_leaves_what_it_has_read(engine, document):
+def test_a_run_that_is_left_leaves_what_it_has_read_or_the_text_before_it(engine, document):
+    """The latter if it is closed before its first event, in the memory of the one before."""
     engine.release()
-    generation = GenerationConfig(prefill_chunk=16)
-    with engine.generate(document, speculation=TRIFORCE, generation=generation) as run:
+    how = {"speculation": TRIFORCE, "generation": GenerationConfig(12, prefill_chunk=16)}
+    with engine.generate(document, **how) as run:
         progress = [next(run) for _ in range(4)][-1]
+    assert engine.held_tokens == document[: progress.num_done] != []
+    engine.generate([4] * 50, **how).close()
     assert engine.held_tokens == document[: progress.num_done]
 
 
@@ -233,10 +236,3 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
     for reserve in (0, 1, 10**6):
         with refused(f"reserve is {reserve} tokens"):
             start(engine, reserve=reserve)
-
-
-def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):
-    engine.complete([3] * 50, max_new_tokens=5)
-    held = engine.held_tokens
-    engine.generate([4] * 50, max_new_tokens=5).close()  # which fits into the memory that is kept
-    assert engine.held_tokens == held != []
