@@ -64,7 +64,6 @@ class Rig:
         prompts: list[list[int]],
         *,
         draft: Llama | None = None,
-        retrieval_model: Llama | None = None,
         num_new: int = 40,
         sampling: SamplingParams = GREEDY,
         seed: int = 0,
@@ -76,7 +75,7 @@ class Rig:
         self.prompts, self.num_new = prompts, num_new
         self.speculation = SpeculationConfig(**speculation)
         generation = GenerationConfig(num_new, prefill_chunk=prefill_chunk)
-        models = Models(target, retrieval_model or target, draft, level_type=self.level_type)
+        models = Models(target, target, draft, level_type=self.level_type)
         shape = MemoryShape(tuple(map(len, prompts)), sampling, generation, self.speculation)
         memory = self.memory = allocate(models, shape, full=full, graphs=graphs)
         self.session = session = Stack(memory, shape)
@@ -124,11 +123,6 @@ class Rig:
             if self.cascade.active[b] and len(new) >= self.num_new:
                 self.cascade.retire(b)
         return emitted
-
-
-def plain_tokens(target: Llama, prompts: list[list[int]], **settings) -> list[list[int]]:
-    """What the target says alone."""
-    return Rig(target, prompts, method="autoregressive", **settings).run()
 
 
 def near_copy(model: Llama, noise: float, *, seed: int = 1) -> Llama:

@@ -6,6 +6,9 @@ from minitri.core.decoding import noise
 from minitri.core.decoding.noise import gumbel_argmax, hashed_uniforms, noise_keys, splitmix
 from tests.core.statistics import FALSE_ALARM, p_value
 
+STEP = 0x9E3779B97F4A7C15 - 2**64
+"""Of SplitMix64: what it adds to its state, as an int64."""
+
 
 def test_gumbel_noise_is_of_fine_numbers_that_differ():
     """Of 100,000 numbers of 24 bits about 300 would be there twice; of 52 bits none, but for one
@@ -16,14 +19,14 @@ def test_gumbel_noise_is_of_fine_numbers_that_differ():
     assert len(uniforms.unique()) == 100_000
     assert 0 < uniforms.min() < 1e-4
     assert 1 - 1e-4 < uniforms.max() < 1
-    [least] = hashed_uniforms(torch.tensor([-noise._STEP]), torch.tensor([0])).tolist()
+    [least] = hashed_uniforms(torch.tensor([-STEP]), torch.tensor([0])).tolist()
     assert least == 2**-53  # of a hash of 0: never 0 itself, whose logarithm is infinite
 
 
 def test_the_hash_is_splitmix64():
     """The published outputs for the seeds 1234567 and 0: the text of a seed may not change."""
     published = [6457827717110365317, 3203168211198807973, 9817491932198370423]
-    states = 1234567 + torch.arange(3) * noise._STEP
+    states = 1234567 + torch.arange(3) * STEP
     assert [number % 2**64 for number in splitmix(states).tolist()] == published
     first = splitmix(torch.tensor(0))
     assert int(first) % 2**64 == 0xE220A8397B1DCDAF

@@ -49,16 +49,14 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def run_module(program: list[str], **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", *program]
-    env = os.environ | environment
-    return subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env)
-
-
 def start(program: list[str]) -> list[subprocess.Popen]:
     """Two ranks, as torchrun would start them."""
     shared = {"WORLD_SIZE": "2", "MASTER_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1"}
-    return [run_module(program, RANK=name, LOCAL_RANK=name, **shared) for name in "01"]
+    command, ranks = [sys.executable, "-m", *program], []
+    for name in "01":
+        env = os.environ | shared | {"RANK": name, "LOCAL_RANK": name}
+        ranks.append(subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, env=env))
+    return ranks
 
 
 def finish(ranks: list[subprocess.Popen]) -> tuple[list[int], list[str]]:

@@ -29,7 +29,7 @@ def text(engine, prompt):
 
 
 @pytest.fixture
-def saved(engine, prompt, text, tmp_path):
+def saved(engine, text, tmp_path):
     path = tmp_path / "text.kv"
     assert engine.save_kv(path, "a note") == len(engine.held_tokens)
     engine.release()

@@ -88,11 +88,14 @@ def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, n
     assert fresh(engine, [prompt], TRIFORCE, 8)[0] == [list(end.token_ids)]
 
 
-def test_a_run_that_is_left_leaves_what_it_has_read(engine, document):
+def test_a_run_that_is_left_leaves_what_it_has_read_or_the_text_before_it(engine, document):
+    """The latter if it is closed before its first event, in the memory of the one before."""
     engine.release()
-    generation = GenerationConfig(prefill_chunk=16)
-    with engine.generate(document, speculation=TRIFORCE, generation=generation) as run:
+    how = {"speculation": TRIFORCE, "generation": GenerationConfig(12, prefill_chunk=16)}
+    with engine.generate(document, **how) as run:
         progress = [next(run) for _ in range(4)][-1]
+    assert engine.held_tokens == document[: progress.num_done] != []
+    engine.generate([4] * 50, **how).close()
     assert engine.held_tokens == document[: progress.num_done]
 
 
@@ -168,34 +171,19 @@ def test_on_compiled_kernels_texts_are_equal_to_the_bit(tmp_path):
     assert held[0] == held[1]
 
 
-@pytest.fixture
-def hosted(monkeypatch):
-    """An engine whose K and V are in host memory, and the settings of its runs."""
-    engine = tiny_engine()
+def test_a_cache_in_host_memory_serves_too_but_not_after_ctrl_c_in_a_step(monkeypatch):
+    """After which buffers and ring may be half written. The document is longer than the ring."""
+    engine, settings = tiny_engine(), {"offload": True, "on_chip": 1}
     full = functools.partial(offloaded, 1, batch_size=2, config=engine.config)
     monkeypatch.setattr("minitri.core.memory.allocate_full_cache", lambda *_: full())
-    return engine, {"offload": True, "on_chip": 1}
-
-
-def test_a_cache_in_host_memory_serves_too(hosted):
-    engine, settings = hosted
-    document = random_prompt(engine.config, 200, seed=1)  # more than the ring holds
+    document = random_prompt(engine.config, 200, seed=1)
     say(engine, [document, document[:50]], **settings)
     prompts = [[*document, 5, 6], [*document, 7]]
     again, cached = say(engine, prompts, **settings)
     assert cached == [197, 196]
-    assert fresh(engine, prompts, **settings) == (again, [0, 196])
-
-
-def test_k_and_v_in_host_memory_are_not_kept_after_ctrl_c_in_a_step(document, hosted, monkeypatch):
-    """Buffers and ring may be half written; a run that is left between two steps keeps them."""
-    engine, settings = hosted
-    prompts = [document, document[1:51]]
-    first, _ = say(engine, prompts, **settings)
-    assert engine.held_tokens
     interrupt(engine, prompts, monkeypatch, **settings)
     assert engine.held_tokens == []
-    assert say(engine, prompts, **settings) == (first, [0, 0])
+    assert say(engine, prompts, **settings) == (again, [0, 196])
 
 
 def start(engine, batch_size=2, reserve=128):
@@ -248,10 +236,3 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
     for reserve in (0, 1, 10**6):
         with refused(f"reserve is {reserve} tokens"):
             start(engine, reserve=reserve)
-
-
-def test_a_run_closed_before_its_first_event_gives_the_text_before_it_back(engine):
-    engine.complete([3] * 50, max_new_tokens=5)
-    held = engine.held_tokens
-    engine.generate([4] * 50, max_new_tokens=5).close()  # which fits into the memory that is kept
-    assert engine.held_tokens == held != []
