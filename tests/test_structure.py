@@ -21,7 +21,7 @@ ROOMS = {
     "files": (1_800, {"core", "devices", "text", "files"}),
     "trees": (380, {"core", "trees"}),
     "": (820, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_500, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "apps": (4_450, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
 goal for apps is 4,200 lines, for all 16,000 and 110,000 tokens."""

@@ -178,12 +178,12 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, Json]:
     result = {}
     first = next(iter(done.values()))
     for name, runs in done.items():
-        plans, accepted, tested = (Counter[str]() for _ in range(3))
-        for run in runs:
-            plans += run.stats.steps_per_plan
-            for level in run.stats.levels:
-                accepted[level.name] += level.num_accepted_tokens
-                tested[level.name] += level.num_tested_tokens
+        plans = sum((run.stats.steps_per_plan for run in runs), Counter[str]())
+        accepted = Counter[str]()
+        tested = Counter[str]()
+        for level in (level for run in runs for level in run.stats.levels):
+            accepted[level.name] += level.num_accepted_tokens
+            tested[level.name] += level.num_tested_tokens
         ratios = [one.ms_per_token / run.ms_per_token for one, run in zip(first, runs, strict=True)]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),

@@ -13,9 +13,9 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place
+from minitri.apps.cli.report import Json
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.errors import InputError
 from minitri.core.log import log
@@ -39,10 +39,9 @@ IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
 BEYOND = ""
 """Name of all tokens that are not reported, taken together."""
-Row = dict[str, Any]
 
 
-def audit(client: Client, num_tokens: int) -> Iterator[Row]:
+def audit(client: Client, num_tokens: int) -> Iterator[Json]:
     """Runs all checks. Raises `InputError` where the server does not answer."""
     num_rounds = -(-num_tokens // (len(TEMPERATURES) * len(PROMPTS) * BURST * NUM_NEW))
     texts: dict[float, Bursts] = {}
@@ -72,15 +71,9 @@ def audit(client: Client, num_tokens: int) -> Iterator[Row]:
         yield row_of(f"texts, T={T:g}", worst, DEPARTED * (worst.p_value < LEAST_P))
 
 
-def row(check: str, fault: str, statistic: float, num_tokens: int) -> Row:
+def row(check: str, fault: str, **figures: float) -> Json:
     """A row of the audit's report; `fault` says what is wrong, and is empty if nothing is."""
-    return {
-        "check": check,
-        "verdict": "FAULT" if fault else "ok",
-        "says": fault,
-        "statistic": statistic,
-        "num_tokens": num_tokens,
-    }
+    return {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault, **figures}
 
 
 def spread(bursts: Bursts) -> float:
@@ -89,26 +82,27 @@ def spread(bursts: Bursts) -> float:
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
 
-def check_logprobs(places: Sequence[Place]) -> Row:
+def check_logprobs(places: Sequence[Place]) -> Json:
     """Are the reported log-probabilities those of a distribution?"""
     most = max(sum(map(math.exp, place.top.values())) for place in places)
     fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
     if not any(place.logprob for place in places):
         fault = "all log-probabilities are 0"
-    return row("logprobs", fault, most, len(places))
+    return row("logprobs", fault, statistic=most, num_tokens=len(places))
 
 
-def check_greedy(client: Client) -> Row:
+def check_greedy(client: Client) -> Json:
     """Is every token at temperature 0 the likeliest one?"""
     places = [place for text in PROMPTS for place in client.ask(text, temperature=0.0)]
     worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
     fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
-    return row("greedy", fault, worst, len(places))
+    return row("greedy", fault, statistic=worst, num_tokens=len(places))
 
 
-def row_of(check: str, test: Martingale, fault: str) -> Row:
+def row_of(check: str, test: Martingale, fault: str) -> Json:
     """A row of the audit's report on a statistical test."""
-    return row(check, fault, test.mean, test.num_tokens) | {"p_value": test.p_value}
+    figures = {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
+    return row(check, fault, **figures)
 
 
 def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:

@@ -1,7 +1,8 @@
 """Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,11 +78,15 @@ class Client:
             return answer.json()
 
 
+scored: Callable[[Json], tuple[str, float]] = operator.itemgetter("token", "logprob")
+"""Token and log-probability of an entry of a chat's `logprobs`."""
+
+
 def read_places(logprobs: Json, num_top: int) -> Text:
     """The tokens in the `logprobs` of an answer. Raises `ValueError` and others for bad JSON."""
     if "content" in logprobs:  # as for chats
         entries = logprobs["content"]
-        pairs = [scored(entry) for entry in entries]
+        pairs = [*map(scored, entries)]
         tops = [map(scored, entry["top_logprobs"]) for entry in entries]
     else:
         pairs = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
@@ -92,11 +97,6 @@ def read_places(logprobs: Json, num_top: int) -> Text:
     if not all(best):
         raise ValueError("at some token it names no likely ones")
     return [Place(*pair, dict(top)) for pair, top in zip(pairs, best, strict=True)]
-
-
-def scored(entry: Json) -> tuple[str, float]:
-    """Token and log-probability of an entry of a chat's `logprobs`."""
-    return entry["token"], entry["logprob"]
 
 
 def connect(url: str, key: str | None, model: str | None) -> Client:

@@ -11,14 +11,12 @@ import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import MAX_COUNT, InputError, explain
 from minitri.core.log import log
-
-if TYPE_CHECKING:
-    from minitri.text.tokenizer import Tokenizer
+from minitri.text.tokenizer import Tokenizer
 
 QUESTION = "\nQuestion: "  # without a chat template
 ANSWER = "\nAnswer:"
@@ -47,7 +45,7 @@ class Turn(NamedTuple):
 class Conversation:
     """A system message, documents, and turns of questions and answers."""
 
-    tokenizer: "Tokenizer"
+    tokenizer: Tokenizer
     system: str | None = None
     documents: Sequence[Document] = ()
     turns: Sequence[Turn] = ()

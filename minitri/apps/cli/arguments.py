@@ -185,12 +185,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         else:
             options["choices"] = field.metadata.get("choices")
         short = [SHORT[field.name]] if field.name in SHORT else []
-        flags.add_argument(*short, as_flag(field.name), **options)
-
-
-def as_flag(name: str) -> str:
-    """The flag of a setting: --max-new-tokens for max_new_tokens."""
-    return f"--{name.replace('_', '-')}"
+        flags.add_argument(*short, f"--{field.name.replace('_', '-')}", **options)
 
 
 @functools.cache
@@ -247,7 +242,8 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     unused = UNUSED.get(vars(args).get("method", ""), ())
     for name in unused:
         if vars(args).get(name, defaults[name]) != defaults[name]:
-            log.warning("%s is ignored: --method %s has no use for it", as_flag(name), args.method)
+            flag = name.replace("_", "-")
+            log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)
     if "draft" in unused:
         options["draft"] = "suffix"
     if "budget" in unused and options["draft_weights"] != "same":

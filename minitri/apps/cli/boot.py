@@ -5,7 +5,6 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams
@@ -18,9 +17,6 @@ from minitri.core.log import log
 from minitri.core.offload.placement import GIB
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
-
-if TYPE_CHECKING:
-    from minitri.loader import OpenEngine
 
 
 def boot(args: Namespace) -> "minitri.Engine":
@@ -35,7 +31,7 @@ def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[minitri.Engine,
     return load_weights(args, opened), prompts
 
 
-def open_engine(args: Namespace) -> "OpenEngine":
+def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
     import_pytorch()  # takes seconds
@@ -47,7 +43,7 @@ def open_engine(args: Namespace) -> "OpenEngine":
     return opened
 
 
-def load_weights(args: Namespace, opened: "OpenEngine") -> "minitri.Engine":
+def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minitri.Engine":
     """The engine of opened models, with what --load-kv and --kv-store name. Raises `InputError`."""
     if args.threads is not None:
         import torch

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import minitri
 from minitri import InputError
@@ -16,9 +16,6 @@ from minitri.core.log import log
 from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import check_prompt
-
-if TYPE_CHECKING:
-    from minitri.loader import OpenEngine
 
 Text = TypeVar("Text")
 DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
@@ -91,7 +88,10 @@ def demo_text() -> str:
 
 
 def encode(
-    prompt: str, engine: "minitri.Engine | OpenEngine", args: Namespace, num_new: int | None = None
+    prompt: str,
+    engine: "minitri.Engine | minitri.loader.OpenEngine",
+    args: Namespace,
+    num_new: int | None = None,
 ) -> list[int]:
     """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
     text is cut to --max-prompt-tokens, not BOS or the chat template. Raises `InputError`."""

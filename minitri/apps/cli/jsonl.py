@@ -136,8 +136,4 @@ def answers(
     if requests:
         with running(args, engine, requests) as run:
             for end in (event for event in run if isinstance(event, End)):
-                yield {
-                    **heads[end.row],
-                    **answer(run.rows[end.row]),
-                    "num_cached_tokens": end.row_stats.num_cached_tokens,
-                }
+                yield heads[end.row] | answer(run.rows[end.row])

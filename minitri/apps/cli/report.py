@@ -73,6 +73,7 @@ def answer(row: Row) -> Json:
         "seed": row.request.seed,
         "temperature": row.request.sampling.temperature,
         "num_prompt_tokens": len(row.prompt_ids),
+        "num_cached_tokens": row.stats.num_cached_tokens,
     }
     if row.request.generation.logprobs is not None:
         fields["logprobs"] = [token.logprob for token in row.tokens]

@@ -22,13 +22,13 @@ import dataclasses
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
 from minitri.apps.cli.arguments import speculation_of, taken
+from minitri.apps.cli.report import Json
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.noise import gumbel_scores, noise_keys
@@ -41,8 +41,6 @@ from minitri.core.stats import num_common
 from minitri.text.prompt_ids import next_seed
 from minitri.text.rows import text_filters
 
-Row = dict[str, Any]
-"""Result of one comparison, by the columns of the report."""
 LENGTH = 64
 """Tokens of the prompt, and of the output, of each text of the statistical test."""
 FALSE_ALARM = 1e-4
@@ -55,8 +53,8 @@ def is_bitwise(engine: Engine, args: Namespace) -> bool:
     return engine.model.execution.is_row_invariant and not args.tree
 
 
-def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Row]:
-    """Compares greedy and coupled texts of every method with those of autoregressive decoding."""
+def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
+    """Rows of the report: greedy and coupled texts of every method against autoregressive ones."""
     settings = speculation_of(args)
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
@@ -73,7 +71,7 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
             tokens = [*end.token_ids]
             expected = expected or tokens
             n = num_common(expected, tokens)
-            row: Row = {
+            row: Json = {
                 "mode": mode,
                 "method": method,
                 "verdict": "equal",
@@ -113,7 +111,7 @@ def compare_scores(
     return float(scores_1V.max() - scores_1V[0, pair].min()), bound
 
 
-def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Row]:
+def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
     """Runs the statistical test of every method; nothing at temperature 0."""
     sampling = taken(SamplingParams, args)
     settings = speculation_of(args)

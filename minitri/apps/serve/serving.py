@@ -9,8 +9,8 @@ import socket
 from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import boot
@@ -22,10 +22,6 @@ from minitri.core.fields import between
 from minitri.core.log import log
 from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
-
-if TYPE_CHECKING:
-    from minitri import Engine
-    from minitri.worker import Worker
 
 DEFAULT_CONTEXT = 8192  # tokens of KV cache per row, which fit next to most models
 
@@ -107,10 +103,10 @@ def run_command(args: Namespace) -> None:
 
 def open_worker(
     args: Namespace,
-    engine: "Engine",
+    engine: "minitri.Engine",
     sampling: SamplingParams,
     speculation: SpeculationConfig,
-) -> tuple["Worker", int, int, float]:
+) -> tuple["minitri.worker.Worker", int, int, float]:
     """Worker of a warmed-up run; its rows, their tokens, and GiB. Raises `InputError`."""
     from minitri import End, Request  # with PyTorch
     from minitri.apps.serve.room import choose_rows

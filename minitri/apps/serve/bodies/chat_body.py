@@ -55,12 +55,11 @@ class Body(pydantic.BaseModel):
             return given
         kept = without_null(given)
         for name in kept.keys() - cls.model_fields.keys():
-            if name not in IGNORED and kept[name] not in NEUTRAL.get(name, ()):
-                if not info.context or cls.model_config["extra"] == "ignore":
-                    continue  # pydantic decides
-                if warn_of.cache_info().currsize < MAX_WARNINGS:
-                    warn_of(name[:60])
-            del kept[name]
+            is_neutral = name in IGNORED or kept[name] in NEUTRAL.get(name, ())
+            if not is_neutral and info.context and warn_of.cache_info().currsize < MAX_WARNINGS:
+                warn_of(name[:60])
+            if is_neutral or info.context:  # else pydantic decides
+                del kept[name]
         return kept
 
 
