@@ -2,11 +2,7 @@
 
 A `Generation` computes only while its caller asks for the next event. Requests are rows of a batch;
 when a request ends, a waiting one takes over its row. Each text follows the model's distribution.
-Legend: N tokens, V vocab.
-
-    Scheduler   chooses the work: admit a request, prefill a chunk, start rows, decode a step
-    Stack       does the work: models read tokens into KV caches, and the texts grow
-    Row         one request in the run: its prompt, its tokens and their text, and why it ended
+The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N tokens, V vocab.
 """
 
 import os

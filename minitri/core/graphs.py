@@ -2,7 +2,7 @@
 
 `GraphPool.run` captures a function of tensors when a run starts; later it copies inputs into static
 buffers and replays the graph. **Its output is overwritten by the next run** of any function;
-weights and caches must keep their addresses. On a CPU functions run eagerly over static buffers.
+weights and caches must keep their addresses.
 """
 
 import functools
@@ -70,14 +70,6 @@ class GraphPool:
 
     def record(self, run: Callable[[], Any]) -> tuple[Callable[[], object], Any]:
         """Warms `run` up and captures it; returns a function that replays it, and its output."""
-        if self._device.type == "cpu":
-            first = run()
-
-            def again() -> None:
-                for ours, theirs in zip(tree_leaves(first), tree_leaves(run()), strict=True):
-                    ours.copy_(theirs)
-
-            return again, first
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

@@ -24,7 +24,7 @@ from minitri.core.graphs import Function, GraphPool
 from minitri.core.model.block import pack_block, unpack_block
 from minitri.core.model.cache import Cache
 from minitri.core.model.llama import Llama
-from minitri.core.settings import LONGEST_BLOCK, SamplingParams
+from minitri.core.settings import SamplingParams
 
 
 @dataclass(eq=False)
@@ -107,9 +107,7 @@ class ModelRunner:
         self.text_filters: list[TextFilters | None] = [None] * B
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
-        # Longer blocks take cache lengths from the host, which a graph would freeze.
-        sizes = [size for size in block_sizes if size <= LONGEST_BLOCK]
-        self.block_sizes = sorted(sizes) if graphs is not None else []
+        self.block_sizes = sorted(block_sizes) if graphs is not None else []
         for size in self.block_sizes:  # a capture writes to slots after the prefixes only
             packed_4BT = pack_block(model, [[0]] * B, cache, size)
             guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)

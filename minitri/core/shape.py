@@ -32,10 +32,6 @@ class MemoryShape:
         return any(plan.uses_retrieval for plan in self.speculation.plans)
 
     @property
-    def reserved_lengths(self) -> list[int]:
-        return [max(length, self.generation.reserve) for length in self.prompt_lengths]
-
-    @property
     def capacity(self) -> int:
         """Slots of the full cache that a row needs: prompt, output, guesses of the last step."""
         num_tokens = max(self.prompt_lengths) + self.generation.max_new_tokens
@@ -45,7 +41,8 @@ class MemoryShape:
     @property
     def budgets(self) -> list[int]:
         """Tokens that each row of the retrieval cache must have room for."""
-        return [self.budget_for(length) for length in self.reserved_lengths]
+        reserve = self.generation.reserve
+        return [self.budget_for(max(length, reserve)) for length in self.prompt_lengths]
 
     def budget_for(self, length: int) -> int:
         """Retrieval budget for a prompt of this length, in tokens: at most what a row can hold."""

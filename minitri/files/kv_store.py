@@ -52,7 +52,6 @@ class KVStore:
         self.writer = ThreadPoolExecutor(1)
 
     def longer(self, tokens: list[int], owner: str, held: HeldRow) -> HeldRow:
-        """The longest stored prefix of an owner's text, or `held` if none is longer."""
         paths = self._paths(tokens, owner)
         num_held = held.num_shared(tokens, owner)
         blocks: list[FullCache] = []

@@ -22,12 +22,6 @@ text follows the target's distribution. Every method is this code with more or f
     retrieval       Level(target, retrieval cache)                 -> Level(target, full cache)
     triforce        Level(draft, ...) -> Level(target, retrieval cache) -> Level(target, full cache)
 
-    stage   proposes tokens: a level, or a drafter without a model (`level.py`)
-    level   a stage with a model and a cache, which also verifies the stage below it
-    round   one proposal and its verification by the level above
-    step    a round of the target; it commits at least one token
-    plan    the method and the gammas of a step, chosen by the autotuner
-
 Between rounds a cache lacks at least the last token of its row, which is its next input. Whether
 another round runs is decided before its first token is sampled, and no emitted token is withheld:
 to drop one because of its value would bias the distribution.

@@ -31,7 +31,7 @@ class Demand:
     @property
     def num_tokens(self) -> int:
         """Most tokens of a row without its output: of the longest prompt, or the reserve."""
-        return max(self.shape.reserved_lengths)
+        return max(*self.shape.prompt_lengths, self.shape.generation.reserve)
 
     @property
     def kv_slot(self) -> int:

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from minitri.core.graphs import GraphPool
+from tests.devices.gpu_twins.conftest import CpuPool
 
 WAITS = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 SIZED_BY_DATA = {"nonzero", "masked_select", "_unique2", "unique_consecutive", "bincount"}
@@ -87,11 +87,11 @@ def address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-class LintedPool(GraphPool):
+class LintedPool(CpuPool):
     """A pool whose steps are watched whenever they run, and whose outputs do not last."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+        super().__init__()
         self.outputs: dict[int, Tensor | tuple[Tensor, ...]] = {}
         self.num_runs = 0
 

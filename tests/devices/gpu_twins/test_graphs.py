@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from minitri.core.errors import InputError
-from minitri.core.graphs import GraphPool, filters_of
+from minitri.core.graphs import filters_of
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
-from tests.core.rigs import CPU, Rig, near_copy, new_cache, tiny_config
-from tests.devices.gpu_twins.conftest import PROMPTS, as_on_a_gpu
+from tests.core.rigs import Rig, near_copy, new_cache, tiny_config
+from tests.devices.gpu_twins.conftest import PROMPTS, CpuPool, as_on_a_gpu
 from tests.engine.test_switching_plans import AR, forced
 
 CONFIG = tiny_config(num_layers=3)
@@ -20,7 +20,7 @@ CONFIG = tiny_config(num_layers=3)
 
 def test_a_function_is_captured_once_for_inputs_of_the_same_shapes():
     """Its inputs are copied; its output is overwritten by the next run."""
-    pool, left = GraphPool(CPU), torch.ones(3)
+    pool, left = CpuPool(), torch.ones(3)
     first = pool.run(torch.add, left, torch.full((3,), 2.0))
     assert first.tolist() == [3, 3, 3]
     left.fill_(50)
@@ -38,7 +38,7 @@ def test_a_captured_pass_gives_logits_too_and_a_closed_pool_captures_nothing(
     lengths_on_the_device,
 ):
     """For log-probabilities; of a shape that was not captured, eagerly."""
-    model, pool, found = as_on_a_gpu(tiny_model(CONFIG)), GraphPool(CPU), []
+    model, pool, found = as_on_a_gpu(tiny_model(CONFIG)), CpuPool(), []
     for graphs in (pool, None):
         settings = {"vocab_size": CONFIG.vocab_size + 2, "graphs": graphs, "block_sizes": {1, 4}}
         runner = ModelRunner(model, new_cache(CONFIG), SamplingParams(0.7), **settings)
@@ -69,7 +69,7 @@ def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
     target, found = as_on_a_gpu(tiny_model(CONFIG)), []
     settings = {"num_recent_tokens": 20, "budget": 240, "gamma1": 2, "gamma2": 12, "tree": tree}
     settings |= {"draft": as_on_a_gpu(near_copy(target, 0.0)), "num_new": 110}
-    for graphs in (None, GraphPool(CPU)):
+    for graphs in (None, CpuPool()):
         forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
         found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
     assert found[0] == found[1]

@@ -8,10 +8,9 @@ import pytest
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.core import memory
-from minitri.core.graphs import GraphPool
 from tests.conftest import texts_of, tiny_engine
-from tests.core.rigs import CPU, random_prompt
-from tests.devices.gpu_twins.conftest import as_on_a_gpu
+from tests.core.rigs import random_prompt
+from tests.devices.gpu_twins.conftest import CpuPool, as_on_a_gpu
 
 WARM = SamplingParams(0.9, 30, top_p=0.95, min_p=0.01)
 COLD = SamplingParams(0.5, 30, top_p=0.8, min_p=0.1)
@@ -26,7 +25,7 @@ def pools(lengths_on_the_device, monkeypatch):
     made = []
 
     def graph_pool(device, *, wanted):
-        made.append(GraphPool(CPU))
+        made.append(CpuPool())
         return made[-1] if wanted else None
 
     monkeypatch.setattr(memory, "graph_pool", graph_pool)
