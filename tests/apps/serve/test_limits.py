@@ -60,18 +60,28 @@ def test_no_client_has_more_requests_than_its_share(server, tokenizing, access):
     assert "One more" not in texts
 
 
-def test_a_row_is_given_to_clients_in_turn(scripted, run):
-    """The run knows a request's client (`tests/test_fairness.py`): its key, or else its address."""
+def test_a_request_has_its_client_and_the_owner_of_its_prefix(scripted, run):
+    """Rows are given to clients in turn (`tests/core/test_fairness.py`): keys, or else addresses.
+    Texts begin with what the same owner left (`tests/test_stream.py`): a key and its user."""
 
-    def client(**sender) -> str:
+    def asked(**sender) -> tuple[str, str]:
         scripted.post(prompt="a", **sender).raise_for_status()
-        return run.requests[-1].client
+        return run.requests[-1].client, run.requests[-1].owner
 
+    users = [{name: name} for name in ("user", "safety_identifier", "prompt_cache_key")]
     one, two = SOURCES
-    assert client(**one) == client(**one, user="u") != client(**two)
+    assert asked(**one) == asked(**one, **users[0])
+    assert asked(**one)[0] != asked(**two)[0]
+    assert asked(**one)[1] == asked(**two)[1]
+    alice, bob = KEYS
     with scripted.limited(api_key="alice bob"):
-        alice, bob = KEYS
-        assert client(**alice, **one) == client(**alice, **two) != client(**bob, **one)
+        assert asked(**alice, **one) == asked(**alice, **two)
+        assert asked(**alice)[0] != asked(**bob)[0]
+        senders = [alice, bob, *({**bob, **user} for user in users), {**alice, **users[0]}]
+        owners = [asked(**sender)[1] for sender in senders]
+        assert len({*owners}) == len(owners)
+    with scripted.limited(api_key="alice bob", share_prefixes=True):
+        assert asked(**alice)[1] == asked(**bob, **users[0])[1]
 
 
 def test_a_client_that_leaves_frees_its_rows(server, engine, caplog):
@@ -157,30 +167,7 @@ def test_a_stream_that_waits_gives_signs_of_life(server, monkeypatch):
         gate.set()
 
 
-PROMPT = [75, 64, 53, 42, 31, 20]
-UNREAD = [9] * 17
-"""The end of a prompt, which is always read anew."""
 API_KEYS = {"api_key": "clé alice bob"}
-
-
-def num_cached(server, key="bob", **fields) -> int:
-    answer = server.post(key=key, prompt=[*PROMPT, *UNREAD], max_tokens=1, **fields).json()
-    return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-
-
-def test_prompts_are_read_from_where_the_same_key_and_user_left_them(server):
-    """Else a prompt with the right next token would have one more that is cached. Texts that run do
-    not count, either: `tests/test_stream.py`."""
-    users = [{name: name} for name in ("user", "safety_identifier", "prompt_cache_key")]
-    with server.limited(**API_KEYS):
-        for fields in ({}, *users, {"key": "alice", "n": 3}, {"key": "alice", **users[0]}):
-            counts = [num_cached(server, **fields) for _ in range(2)]
-            assert counts == [0, len(PROMPT)]
-    with server.limited(**API_KEYS, share_prefixes=True):
-        num_cached(server)
-        assert num_cached(server, key="alice", user="new") == len(PROMPT)
-    num_cached(server)  # without keys all users are of one household
-    assert num_cached(server, user="user") == len(PROMPT)
 
 
 def test_keys_are_asked_for_everywhere_but_at_health(server):
