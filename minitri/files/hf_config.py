@@ -18,6 +18,7 @@ _KEYS = read_table("field")
 _ONLY = read_table("config_only")
 _TEMPERED = ("temperature", "top_k", "top_p", "min_p")
 """Settings of sampling that change no greedy text."""
+_NO_TOKEN = (-1, 2**32 - 1)  # ids by which files say that there is no such token
 
 
 def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
@@ -53,8 +54,9 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a file or a request that are not null, which is as good as absent."""
-    return {key: value for key, value in settings.items() if value is not None}
+    """The settings of a file or a request but for those as good as absent: null, and no token."""
+    none = [key for key in settings if key.endswith("_token_id") and settings[key] in _NO_TOKEN]
+    return {key: value for key, value in settings.items() if value is not None and key not in none}
 
 
 def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
@@ -55,17 +55,23 @@ class Folder:
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
+        settings = self.tokenizer_config
+        kind = str(settings.get("tokenizer_class"))
         file = self.path / "tokenizer.json"
         if is_there(file):
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
+            if kind.startswith(("GPT2Tokenizer", "Qwen2Tokenizer")):  # as `transformers` has it
+                steps: Any = pipeline.pre_tokenizer
+                for step in steps if hasattr(steps, "__getitem__") else [steps]:
+                    if hasattr(step, "add_prefix_space"):
+                        step.add_prefix_space = settings.get("add_prefix_space") is True
             return pipeline
         model = self.path / "tokenizer.model"
         if is_there(model):
-            settings = self.tokenizer_config
-            is_llama = str(settings.get("tokenizer_class")).startswith("LlamaTokenizer")
-            space = "always" if settings.get("legacy", not is_llama) else "first"
+            is_legacy = settings.get("legacy", not kind.startswith("LlamaTokenizer"))
+            space = "always" if is_legacy else "first"
             has_space = settings.get("add_prefix_space") is not False
             return read_model(model.read_bytes(), space if has_space else "never")
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
@@ -76,14 +82,12 @@ class Folder:
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
                 if file.suffix == ".safetensors":
-                    with safe_open(file, framework="pt") as shard:
-                        for name in shard.keys():  # noqa: SIM118 (not a dict)
-                            yield as_llama(name, config), shard.get_tensor(name)
+                    shard = load_file(file)
                 else:
                     with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
-                    for name, tensor in shard.items():
-                        yield as_llama(str(name), config), tensor.detach()
+                for name, tensor in shard.items():
+                    yield as_llama(str(name), config), tensor.detach()
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,12 +6,10 @@ have the name ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
-from minitri.core.errors import InputError
 from minitri.core.fields import check_fields, one_of
 from minitri.core.settings import BACKENDS, DTYPES
 from minitri.files.families import FAMILIES
@@ -72,12 +70,3 @@ def table() -> str:
     width = _TABLE[0].index("kind")
     rows = [line[:width].rstrip() for line in _TABLE]
     return "\n".join([*rows, f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"])
-
-
-def unknown_model(name: str) -> InputError:
-    """The error for a model that is no short name, path or hub repository."""
-    near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
-    return InputError(
-        f"unknown model {name!r}; give a folder or file, a hub repository by its ORG/NAME, or a "
-        f"name of `minitri --list-models`, such as {near}"
-    )

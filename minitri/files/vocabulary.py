@@ -39,16 +39,14 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     pairs = [*zip(tokens, types, strict=True)]
     shown = (token for token, kind in pairs if kind == USER_DEFINED)
     pipeline.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in shown])
-    marks = {*END_MARKS}
-    pipeline.add_special_tokens([text for text, kind in pairs if kind in CONTROL or text in marks])
+    pipeline.add_special_tokens([tag for tag, kind in pairs if kind in CONTROL or tag in END_MARKS])
     return pipeline
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokenizer:
     pre = metadata.get("tokenizer.ggml.pre", "default")
     if "tokenizer.ggml.pre" not in metadata:
-        problem = "does not say how words are cut (tokenizer.ggml.pre), so answers may be worse"
-        log.warning("%s %s; get a newer file", name, problem)
+        log.warning("%s does not say how words are cut (tokenizer.ggml.pre); get a newer one", name)
     if pre not in _CUTS:
         raise InputError(f"{name} has tokenizer.ggml.pre={pre!r:.60}; use {' or '.join(_CUTS)}")
     vocab = {token: number for number, token in enumerate(metadata["tokenizer.ggml.tokens"])}

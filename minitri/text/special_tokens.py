@@ -26,7 +26,7 @@ _MARKS = """
 <end_of_utterance> <｜end▁of▁sentence｜> <|fim_pad|> <fim-pad> <fim_pad> <PAD> [PAD] <|fim_repo|>
 <|repo_name|> <fim-repo> <REPO> <reponame> <|file_sep|>
 """
-END_MARKS = _MARKS.split()
+END_MARKS = dict.fromkeys(_MARKS.split())
 """Texts of tokens that end a turn in the templates that people use, or a file in models of code;
 llama.cpp ends there, too."""
 _NAMES = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -55,6 +55,8 @@ def add_tokens(
     """Adds the control tokens of a tokenizer_config.json that a pipeline lacks; returns the texts
     of those with a name. With `is_raw` they are found before a text is normalized, else by their
     flags. Raises `ValueError` for a token with two ids."""
+    if isinstance(extra := settings.get("extra_special_tokens"), dict):  # more names
+        settings = {**settings, **extra, "extra_special_tokens": ()}
     keys = dict.fromkeys([*_NAMES, *(key for key in settings if key.endswith("_token"))])
     named = {key: text for key in keys if (text := _text(settings.get(key)))}
     texts = [*named.values()]
@@ -62,21 +64,24 @@ def add_tokens(
         values = settings.get(f"{kind}_special_tokens", ())
         if isinstance(values, str):
             raise TypeError(f"{kind}_special_tokens is the text {shorten(values, 60)}, not a list")
-        values = values.values() if isinstance(values, dict) else values
         texts += filter(None, map(_text, values))
+    kept = {*control_tokens(pipeline), *named.values()}  # control tokens whatever else is said
     tokens: dict[int, tokenizers.AddedToken] = {}
     declared = settings.get("added_tokens_decoder", {})
     for number, value in sorted((int(key), value) for key, value in declared.items()):
         plain = {"content": value, "special": value in texts}  # of added_tokens.json
         flags = plain if isinstance(value, str) else {k: value[k] for k in value if k != "__type"}
-        tokens[number] = tokenizers.AddedToken(**flags | ({"normalized": False} if is_raw else {}))
+        token = tokenizers.AddedToken(**flags | ({"normalized": False} if is_raw else {}))
+        token.special |= token.content in kept
+        tokens[number] = token
     pipeline.add_tokens([*tokens.values()])
     for number, token in tokens.items():
         if (other := pipeline.token_to_id(token.content)) != number:
             text = shorten(repr(token.content), 60)
             raise ValueError(f"{text} is token {number} in one file and {other} in another")
-    present = {token.content for token in pipeline.get_added_tokens_decoder().values()}
-    pipeline.add_special_tokens([text for text in texts if text not in present])
+    present = {token.content: token for token in pipeline.get_added_tokens_decoder().values()}
+    texts = [text for text in texts if text in kept or text not in present]
+    pipeline.add_special_tokens([present.get(text, text) for text in texts])
     return named
 
 

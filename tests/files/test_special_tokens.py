@@ -1,5 +1,6 @@
 """Special tokens: what other engines read in the same files, over all files and keys."""
 
+import functools
 import json
 import logging
 from pathlib import Path
@@ -7,7 +8,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 import sentencepiece
-from tokenizers import processors
+from tokenizers import pre_tokenizers, processors
 
 import minitri
 from minitri.files.checkpoint import placements
@@ -68,6 +69,8 @@ def files(n: int) -> dict[str, dict[str, dict]]:
         "adds none": {**names, "add_bos_token": False},
         "decoder": {**new, "added_tokens_decoder": {**marks, str(n + 2): tool}},
         "flags": {"added_tokens_decoder": {"1": flags("<s>"), "2": flags("</s>", rstrip=True)}},
+        "plain": {"added_tokens_decoder": {"1": flags("<s>", special=False)}},
+        "more names": {"extra_special_tokens": {"a_token": "<tool>", "b_token": "<s>"}},
         "additional": {"additional_special_tokens": chat},
         "extra": {"extra_special_tokens": chat},
         "new names": new,
@@ -109,7 +112,9 @@ def expected(theirs, text: str, default: list[int]) -> list[int]:
 
 def differences(theirs, folder: Path, default: list[int]) -> list[str]:
     ours = load_tokenizer(Folder(folder), CONFIG)
-    return [text for text in PROMPTS if ours.encode(text) != expected(theirs, text, default)]
+    found = [text for text in PROMPTS if ours.encode(text) != expected(theirs, text, default)]
+    shown = functools.partial(theirs.decode, skip_special_tokens=True)
+    return found + [it for it in PROMPTS if ours.decode(ids := ours.encode(it)) != shown(ids)]
 
 
 @pytest.mark.slow
@@ -172,6 +177,7 @@ KEYS = {
     "BOS": {K + "add_bos_token": True},
     "silent": {K + "add_bos_token": None},
     "without ids": {K + "bos_token_id": None, K + "eos_token_id": None, K + "add_bos_token": False},
+    "no ids": {K + "bos_token_id": 2**32 - 1, K + "eos_token_id": 2**32 - 1},
     "ends": {K + "eot_token_id": 3, K + "eom_token_id": 5},
     "no space": {K + "add_space_prefix": False},
     "without pre": {K + "pre": None},
@@ -196,7 +202,7 @@ def test_gguf_reads_as_in_llama_cpp(pre, tmp_path):
         size = sentencepiece.SentencePieceProcessor(str(words)).vocab_size()
     config = tiny_config(vocab_size=size, hidden_size=64, head_dim=16)
     for case, changes in KEYS.items():
-        if pre and case == "without ids":
+        if pre and case in ("without ids", "no ids"):
             continue
         weights = placements(tiny_model(config))
         path = write_gguf(tmp_path / f"{case}.gguf", config, words, weights, "F32", changes, pre)
@@ -239,6 +245,21 @@ def test_nothing_is_put_in_front_that_the_files_put_after_a_text(name, tmp_path)
     write(tmp_path, {"tokenizer_config": {"add_bos_token": True}})
     added = load_tokenizer(Folder(tmp_path), CONFIG)
     assert added.encode("The")[:-1] == ([1] if name in ("none", "bytes") else prefix)
+
+
+@pytest.mark.parametrize("kind", ["GPT2TokenizerFast", "Qwen2Tokenizer", "TokenizersBackend"])
+def test_add_prefix_space_counts_in_two_classes_as_in_transformers(kind, tmp_path):
+    for inner in (False, True):
+        words = byte_level_tokenizer()
+        words.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.ByteLevel(inner)])
+        words.save(str(tmp_path / "tokenizer.json"))
+        for space in (None, False, True):
+            write(
+                tmp_path, {"tokenizer_config": {"tokenizer_class": kind, "add_prefix_space": space}}
+            )
+            tokenizer = load_tokenizer(Folder(tmp_path), CONFIG)
+            begins = inner if kind == "TokenizersBackend" else space is True
+            assert tokenizer.token(tokenizer.encode("The")[0])[0] == ("Ġ" if begins else "T")
 
 
 def chat_folder(folder: Path, **config: object) -> Path:

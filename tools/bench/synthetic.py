@@ -41,7 +41,7 @@ from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.files.fetch import default_draft
-from minitri.files.named_models import MODELS, unknown_model
+from minitri.files.named_models import MODELS
 from tools.bench.bandwidth import copy_bandwidth, idle_share
 from tools.bench.pass_table import pass_table
 from tools.runs import begin
@@ -88,7 +88,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         problem = "--load dummy goes with none of --compare, --profile and --coupled"
         raise InputError(f"{problem}; leave them out")
     if args.shape not in MODELS:
-        raise unknown_model(args.shape)
+        raise InputError(f"unknown shape {args.shape!r}; use one of minitri --list-models")
     shapes = {name: row.shape for name, row in MODELS.items()}
     methods = args.methods or ["triforce"]
     if len(methods) > 1 or methods == ["auto"]:

@@ -21,7 +21,7 @@ from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import Form
 from minitri.files.families import read_table
 from minitri.files.gguf.blocks import FORMS, dequantize, repack
-from minitri.files.hf_config import read_config, require
+from minitri.files.hf_config import read_config, require, without_null
 from minitri.files.vocabulary import WITH_BOS, read_vocabulary
 
 _PAIRED = ("llama", "granite", "smollm3")  # in q and k, rows that rotate together are neighbours
@@ -49,9 +49,8 @@ class GgufFile:
             "chat_template": self.metadata.get("tokenizer.chat_template"),
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
-        is_llama = self.metadata.get("tokenizer.ggml.model") == "llama"
-        # Where the file does not say it.
-        self.adds_bos = is_llama or self.metadata.get("tokenizer.ggml.pre") in WITH_BOS
+        kind, pre = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+        self.adds_bos = kind == "llama" or pre in WITH_BOS  # where the file does not say it
 
     def tokenizer(self) -> tokenizers.Tokenizer:
         return read_vocabulary(self.metadata, self.path.name)
@@ -62,7 +61,7 @@ class GgufFile:
         with explain(f"{self.path.name} has damaged hyper-parameters"):
             prefix = f"{self._architecture}."
             given = {key.removeprefix(prefix): value for key, value in self.metadata.items()}
-            settings = read_table("gguf_default") | given
+            settings = read_table("gguf_default") | without_null(given)
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults

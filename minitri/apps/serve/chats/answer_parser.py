@@ -8,6 +8,8 @@ nothing is lost. Arguments are passed on as the model writes them, valid or not.
 import contextlib
 import itertools
 import json
+import math
+import re
 from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from minitri.text.text_stream import overlap
 
 THINK = "<think>"
 END_THINK = "</think>"
+SIGNS = re.compile(r'\\.|["{}]', re.DOTALL)  # escapes, and what begins or ends texts and objects
 
 
 @dataclass(frozen=True)
@@ -147,17 +150,26 @@ class AnswerParser:
     def _pass_arguments(self) -> Generator[None, None, None]:
         """Streams the arguments of a tool call, up to the end of their JSON object."""
         read = ""
+        depth, place, is_text = 0.0, 0, False  # braces that are open, at this place of what is read
         while True:
             read += self._rest
-            end = len(read)  # if it is not whole, or no JSON: then all that follows
+            for sign in SIGNS.finditer(read, place):
+                place = sign.end()
+                is_text ^= sign[0] == '"'
+                depth += 0 if is_text else {"{": 1, "}": -1}.get(sign[0], 0)
+                if not depth:
+                    break
+            end = len(read)
             is_done = self._is_last
-            if "}" in self._rest:  # else the object goes on
+            if not depth:
+                depth = math.inf  # if it is no JSON: then it is all that follows
                 with contextlib.suppress(ValueError, RecursionError):
                     _, end = json.JSONDecoder(strict=False).raw_decode(read)
                     is_done = True
             self._add("arguments", self._cut(len(self._rest) - len(read) + end))
             if is_done:
                 return
+            place = max(place, len(read) - 1)  # there may be the first half of an escape
             yield
 
     def _cut(self, num: int) -> str:
