@@ -1,4 +1,4 @@
-"""Chapter 8: offload and graphs, tried without a GPU; and what bytes say about a large model."""
+"""Chapter 8: offload, tried without a GPU; and what bytes say about a large model."""
 
 from typing import Any
 from unittest.mock import MagicMock
@@ -7,7 +7,6 @@ import torch
 
 from minitri.core.config import ModelConfig
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.core.graphs import GraphPool
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
@@ -53,8 +52,5 @@ if __name__ == "__main__":
         read_block(model, [tokens], cache)
         cache.advance([len(tokens)])
     print(", ".join(LOG[-9:]))
-    pool = GraphPool(CPU)
-    first, second = (pool.run(torch.neg, torch.tensor([number])) for number in (1.0, 2.0))
-    print(f"{pool.num_graphs} graph; the first result was -1.0 and is now {first.item()}")
     for hosted_share in (0, 0.5, 1):
         expect(hosted_share)
