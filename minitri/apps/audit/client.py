@@ -1,6 +1,7 @@
 """Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
 import operator
+import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -103,9 +104,10 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     """Finds out which endpoint and fields a server takes. Raises `InputError`."""
     import httpx  # with 100 ms of imports, which --help does not need
 
-    headers = {"Authorization": f"Bearer {key}"} if key else {}  # left out where another is sent to
-    uses_proxy = not LOCAL.match(url)
-    http = httpx.Client(headers=headers, timeout=600, trust_env=uses_proxy, follow_redirects=True)
+    headers = {b"Authorization": os.fsencode(f"Bearer {key}")} if key else {}  # for this host alone
+    how: Json = {"timeout": 600, "trust_env": not LOCAL.match(url), "follow_redirects": True}
+    with explain(f"{url} cannot be asked", "check http_proxy, https_proxy and all_proxy"):
+        http = httpx.Client(headers=headers, **how)
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http)
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]

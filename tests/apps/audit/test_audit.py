@@ -105,9 +105,15 @@ def test_a_key_is_for_the_server_alone_and_no_proxy_is_asked_for_this_machine(ca
     with HTTPServer(("127.0.0.1", 0), Moved) as moved, ThreadPoolExecutor(1) as thread:
         thread.submit(moved.serve_forever, 0.01)
         url = f"http://127.0.0.1:{moved.server_port}"
-        done = call(audit.main, url, "--api-key", "secret", "-q")
+        done = call(audit.main, url, "--api-key", "clé", "-q")
         moved.shutdown()
     assert (done.code, done.err.count("\n"), '403, {"key": null}' in done.err) == (2, 1, True)
+
+
+def test_a_proxy_that_cannot_be_used_is_one_line(call, monkeypatch):
+    monkeypatch.setenv("https_proxy", "strange://x")
+    done = call(audit.main, "https://a.example", "-q")
+    assert (done.code, done.err.count("\n"), "cannot be asked (Unknown" in done.err) == (2, 1, True)
 
 
 def test_a_client_asks_our_server_for_all_that_it_has(engine):

@@ -87,7 +87,7 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     place = ""
     for step in problem["loc"]:
         place += f"[{step}]" if isinstance(step, int) else f".{step}"
-        if step == "[key]":
+        if step == "[key]" or isinstance(content, str):
             break
         content = content.get(step) if isinstance(content, dict) else content[step]
         if step in ADVICE and problem["type"] != "extra_forbidden":
