@@ -79,10 +79,9 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.running]
 
     def next_row(self) -> Row | None:
-        """The waiting request to admit next; None if no request can be admitted now. The client
-        with the fewest running requests comes first, then the one admitted least recently; of a
-        client's requests the oldest, or in an open run the shortest. In an open run unread long
-        prompts take at most half of the batch."""
+        """The waiting request to admit next, or None: of the client with the fewest running ones,
+        then of that admitted least recently, the oldest request, or in an open run the shortest.
+        In an open run unread long prompts take at most half of the batch."""
         if len(self.running) == self._num_places:
             return None
         waiting = [*self._waiting]

@@ -41,7 +41,6 @@ class Demand:
 
     @property
     def kv_layer(self) -> int:
-        """Bytes of one layer of the full cache."""
         return self.shape.capacity * self.kv_slot
 
     @property
