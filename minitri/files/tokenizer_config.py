@@ -22,7 +22,10 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
         pipeline = checkpoint.tokenizer()
         settings = without_null(checkpoint.tokenizer_config)
         special = _special_tokens(pipeline, settings, config, checkpoint)
-        tokenizer = Tokenizer(pipeline, special, *read_templates(settings.get("chat_template")))
+        template, tool_template = read_templates(settings.get("chat_template"))
+        tool_template, _ = read_templates(settings.get("tool_template", tool_template))
+        tokenizer = Tokenizer(pipeline, special, template, tool_template)
+        pipeline.encode_special_tokens = settings.get("split_special_tokens") is True
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
     beyond = {*range(config.vocab_size, tokenizer.num_tokens)}
     if not tokenizer.num_tokens or beyond - pipeline.get_added_tokens_decoder().keys():

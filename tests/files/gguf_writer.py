@@ -52,12 +52,12 @@ def pieces(path: Path, **options: object) -> Path:
 def _add_words(writer: gguf.GGUFWriter, pipeline: tokenizers.Tokenizer, pre: str) -> None:
     content = json.loads(pipeline.to_str())
     vocab = pipeline.get_vocab(with_added_tokens=True)
-    special = {token["content"] for token in content["added_tokens"]}
+    kinds = {token["content"]: 3 if token["special"] else 4 for token in content["added_tokens"]}
     tokens = sorted(vocab, key=vocab.__getitem__)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
-    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_types([kinds.get(token, 1) for token in tokens])
     writer.add_token_merges([" ".join(merge) for merge in content["model"]["merges"]])
     writer.add_add_bos_token(False)
 

@@ -7,13 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text import chat_template
 from minitri.text.chat_template import ChatTemplate
 from tests.conftest import byte_level_tokenizer, refused
 from tests.core.rigs import tiny_config
+from tests.files.gguf_writer import write_gguf
 
+CONFIG = tiny_config(vocab_size=320, eos_token_ids=(2,))
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": " Who is <Anne> & 'why'?\n"},
@@ -78,7 +81,7 @@ def with_template(tmp_path):
     def with_template(template):
         content = {"chat_template": template, "bos_token": {"content": "<s>"}}
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(content))
-        return load_tokenizer(Folder(tmp_path), tiny_config(vocab_size=320, eos_token_ids=(2,)))
+        return load_tokenizer(Folder(tmp_path), CONFIG)
 
     return with_template
 
@@ -100,6 +103,13 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
     file = tmp_path / "chat_template.jinja"
     file.write_text("F{{ bos_token }}{{ eos_token }}")
     assert with_template(several).chat_template.render([]) == "F<s>"  # eos_token has no name there
+    tools = tmp_path / "additional_chat_templates/tool_use.jinja"
+    tools.parent.mkdir()
+    tools.write_text("U")
+    changes = {"tokenizer.chat_template": "D", "tokenizer.chat_template.tool_use": "U"}
+    gguf = write_gguf(tmp_path / "x.gguf", CONFIG, byte_level_tokenizer(), changes=changes)
+    for made in (with_template(several), load_tokenizer(GgufFile(gguf), CONFIG)):
+        assert made.chat_template.render([], [{}]) == "U"
     file.write_bytes(b"\xff")
     with refused("the tokenizer of", "UnicodeDecodeError"):
         with_template(several)

@@ -47,7 +47,7 @@ def hub(monkeypatch, tmp_path):
     state = SimpleNamespace(disk=nothing, online=nothing, calls=[])
 
     def snapshot_download(repo_id, *, allow_patterns, local_files_only, **_):
-        assert "chat_template.jinja" in allow_patterns
+        assert "*.jinja" in allow_patterns
         state.calls.append((repo_id, allow_patterns[-1], local_files_only))
         found = state.disk if local_files_only else state.online
         if isinstance(found, Exception):

@@ -69,6 +69,7 @@ def files(n: int) -> dict[str, dict[str, dict]]:
         "adds none": {**names, "add_bos_token": False},
         "decoder": {**new, "added_tokens_decoder": {**marks, str(n + 2): tool}},
         "flags": {"added_tokens_decoder": {"1": flags("<s>"), "2": flags("</s>", rstrip=True)}},
+        "spelled": {**names, "split_special_tokens": True},
         "plain": {"added_tokens_decoder": {"1": flags("<s>", special=False)}},
         "more names": {"extra_special_tokens": {"a_token": "<tool>", "b_token": "<s>"}},
         "additional": {"additional_special_tokens": chat},

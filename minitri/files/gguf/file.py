@@ -47,6 +47,7 @@ class GgufFile:
         self._architecture = self.metadata.get("general.architecture")
         self.tokenizer_config: dict[str, Any] = {
             "chat_template": self.metadata.get("tokenizer.chat_template"),
+            "tool_template": self.metadata.get("tokenizer.chat_template.tool_use"),
             "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
         }
         kind, pre = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
