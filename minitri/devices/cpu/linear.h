@@ -24,7 +24,7 @@ struct LinearArguments {
 };
 
 constexpr int64_t TASKS_PER_THREAD = 4;  // so that a late thread delays the others little
-constexpr int64_t PREFETCH = 8192;       // bytes that weights are fetched ahead
+constexpr int64_t PREFETCH = 8192;       // bytes that plain weights are fetched ahead
 
 // Rows of x as units, padded with zeros to a multiple of 64 numbers.
 template <class Unit> struct Rows {
@@ -127,6 +127,7 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     using Form = Layout<BITS>;
     static constexpr bool IS_PLAIN = false;
     static constexpr int ROWS = REGISTERS / 4, OUTPUTS = PANEL;  // of a tile
+    static constexpr int64_t FAR = 32768;  // bytes that weights are fetched ahead
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
     // As of `Plain`, but of the whole panel of row `first`.
@@ -140,8 +141,10 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
         for (int lane = 0; lane < PANEL; lane += V * LANES) {
             Vec total[M][V] = {};
             for (int64_t g = 0; g < Form::groups; ++g) {
-                for (int64_t at = g * group_bytes / 64 * 64; at < (g + 1) * group_bytes; at += 64)
-                    __builtin_prefetch(panel + at + PREFETCH, 0, L2);
+                const uint8_t* later = panel + g * group_bytes + FAR;
+#pragma GCC unroll 9
+                for (int line = 0; line <= BITS; ++line)
+                    __builtin_prefetch(later + line * 64, 0, L2);
                 const ShortGroup* x = rows.x + g * rows.step;
                 const uint8_t* words = Form::words_of(panel, g, lane);
 #pragma GCC unroll 2
@@ -270,18 +273,18 @@ inline void quantize_row(const float* x, int64_t num_groups, ShortGroup* to, int
         }
         const float largest = max_lanes(most);
         const float factor = largest > 1e-30f ? 32767 / largest : 0.0f;
-        int32_t q[GROUP], sums[2] = {};
+        uint32_t q[GROUP], sums[2] = {};  // unsigned: those of NaN wrap around
         for (int i = 0; i < GROUP; i += LANES) {
             const Vec shifted = factor * load(x + i) + 12582912.0f;  // 1.5 * 2^23: rounds
-            *reinterpret_cast<Ints*>(q + i) = (Ints)shifted - 0x4b400000;
+            *reinterpret_cast<Bits*>(q + i) = (Bits)shifted - 0x4b400000;
         }
         for (int i = 0; i < GROUP / 2; ++i) {
             sums[0] += q[i];
             sums[1] += q[GROUP / 2 + i];
-            to->pairs[i] = uint32_t(uint16_t(q[2 * i])) | uint32_t(q[2 * i + 1]) << 16;
+            to->pairs[i] = (q[2 * i] & 0xffff) | q[2 * i + 1] << 16;
         }
         to->scale = largest / 32767 + sum_lanes(none);
-        to->sum = to->scale * float(sums[0] + sums[1]);
+        to->sum = to->scale * float(int32_t(sums[0] + sums[1]));
         for (int part = 0; part < 2; ++part) to->corrections[part] = -32 * sums[part];
     }
 }

@@ -56,7 +56,7 @@ greedy: float* first = std::find(x, x + n, top); => float* first = x + n; while 
 attention: block : block + t + 1, 0) => block : block + t + 2, 0)
 a row: begin = piece * PIECE; => begin = piece * PIECE - (piece && p.num_pieces > 1);
 NaN: x < -126.0f ? splat(-126.0f) : x; => maximum(x, splat(-126.0f));
-linear: float(sums[0] + sums[1]) => 1
+linear: (sums[0] + sums[1]) => (1)
 linear: (a.rows ? row : n) % PANEL => n % PANEL
 repack: half = BITS == 6 ? g / 2 % 2 : g % 2 => half = g % 2
 repack: j % 8 < 4 ? *six & 63 : late => j % 8 < 4 ? *six & 63 : late & 31
