@@ -10,9 +10,8 @@ import contextlib
 import hashlib
 import os
 import tempfile
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -46,8 +45,8 @@ class KVStore:
         # Hashed into the name of every block.
         self._root = f"{origin.manifest} {origin.computed_by} {torch.__version__} {settings}"
         self._known = set[str]()  # paths of blocks that exist
-        size = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
-        self._room = threading.Semaphore(1 + WAITING_BYTES // size)
+        self._block_bytes = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
+        self._waiting: list[Future[None]] = []  # to be written
         self._last_reason = ""
         self.writer = ThreadPoolExecutor(1)
 
@@ -57,8 +56,8 @@ class KVStore:
         blocks: list[FullCache] = []
         with self._warning():
             if any(map(self._fs.exists, paths[num_held // BLOCK :][:1])):
-                for i, path in enumerate(paths):
-                    blocks.append(self._read(path, tokens[i * BLOCK :][:BLOCK]))
+                for path in paths:
+                    blocks.append(self._read(path))
         if (num_stored := len(blocks) * BLOCK) <= num_held:
             return held
         keys_LBKTD = torch.cat([block.keys[:] for block in blocks], 3)
@@ -72,16 +71,15 @@ class KVStore:
             with contextlib.suppress(OSError):
                 os.utime(path)
         for i, path in enumerate(paths):
-            if path not in self._known and self._room.acquire(blocking=False):
-                job = None
+            self._waiting = [job for job in self._waiting if not job.done()]
+            has_room = len(self._waiting) * self._block_bytes <= WAITING_BYTES
+            if path not in self._known and has_room:
                 with self._warning():
                     pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
                     keys, values = (slots.to("cpu", copy=True)[:, None] for slots in pair)
                     block = HeldRow(FullCache(keys, values), 0, source.tokens[i * BLOCK :][:BLOCK])
                     with contextlib.suppress(RuntimeError):  # the store is closed
-                        job = self.writer.submit(self._write, path, block)
-                if job is None:
-                    self._room.release()
+                        self._waiting.append(self.writer.submit(self._write, path, block))
 
     def close(self) -> None:
         """Waits until all blocks are written; later blocks are dropped."""
@@ -95,14 +93,15 @@ class KVStore:
             digests.append(hashlib.sha256(text.encode()).hexdigest())
         return [f"{self._folder}/{digest}.kvblock" for digest in digests[1:]]
 
-    def _read(self, path: str, tokens: list[int]) -> FullCache:
-        """Reads a block of these tokens. Raises `FileNotFoundError`, or `InputError` for others."""
+    def _read(self, path: str) -> FullCache:
+        """Reads a block. Raises `FileNotFoundError`, or `InputError` for one of another name, which
+        would have other tokens."""
         self._known.discard(path)
         name = Path(path).name
         with tempfile.TemporaryDirectory() as folder:
             self._fs.get_file(path, f"{folder}/{name}")
             row, note = read_snapshot(f"{folder}/{name}", self._origin)
-        if (row.tokens, note) != (tokens, name):
+        if note != name:
             raise InputError(f"{name} is another block; it is written anew")
         self._known.add(path)
         return row.full
@@ -115,7 +114,6 @@ class KVStore:
                 self._fs.pipe_file(path, Path(file).read_bytes())
             self._known.add(path)
             self._make_room()
-        self._room.release()
 
     def _make_room(self) -> None:
         """Deletes the oldest eighth of blocks and unfinished files if all exceed `num_bytes`."""

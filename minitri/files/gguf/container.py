@@ -6,6 +6,7 @@ that takes 4 s, here 0.1 s, and for a damaged header it makes millions of object
 
 import math
 import mmap
+import os
 import struct
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,51 +32,38 @@ class StoredTensor(NamedTuple):
             self.pages.madvise(mmap.MADV_DONTNEED)
 
 
-class _Reader:
-    """Reads values of a mapped file, one after the other. Raises `ValueError` at the file's end."""
+def _numbers(pages: mmap.mmap, kind: str, count: int) -> np.ndarray:
+    """The next `count` numbers of a mapped file, as a view of it. Raises `ValueError` for fewer."""
+    view = np.frombuffer(pages, kind, count, pages.tell())
+    pages.seek(view.nbytes, os.SEEK_CUR)
+    return view
 
-    def __init__(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self.position = 0
 
-    def numbers(self, kind: str, count: int) -> np.ndarray:
-        """The next `count` numbers of the file, as a view of it."""
-        view = np.frombuffer(self.pages, kind, count, self.position)
-        self.position += view.nbytes
-        return view
+def _number(pages: mmap.mmap, kind: str = "u8") -> Any:
+    """The next number of a file, or several of different kinds such as "u4, u8"."""
+    return _numbers(pages, kind, 1).item()
 
-    def number(self, kind: str = "u8") -> Any:
-        """The next number of the file, or several of different kinds such as "u4, u8"."""
-        return self.numbers(kind, 1).item()
 
-    def text(self) -> str:
-        (length,) = struct.unpack_from("<Q", self.pages, self.position)
-        begin = self.position + 8
-        self.position = begin + length
-        if self.position > len(self.pages):
-            raise ValueError("it ends in the middle of a text")
-        return str(self.pages[begin : self.position], "utf-8")
+def _text(pages: mmap.mmap) -> str:
+    """The next text. One that the file's end cuts off is its last value, and more are missing."""
+    (length,) = struct.unpack("<Q", pages.read(8))
+    return pages.read(length).decode()
 
-    def value(self) -> Any:
-        """Reads a type and a value: a number, a text, an array of numbers or a list of texts."""
-        kind = self.kind()
-        if kind == "string":
-            return self.text()
-        if kind != "array":
-            return self.number(kind)
-        kind = self.kind()
-        count = self.number()
-        if kind == "string":
-            return [self.text() for _ in range(count)]
-        return self.numbers(kind, count)
 
-    def kind(self) -> str:
-        """Reads a type of values; number types have NumPy's names."""
-        return GGUFValueType(self.number("u4")).name.lower()
+def _value(pages: mmap.mmap) -> Any:
+    """Reads a type and a value: a number, a text, an array of numbers or a list of texts."""
+    kind = _kind(pages)
+    if kind == "array":
+        kind, count = _kind(pages), _number(pages)
+        if kind != "string":
+            return _numbers(pages, kind, count)
+        return [_text(pages) for _ in range(count)]
+    return _text(pages) if kind == "string" else _number(pages, kind)
 
-    def align(self, alignment: int) -> None:
-        self.position += -self.position % alignment
+
+def _kind(pages: mmap.mmap) -> str:
+    """Reads a type of values; number types have NumPy's names."""
+    return GGUFValueType(_number(pages, "u4")).name.lower()
 
 
 def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -100,29 +88,29 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
     """Metadata and tensors of a GGUF file by their names. Each tensor has to begin where another
     ends, so wrong types or shapes are noticed. Raises `ValueError` and others for damaged files."""
-    reader = _Reader(path)
-    if reader.number("u4") != GGUF_MAGIC or reader.number("u4") not in (2, 3):
+    with path.open("rb") as file:
+        pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    if _number(pages, "u4") != GGUF_MAGIC or _number(pages, "u4") not in (2, 3):
         raise ValueError("it does not begin with GGUF and version 2 or 3")
-    num_tensors, num_keys = reader.numbers("u8", 2).tolist()
-    metadata = {reader.text(): reader.value() for _ in range(num_keys)}
+    num_tensors, num_keys = _number(pages, "u8, u8")
+    metadata = {_text(pages): _value(pages) for _ in range(num_keys)}
     table = [
-        (reader.text(), reader.numbers("u8", reader.number("u4")), *reader.number("u4, u8"))
+        (_text(pages), _numbers(pages, "u8", _number(pages, "u4")), *_number(pages, "u4, u8"))
         for _ in range(num_tensors)
     ]
     alignment = metadata.get("general.alignment", 32)
-    reader.align(alignment)
-    begin = reader.position
+    begin = end = pages.tell() + -pages.tell() % alignment
     tensors = {}
     for name, sizes, number, offset in table:
         kind = GGMLQuantizationType(number)
         shape = tuple(sizes[::-1].tolist())
         stored = quant_shape_to_byte_shape(shape, kind)
-        if begin + offset != reader.position:
+        if begin + offset != end:
             raise ValueError(f"{shorten(name, 60)} does not begin where a tensor ends")
-        data = reader.numbers("u1", math.prod(stored)).reshape(stored)
-        tensors[name] = StoredTensor(kind, shape, data, reader.pages)
-        reader.align(alignment)
-    if reader.position < len(reader.pages):
+        data = np.frombuffer(pages, "u1", math.prod(stored), end).reshape(stored)
+        tensors[name] = StoredTensor(kind, shape, data, pages)
+        end += data.nbytes + -data.nbytes % alignment
+    if end < len(pages):
         raise ValueError("bytes are left after its last tensor")
     if len(metadata) + len(tensors) < num_keys + num_tensors:
         raise ValueError("it has a name twice")
