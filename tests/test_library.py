@@ -34,12 +34,6 @@ WARM = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 COUPLED = {**WARM, "max_new_tokens": 20, "coupled": True}
 
 
-@pytest.fixture
-def template(engine, monkeypatch):
-    made = ChatTemplate(CHATML, {})
-    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
-
-
 def test_keywords_say_what_settings_say(engine):
     groups = SamplingParams(0.9, top_p=0.95), GenerationConfig(9, stop="e", logprobs=1)
     speculation = SpeculationConfig("naive", gamma1=2)
@@ -51,7 +45,7 @@ def test_keywords_say_what_settings_say(engine):
     assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
 
 
-def test_a_request_takes_no_setting_of_a_run(engine):
+def test_a_request_takes_no_setting_of_a_run():
     for name in ("gamma1", "batch_size", "do_sample"):
         with pytest.raises(InputError, match=name):
             Request("x", **{name: 2})
@@ -76,7 +70,8 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
             refused()
 
 
-def test_a_chat_goes_on_after_the_template(engine, template):
+def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
+    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", ChatTemplate(CHATML, {}))
     messages = [{"role": "user", "content": "Why?"}]
     prompt = engine.tokenizer.encode_chat(messages)
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids

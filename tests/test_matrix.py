@@ -73,17 +73,21 @@ def plain_texts(*, coupled: bool):
     return [texts_of(stream([request]))[0] for request in requests_of(coupled=coupled)]
 
 
-@pytest.mark.parametrize("turn", [0, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("coupled", [False, True], ids=["greedy", "coupled"])
+TURNS = [pytest.param(False, 0, id="greedy-0"), pytest.param(True, 0, id="coupled-0")]
+TURNS += [pytest.param(True, 1, id="coupled-1", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("coupled", "turn"), TURNS)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_text_is_the_autoregressive_one(way, coupled, turn, monkeypatch):
-    """The other axes go round: both turns have every size of a batch, and every place of the cache.
-    An earlier text begins as the longest prompt does, which is read after or while it goes on."""
+    """The other axes go round: the turns of a way have every size of a batch, and every place of
+    the cache. An earlier text begins as the longest prompt does, which is read after it or while it
+    goes on."""
     drafter, settings = WAYS[way]
     policy = policy_of(settings.get("policy", "retrieval"))
     number = [*WAYS].index(way)
     batch_size = (4, 2, 1)[(number + coupled + turn) % 3]
-    on_chip = (number // 3 + turn - coupled) % 3  # of two layers; 2: nothing is offloaded
+    on_chip = (number // 3 - coupled - turn) % 3  # of two layers; 2: nothing is offloaded
     engine = engine_of(drafter, is_exact=number % 4 > 0)
 
     def allocate(target, needs, host=None):

@@ -53,11 +53,9 @@ CASES |= {
     "trimmed head, triforce": case(OTHERWISE, "triforce", "trimmed head", 2),
     "lookup, auto": case(OTHERWISE, "auto", "lookup", 2),
     "longer guesses": case(OTHERWISE, "triforce", gamma1=2),
-    "by token": case(OTHERWISE, "triforce", gamma1=2, verification="token"),
-    "coupled": case(OTHERWISE, "triforce", coupled=True),
+    "coupled": case(OTHERWISE, "autoregressive", coupled=True),  # as all: `tests/test_matrix.py`
     "tree": case(FILTERED, "naive", gamma1=2, tree="4"),
     "tree below": case(OTHERWISE, "triforce", gamma1=None, tree="2x2"),
-    "coupled tree": case(OTHERWISE, "naive", gamma1=None, tree="2x2", coupled=True),
 }
 
 
