@@ -39,7 +39,8 @@ def read_vocabulary(metadata: Mapping[str, Any], name: str) -> tokenizers.Tokeni
     pairs = [*zip(tokens, types, strict=True)]
     shown = (token for token, kind in pairs if kind == USER_DEFINED)
     pipeline.add_tokens([tokenizers.AddedToken(token, normalized=False) for token in shown])
-    pipeline.add_special_tokens([tag for tag, kind in pairs if kind in CONTROL or tag in END_MARKS])
+    marks = {*END_MARKS, "</s>"}  # control tokens of any type, as for llama.cpp
+    pipeline.add_special_tokens([text for text, kind in pairs if kind in CONTROL or text in marks])
     return pipeline
 
 

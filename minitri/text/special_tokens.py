@@ -7,7 +7,7 @@ One record is made of all files that name such tokens. The first that says anyth
 * BOS: `bos_token` of tokenizer_config.json; `bos_token_id` of config.json or GGUF
 * ends: all of `eos_token_id` of generation_config.json, or else config.json (GGUF: eos, eot, eom);
   `eos_token`, `eot_token` and `eom_token` of tokenizer_config.json; `END_MARKS`; and </s> where it
-  is a control token, as it may be a tag of HTML
+  is a control token (in GGUF always), as it may be a tag of HTML
 * control tokens: of the vocabulary's file, and those that tokenizer_config.json adds or names; if
   it has no `added_tokens_decoder`, special_tokens_map.json names and added_tokens.json adds tokens
 """

@@ -182,6 +182,7 @@ KEYS = {
     "ends": {K + "eot_token_id": 3, K + "eom_token_id": 5},
     "no space": {K + "add_space_prefix": False},
     "without pre": {K + "pre": None},
+    "without types": {K + "token_type": None},
 }
 
 
