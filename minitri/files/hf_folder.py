@@ -78,7 +78,7 @@ class Folder:
         raise FileNotFoundError("expected tokenizer.json or tokenizer.model")
 
     def tensors(self, config: ModelConfig, *_: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields all weights by the names of a Llama; a shard is closed before the next opens."""
+        """Yields all weights by the names of a Llama, from one shard after the other."""
         for file in weight_files(self.path):
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
