@@ -75,8 +75,8 @@ def load_model(
     `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
     quantized as a GGUF file stores them, some at least if `must_keep`. `progress` draws a bar on
     standard error."""
-    model = build(config, runtime, target)
-    kernels = accelerate(model)
+    kernels = kernels_for(runtime.device, config) if runtime.ranks.count == 1 else None
+    model = build(config, runtime, target, kernels)
     packed = keep_blocks(model, checkpoint, kernels, must_keep) if in_blocks else {}
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if target is not None and config.draft_of is not None:
@@ -89,8 +89,11 @@ def load_model(
     return model
 
 
-def build(config: ModelConfig, runtime: Runtime, target: Llama | None) -> Llama:
-    """A model with empty weights. Raises `InputError` if they do not fit into memory."""
+def build(
+    config: ModelConfig, runtime: Runtime, target: Llama | None, kernels: Kernels | None
+) -> Llama:
+    """A model with empty weights, on the compiled CPU kernels if there are such. Raises
+    `InputError` if the weights do not fit into memory."""
     dtype, device, ranks = runtime.dtype, runtime.device, runtime.ranks
     make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
     lender = target if config.draft_of is not None else None
@@ -98,19 +101,13 @@ def build(config: ModelConfig, runtime: Runtime, target: Llama | None) -> Llama:
     advice = "use a smaller model or dtype, or check the sizes in the config"
     # A size in the config may be larger than any tensor can be.
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
-        return make(config, dtype=dtype, device=device, target=lender, attend=attend)
-
-
-def accelerate(model: Llama) -> Kernels | None:
-    """Puts an unsplit model on the compiled CPU kernels; returns these, None if they cannot run."""
-    is_whole = model.execution.ranks.count == 1
-    kernels = kernels_for(model.device, model.config) if is_whole else None
-    computed_by = model.device.type
+        model = make(config, dtype=dtype, device=device, target=lender, attend=attend)
+    computed_by = device.type
     if kernels is not None:
         use_kernels(model, kernels)
         computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
     model.execution = replace(model.execution, computed_by=computed_by)
-    return kernels
+    return model
 
 
 def keep_blocks(
@@ -150,10 +147,9 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
                     raise InputError(f"{got}; set that to false in its config.json")
             elif filled in missing:
                 part = share(name, tensor, model.execution.ranks)
-                _copy(part, missing[filled], f"{path}: {name}")
+                copy_into(missing.pop(filled), part, f"{path}: {name}")
                 wait(checksums.values())  # at most one tensor waits for its checksum
                 checksums[filled] = thread.submit(checksum, {}, tensor)
-                del missing[filled]
                 bar.update()
             elif not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
@@ -194,7 +190,8 @@ def placements(model: Llama) -> dict[str, Tensor]:
     return places
 
 
-def _copy(tensor: Tensor, place: Tensor, name: str) -> None:
+def copy_into(place: Tensor, tensor: Tensor, name: str) -> None:
+    """Copies a tensor of a file. Raises `InputError` for another shape or kind of numbers."""
     if tensor.is_floating_point() != place.is_floating_point() or tensor.shape != place.shape:
         got = f"{name} is {tensor.dtype} {tuple(tensor.shape)}"
         asked = f"where the config asks for {place.dtype} {tuple(place.shape)}"

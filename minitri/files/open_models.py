@@ -91,9 +91,8 @@ class OpenModel:
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
-        dtype = self._runtime.dtype
-        free = free_host_bytes()
-        plan = plan_weights(self.choice, self.checkpoint, dtype, self._kernels, free)
+        facts = (self._runtime.dtype, self._kernels, free_host_bytes())
+        plan = plan_weights(self.choice, self.checkpoint, *facts)
         log.debug("%s: %s", self.config.name, plan)
         return plan
 
