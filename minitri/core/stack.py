@@ -43,7 +43,10 @@ class Stack:
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
-        self._pass_bytes = pass_bytes(models)
+        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+        sizes = {name: bytes_per_pass(model) for name, model in stages.items() if model}
+        least = models.target.execution.ranks.least  # shares may be uneven
+        self._pass_bytes = {name: int(least(size)) for name, size in sizes.items()}
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
         prior = self.prior_seconds(shape.prompt_lengths)
         self.tuner = Autotuner(
@@ -224,15 +227,6 @@ class Stack:
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
-
-
-def pass_bytes(models: Models) -> dict[str, int]:
-    """Bytes of weights that a pass of each stage reads, on the rank that reads least."""
-    stages = {"target": models.target, "retrieval": models.retrieval}
-    if models.draft is not None:
-        stages["draft"] = models.draft
-    least = models.target.execution.ranks.least  # shares may be uneven
-    return {stage: int(least(bytes_per_pass(model))) for stage, model in stages.items()}
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:
