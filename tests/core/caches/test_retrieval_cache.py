@@ -190,6 +190,27 @@ def test_the_queries_that_choose_are_those_that_attend():
         assert torch.equal(queries_LTHD, latest_LTHD)
 
 
+def test_a_row_remembers_copies_of_the_queries_of_its_text_alone():
+    """The buffer that they come from is overwritten by later passes."""
+    full, sizes = new_cache(CONFIG, 1, 64), SpeculationConfig(chunk_size=1, num_recent_tokens=1)
+    full.keys[:], full.values[:] = torch.randn(2, *full.shape, generator=torch.manual_seed(0))
+    full.advance([40])
+    buffer_LTHD = torch.empty(L, 3, H, D)
+
+    def chosen(*numbers):
+        cache = RetrievalCache(full, MODEL, sizes, [12])
+        cache.queries_LBTHD.zero_()
+        for number in numbers:
+            cache.reset(0)
+            cache.observe(0, buffer_LTHD.fill_(number))
+            buffer_LTHD.zero_()
+        cache.select(0, full.keys[0], full.values[0])
+        return cache.keys[0, 0, :, :12].clone()
+
+    assert torch.equal(chosen(-3.0, 1.0), chosen(1.0))
+    assert not torch.equal(chosen(-3.0), chosen(1.0))
+
+
 def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
     """The cache gives what the model gives over the very K and V that were chosen."""
     target, prompt = tiny_model(CONFIG), random_prompt(CONFIG, 201)
