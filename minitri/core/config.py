@@ -14,7 +14,8 @@ class RopeConfig:
 
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
-    kind: str = one_of("default", "default", "linear", "llama3", "yarn")  # way of scaling
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn", "longrope")
+    """Way of scaling."""
     factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
     original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
@@ -26,11 +27,14 @@ class RopeConfig:
     beta_slow: float = between(1.0, 1e-6, 1e6)
     """yarn: dimensions that rotate less often than this in original_context are interpolated."""
     attention_factor: float | None = between(None, 1e-3, 1e3)
-    """yarn: factor of cosines and sines; None: 0.1 ln(factor) + 1."""
+    """yarn, longrope: factor of cosines and sines. Default of yarn: 0.1 ln(factor) + 1."""
     truncate: bool = True
     """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
     frequency_divisors: tuple[float, ...] | None = None
-    """Divisors of the D/2 frequencies, which a GGUF file may store instead of a formula."""
+    """Divisors of all frequencies, which a file may store instead of a formula."""
+    short_divisors: tuple[float, ...] | None = None
+    """longrope: divisors with factor 1, in a context of at most original_context."""
+    rotary_share: float = between(1.0, 1e-3, 1.0)  # of a head's numbers, that rotate
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -38,8 +42,13 @@ class RopeConfig:
             refuse(self, "high_freq_factor", f"it must be more than the low one, {low}")
         if self.beta_fast < self.beta_slow:
             refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
-        if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
-            refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6")
+        for name in ("frequency_divisors", "short_divisors"):
+            if not all(1e-6 <= divisor <= 1e6 for divisor in getattr(self, name) or ()):
+                refuse(self, name, "each must be from 1e-6 to 1e6")
+
+    def num_rotating(self, head_dim: int) -> int:
+        """Numbers of a head of q or k that rotate, the first ones."""
+        return int(head_dim * self.rotary_share + 1e-6)
 
     def describe(self) -> str:
         """A description for the log, such as `yarn x4 (theta 100000)`."""
@@ -88,8 +97,12 @@ class ModelConfig:
             refuse(self, "eos_token_ids", "they must be whole numbers from 0")
         if self.num_heads % self.num_kv_heads:
             refuse(self, "num_heads", f"it must be a multiple of {self.num_kv_heads} K/V heads")
-        if self.head_dim % 2:
+        rotating = self.rope.num_rotating(self.head_dim)
+        if self.head_dim % 2 or rotating % 2:
             refuse(self, "head_dim", "rotary embeddings need an even one")
+        for name in ("frequency_divisors", "short_divisors"):
+            if len(getattr(self.rope, name) or range(rotating // 2)) != rotating // 2:
+                refuse(self.rope, name, f"there must be {rotating // 2}")
         if self.unrotated_layers and self.score_scale is not None:  # RoPE applies the scale
             refuse(self, "score_scale", "it must be None with layers without RoPE")
 

@@ -4,6 +4,7 @@ A null means the same as an absent key. No value is rounded or replaced: datacla
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,15 +31,17 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = read_table("family_default").get(kind, {}) | without_null(settings)
-        if given.get("use_sliding_window") is False:
+        window = given.get("sliding_window", 0)
+        is_idle = kind == "phi3" and window >= given.get("max_position_embeddings", 4096)
+        if given.get("use_sliding_window") is False or is_idle:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
         require(given, _ONLY | {"layer_types": layer_types, "sliding_window": None}, name)
-        if kind in ("llama", "granite", "olmo2"):
+        if kind in ("llama", "granite", "olmo2", "phi3"):
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         eos = given.get("eos_token_id", [])  # one or several
         fields = _fields(ModelConfig, given) | family_fields(kind, given)
-        fields |= {"name": name, "rope": _read_rope(given, name)}
+        fields |= {"name": name, "rope": RopeConfig()}
         fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
         config = ModelConfig(**{"head_dim": 2, **fields})
         head_dim = fields.get("head_dim", config.hidden_size // config.num_heads)
@@ -46,11 +49,11 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if ends != config.eos_token_ids:
             text = "%s: eos_token_id is %s, and there are %d tokens; other ends are left out"
             log.warning(text, name, shorten(eos, 60), config.vocab_size)
-        length, rope = config.context_length, config.rope
+        length, rope = config.context_length, _read_rope(given, name)
         if rope.kind == "yarn":  # files may keep the context of before
             length = max(length, int(rope.factor * (rope.original_context or 0)))
         changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
-        return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, rope=rope, **changes)
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,15 +76,27 @@ def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
-    require(scaling, _ONLY, name)
+    scaling = {"partial_rotary_factor": given.get("partial_rotary_factor", 1.0), **scaling}
+    is_phi = given.get("model_type") == "phi3"
+    require(scaling, _ONLY | ({} if is_phi else {"partial_rotary_factor": 1.0}), name)
     theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
-    if kind in (None, "default", "none"):
-        return RopeConfig(theta)
-    trained = scaling.get(_TRAINED, given.get("max_position_embeddings"))
-    fields = _fields(RopeConfig, scaling) | {"theta": theta, "kind": kind}
-    fields |= {"factor": scaling["factor"], "original_context": given.get(_TRAINED, trained)}
-    return RopeConfig(**fields | {"frequency_divisors": None})
+    is_long = "long_factor" in scaling or kind in ("longrope", "su")
+    if not is_long and kind in (None, "default", "none"):
+        return RopeConfig(theta, rotary_share=scaling["partial_rotary_factor"])
+    context = given.get("max_position_embeddings")
+    trained = given.get(_TRAINED, scaling.get(_TRAINED, 4096 if is_phi else context))
+    fields = _fields(RopeConfig, scaling) | {"theta": theta, "original_context": trained}
+    if not is_long:
+        fields |= {"kind": kind, "factor": scaling["factor"], "short_divisors": None}
+        return RopeConfig(**fields)
+    factor = max(context / trained, 1.0)
+    ratio = scaling.get("factor", factor)
+    scale = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
+    fields = {"attention_factor": scale, **fields, "kind": "longrope", "factor": factor}
+    fields["frequency_divisors"] = tuple(scaling["long_factor"])
+    fields["short_divisors"] = tuple(scaling["short_factor"])
+    return RopeConfig(**fields)
 
 
 def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str) -> None:
@@ -96,17 +111,24 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     """A config with the context extended from its trained length by a setting such as `yarn:4`,
-    which replaces the scaling in `config`. Raises `InputError`."""
-    if config.rope.frequency_divisors is not None:
-        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file)"
-        raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
+    which replaces the scaling in `config`; `longrope:1` is LongRoPE with its factors for short
+    texts. Raises `InputError`."""
     with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
         if kind == "default":
             raise ValueError("it stretches nothing")
-        base = config.rope.original_context or config.context_length
+        rope, base = config.rope, config.rope.original_context or config.context_length
+        if rope.frequency_divisors is not None and kind != rope.kind:
+            got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
+            raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
+        if kind == "longrope" != rope.kind:
+            raise ValueError(f"{config.name} has no factors of LongRoPE")
         try:
-            rope = RopeConfig(config.rope.theta, kind, float(factor), base)
+            if kind == "longrope":
+                rope = dataclasses.replace(rope, factor=float(factor))
+            else:
+                share = rope.rotary_share
+                rope = RopeConfig(rope.theta, kind, float(factor), base, rotary_share=share)
         except InputError as error:
             raise InputError(f"rope_scaling={text!r}: {error}") from None
         return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
