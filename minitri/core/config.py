@@ -32,9 +32,8 @@ class RopeConfig:
     """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
     frequency_divisors: tuple[float, ...] | None = None
     """Divisors of all frequencies, which a file may store instead of a formula."""
-    short_divisors: tuple[float, ...] | None = None
-    """longrope: divisors with factor 1, in a context of at most original_context."""
-    rotary_share: float = between(1.0, 1e-3, 1.0)  # of a head's numbers, that rotate
+    rotary_dim: int | None = between(None, 2)
+    """How many of the numbers of a head of q or k rotate, the first ones. Default: all."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -42,13 +41,8 @@ class RopeConfig:
             refuse(self, "high_freq_factor", f"it must be more than the low one, {low}")
         if self.beta_fast < self.beta_slow:
             refuse(self, "beta_fast", f"it must be at least beta_slow, {self.beta_slow}")
-        for name in ("frequency_divisors", "short_divisors"):
-            if not all(1e-6 <= divisor <= 1e6 for divisor in getattr(self, name) or ()):
-                refuse(self, name, "each must be from 1e-6 to 1e6")
-
-    def num_rotating(self, head_dim: int) -> int:
-        """Numbers of a head of q or k that rotate, the first ones."""
-        return int(head_dim * self.rotary_share + 1e-6)
+        if not all(1e-6 <= divisor <= 1e6 for divisor in self.frequency_divisors or ()):
+            refuse(self, "frequency_divisors", "each must be from 1e-6 to 1e6")
 
     def describe(self) -> str:
         """A description for the log, such as `yarn x4 (theta 100000)`."""
@@ -97,12 +91,11 @@ class ModelConfig:
             refuse(self, "eos_token_ids", "they must be whole numbers from 0")
         if self.num_heads % self.num_kv_heads:
             refuse(self, "num_heads", f"it must be a multiple of {self.num_kv_heads} K/V heads")
-        rotating = self.rope.num_rotating(self.head_dim)
-        if self.head_dim % 2 or rotating % 2:
-            refuse(self, "head_dim", "rotary embeddings need an even one")
-        for name in ("frequency_divisors", "short_divisors"):
-            if len(getattr(self.rope, name) or range(rotating // 2)) != rotating // 2:
-                refuse(self.rope, name, f"there must be {rotating // 2}")
+        rotating = self.rope.rotary_dim or self.head_dim
+        if self.head_dim % 2 or rotating % 2 or rotating > self.head_dim:
+            refuse(self, "head_dim", f"RoPE of {rotating} of its numbers needs an even one")
+        if len(self.rope.frequency_divisors or range(rotating // 2)) != rotating // 2:
+            refuse(self.rope, "frequency_divisors", f"there must be {rotating // 2}")
         if self.unrotated_layers and self.score_scale is not None:  # RoPE applies the scale
             refuse(self, "score_scale", "it must be None with layers without RoPE")
 

@@ -32,7 +32,7 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = read_table("family_default").get(kind, {}) | without_null(settings)
         window = given.get("sliding_window", 0)
-        is_idle = kind == "phi3" and window >= given.get("max_position_embeddings", 4096)
+        is_idle = kind == "phi3" and window >= given["max_position_embeddings"]
         if given.get("use_sliding_window") is False or is_idle:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
@@ -49,7 +49,7 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if ends != config.eos_token_ids:
             text = "%s: eos_token_id is %s, and there are %d tokens; other ends are left out"
             log.warning(text, name, shorten(eos, 60), config.vocab_size)
-        length, rope = config.context_length, _read_rope(given, name)
+        length, rope = config.context_length, _read_rope(given, head_dim, name)
         if rope.kind == "yarn":  # files may keep the context of before
             length = max(length, int(rope.factor * (rope.original_context or 0)))
         changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
@@ -68,34 +68,37 @@ def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {field: given[key] for field, key in keys.items() if key in given}
 
 
-def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
-    """The `RopeConfig` in the settings of a config.json, in its older or its newer form."""
+def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig:
+    """The `RopeConfig` in the settings of a config.json, in its older or its newer form. LongRoPE
+    has factors for short texts and for long ones. As cached keys keep their rotation, all texts get
+    those for long ones, unless the model's context is that of its pre-training."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
         settings = given.get(form, {})
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
-    scaling = {"partial_rotary_factor": given.get("partial_rotary_factor", 1.0), **scaling}
-    is_phi = given.get("model_type") == "phi3"
-    require(scaling, _ONLY | ({} if is_phi else {"partial_rotary_factor": 1.0}), name)
-    theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
+    share = scaling.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
+    require(scaling, _ONLY, name)
+    if given["model_type"] != "phi3":
+        require(scaling, {"partial_rotary_factor": 1.0, "rotary_dim": head_dim}, name)
+    if share != 1:
+        scaling["rotary_dim"] = int(head_dim * share)
+    theta = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
-    is_long = "long_factor" in scaling or kind in ("longrope", "su")
-    if not is_long and kind in (None, "default", "none"):
-        return RopeConfig(theta, rotary_share=scaling["partial_rotary_factor"])
-    context = given.get("max_position_embeddings")
-    trained = given.get(_TRAINED, scaling.get(_TRAINED, 4096 if is_phi else context))
-    fields = _fields(RopeConfig, scaling) | {"theta": theta, "original_context": trained}
-    if not is_long:
-        fields |= {"kind": kind, "factor": scaling["factor"], "short_divisors": None}
-        return RopeConfig(**fields)
+    if "long_factor" in scaling:
+        kind = "longrope"
+    if kind in (None, "default", "none"):
+        return RopeConfig(theta, rotary_dim=scaling.get("rotary_dim"))
+    context = given["max_position_embeddings"]
+    trained = given.get(_TRAINED, scaling.get(_TRAINED, context))
+    fields = _fields(RopeConfig, scaling) | {"kind": kind, "original_context": trained}
+    if kind != "longrope":
+        return RopeConfig(**fields | {"factor": scaling["factor"]})
     factor = max(context / trained, 1.0)
-    ratio = scaling.get("factor", factor)
-    scale = math.sqrt(1 + math.log(ratio) / math.log(trained)) if ratio > 1 else 1.0
-    fields = {"attention_factor": scale, **fields, "kind": "longrope", "factor": factor}
-    fields["frequency_divisors"] = tuple(scaling["long_factor"])
-    fields["short_divisors"] = tuple(scaling["short_factor"])
+    scale = math.sqrt(1 + math.log(max(scaling.get("factor", factor), 1.0), trained))
+    fields = {"attention_factor": scale, **fields, "factor": factor}
+    fields["frequency_divisors"] = tuple(scaling["long_factor" if factor > 1 else "short_factor"])
     return RopeConfig(**fields)
 
 
@@ -111,24 +114,19 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     """A config with the context extended from its trained length by a setting such as `yarn:4`,
-    which replaces the scaling in `config`; `longrope:1` is LongRoPE with its factors for short
-    texts. Raises `InputError`."""
+    which replaces the scaling in `config`. Raises `InputError`."""
+    if config.rope.frequency_divisors is not None:
+        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
+        raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
     with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
-        if kind == "default":
+        if kind in ("default", "longrope"):
             raise ValueError("it stretches nothing")
-        rope, base = config.rope, config.rope.original_context or config.context_length
-        if rope.frequency_divisors is not None and kind != rope.kind:
-            got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
-            raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
-        if kind == "longrope" != rope.kind:
-            raise ValueError(f"{config.name} has no factors of LongRoPE")
+        base = config.rope.original_context or config.context_length
         try:
-            if kind == "longrope":
-                rope = dataclasses.replace(rope, factor=float(factor))
-            else:
-                share = rope.rotary_share
-                rope = RopeConfig(rope.theta, kind, float(factor), base, rotary_share=share)
+            rope = RopeConfig(
+                config.rope.theta, kind, float(factor), base, rotary_dim=config.rope.rotary_dim
+            )
         except InputError as error:
             raise InputError(f"rope_scaling={text!r}: {error}") from None
         return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))

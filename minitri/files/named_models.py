@@ -37,8 +37,7 @@ class ModelChoice:
     device: str = "auto"
     """cpu, or a GPU: cuda, cuda:N. Default: cuda if there is one."""
     rope_scaling: str | None = None
-    """Stretch the context: yarn:4 makes 32K of 8K; longrope:1 gives LongRoPE its factors for short
-    texts, and the context that these serve. Default: as trained, LongRoPE for long texts."""
+    """Stretch the context: yarn:4 makes 32K of 8K. Default: as trained."""
     draft: str = "auto"
     """Drafter for naive and triforce: a model of the same vocabulary, or suffix, which looks the
     last words up in the text. Default: the one made for the model, else suffix."""

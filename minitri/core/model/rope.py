@@ -35,10 +35,9 @@ class Rope:
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, scale = rope_frequencies(config, head_dim)
-        still = head_dim // 2 - len(frequencies)  # pairs of numbers that do not rotate
-        scales = F.pad(torch.full_like(frequencies, scale), (0, still), value=1.0)
-        self.frequencies = F.pad(frequencies, (0, still)).to(device)  # (D/2,) float32
-        self.scale = scales.to(device)  # of cos and sin, (D/2,) float32
+        still = (0, head_dim // 2 - len(frequencies))  # pairs at the end that do not rotate
+        self.frequencies = F.pad(frequencies, still).to(device)  # (D/2,) float32
+        self.scale = F.pad(torch.full_like(frequencies, scale), still, value=1.0).to(device)
 
     def at(self, positions_BT: Tensor) -> Rotary:
         """The rotation of a block at absolute positions (B, T), integers."""
@@ -53,24 +52,21 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     the factor for cos and sin: RoFormer (plain), kaiokendev's position interpolation (linear),
     Meta's Llama 3.1 release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn),
     "LongRoPE" section 3 (longrope)."""
-    head_dim = config.num_rotating(head_dim)
+    head_dim = config.rotary_dim or head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
     scale = 1.0
     kept: Tensor | float = float(config.kind in ("default", "longrope"))  # not interpolated share
-    divisors = config.frequency_divisors
     if config.kind == "llama3":
         kept = _llama3_kept_share(plain, config)
     elif config.kind == "yarn":
         kept = _yarn_kept_share(config, head_dim)
-        default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
-        scale = default if config.attention_factor is None else config.attention_factor
+        scale = config.attention_factor or 0.1 * math.log(config.factor) + 1
     elif config.kind == "longrope":
         scale = config.attention_factor or 1.0
-        divisors = config.short_divisors if config.factor == 1 else divisors
     plain = plain / config.factor * (1 - kept) + plain * kept
-    if divisors is not None:
-        plain = plain / torch.tensor(divisors, dtype=torch.float32)
+    if config.frequency_divisors is not None:
+        plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
 
 

@@ -4,7 +4,6 @@ The reader of the `gguf` package makes an object of every value: for a vocabular
 that takes 4 s, here 0.1 s, and for a damaged header it makes millions of objects.
 """
 
-import itertools
 import math
 import mmap
 import os
@@ -26,13 +25,6 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]  # of the numbers, not of the bytes
     data: np.ndarray
     pages: mmap.mmap | None = None  # the mapped file
-
-    def split(self, sizes: list[int]) -> "list[StoredTensor]":
-        """Parts of a matrix with these numbers of rows."""
-        ends = [*itertools.accumulate(sizes)]
-        parts = np.split(self.data, ends[:-1])
-        shapes = [(len(part), *self.shape[1:]) for part in parts]
-        return [self._replace(shape=s, data=part) for s, part in zip(shapes, parts, strict=True)]
 
     def release(self) -> None:
         """Frees the memory of the file's pages read so far, which can be read again."""

@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
-import torch
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
@@ -40,9 +39,8 @@ class GgufFile:
         self._architecture = self.metadata.get("general.architecture")
         names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")
         self._tensors = {
-            name: part
-            for key, tensor in stored.items()
-            for name, part in unfused(".".join(names.get(it, it) for it in key.split(".")), tensor)
+            ".".join(names.get(part, part) for part in name.split(".")): tensor
+            for name, tensor in stored.items()
         }
         self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
         self.tokenizer_config: dict[str, Any] = {
@@ -70,12 +68,9 @@ class GgufFile:
             ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
             attention = "model.layers.0.self_attn"
             stretch = {name: settings.get(key) for key, name in read_table("gguf_rope").items()}
-            for kind in ("long", "short"):
+            for kind in ("short", "long"):
                 stretch[f"{kind}_factor"] = self._numbers(f"rope_factors_{kind}.weight")
-            share = None
-            if self._architecture == "phi3":
-                num_heads = settings["attention.head_count"]
-                share = settings["rope.dimension_count"] * num_heads / settings["embedding_length"]
+            if stretch["long_factor"]:
                 stretch["attention_factor"] = settings.pop("rope.scaling.attn_factor", None)
             config = read_config(
                 {
@@ -87,26 +82,20 @@ class GgufFile:
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": [settings[end] for end in ends if end in settings],
                     "rope_parameters": stretch,
-                    "partial_rotary_factor": share,
                 },
                 name,
             )
+            require(settings, read_table("gguf_only"), self.path.name)
             rope = config.rope
-            rotating = rope.num_rotating(config.head_dim)
-            supported = read_table("gguf_only") | {"rope.dimension_count": rotating}
-            require(settings, supported, self.path.name)
             if divisors := self._numbers("rope_freqs.weight"):
                 rope = replace(rope, frequency_divisors=divisors)
             # Stored as float32; the author wrote a short decimal that rounds to this number.
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
 
     def _numbers(self, name: str) -> tuple[float, ...] | None:
-        """The numbers of a vector, None if the file has none. Raises `ValueError`."""
-        if (stored := self._tensors.get(name)) is None:
-            return None
-        if stored.type.name != "F32":
-            raise ValueError(f"{name} has the type {stored.type.name}")
-        return tuple(stored.data.view("<f4").tolist())
+        """The numbers of a vector, None if the file has none. Raises all kinds of errors."""
+        stored = self._tensors.get(name)
+        return tuple(dequantize(stored, None).tolist()) if stored else None
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
         """Forms of the file's matrices that the CPU kernels can read, by name and shape."""
@@ -147,19 +136,11 @@ class GgufFile:
             if name.startswith("rope_f"):  # divisors
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
-                rows = self._rows(name, stored.shape[0], config)
+                rows = rotary_rows(name, stored.shape, config, self._architecture in _PAIRED)
                 if kernels is not None and name in packed:
                     weight = packed[name]
                     repack(stored, kernels, weight, rows)
                 else:
                     weight = dequantize(stored, kernels)
                     weight = weight if rows is None else weight[rows]
-            yield name, weight
-
-    def _rows(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
-        """The order in which to read the rows of a tensor; None: as stored. In q and k the rows of
-        a head are stored as pairs (i, i + D/2)."""
-        if self._architecture not in _PAIRED or name.split(".")[-2] not in ("q_proj", "k_proj"):
-            return rotary_rows(name, config)
-        rows = torch.arange(num_rows).view(-1, config.head_dim // 2, 2)
-        return rows.transpose(1, 2).flatten()
+                yield from unfused(name, weight, config)
