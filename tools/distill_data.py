@@ -140,7 +140,7 @@ def label(
     model: Llama, sequences: list[list[int]], store: LabelStore, done: Callable[[int], None]
 ) -> None:
     """Adds these sequences to a store; `done` is told how many tokens each step made."""
-    cache = FullCache.allocate(model.config, 1, W, dtype=model.dtype, device=model.device)
+    cache = FullCache.allocate(model, 1, W)
     for tokens in sequences:
         cache.reset(0)
         ids, logprobs = _labels(model, read_block(model, [tokens], cache))
@@ -158,7 +158,7 @@ def continue_texts(
     done: Callable[[int], None],
 ) -> None:
     """Adds batches of sequences that the target has written itself, EOS tokens included."""
-    cache = FullCache.allocate(model.config, BATCH, W, dtype=model.dtype, device=model.device)
+    cache = FullCache.allocate(model, BATCH, W)
     num_kinds = len(TEMPERATURES)
     rows_at = {
         t: [b for b in range(BATCH) if TEMPERATURES[b % num_kinds] == t] for t in TEMPERATURES

@@ -96,7 +96,7 @@ def build_parser() -> arguments.OneLineParser:
 def read(engine: Engine, prompt: list[int]) -> Reading:
     """Reads a prompt, chunk by chunk, and keeps the queries of its last tokens."""
     model, seen = engine.model, list[Tensor]()
-    full = FullCache.allocate(model.config, 1, len(prompt), dtype=model.dtype, device=model.device)
+    full = FullCache.allocate(model, 1, len(prompt))
     last = SHIFT + WINDOW
     for _ in prefill(model, prompt, full, 0, chunk=1024, watch=seen.append, max_queries=last):
         pass

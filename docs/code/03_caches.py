@@ -29,8 +29,8 @@ def tiny(context_length: int) -> Llama:
 def main() -> None:
     """Fills the caches as a run does; prints what they hold."""
     target, draft = tiny(2048), tiny(128)
-    full = FullCache.allocate(target.config, 1, 1024, dtype=DTYPE, device=CPU)
-    small = RetrievalCache(full, SETTINGS, budgets=[64], num_heads=4)
+    full = FullCache.allocate(target, 1, 1024)
+    small = RetrievalCache(full, target, SETTINGS, [64])
     window = StreamingCache(draft, 1, SETTINGS)
     verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=small.queries_LBTHD)
     drafter = DraftRunner(draft, window, PLAIN, vocab_size=64)

@@ -9,6 +9,7 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.config import ModelConfig
+from minitri.core.model.llama import Llama
 from minitri.core.settings import SpeculationConfig
 
 CHUNK, BUDGET, D = 8, 64, 16
@@ -33,9 +34,10 @@ def held_tokens(cache: RetrievalCache, end: int) -> Tensor:
 
 def main() -> None:
     """Writes 8 tokens a step as the target would, and draws what the cache holds."""
-    full = FullCache.allocate(CONFIG, 1, 640, dtype=torch.float32, device=torch.device("cpu"))
+    model = Llama(CONFIG, dtype=torch.float32, device=torch.device("cpu"))
+    full = FullCache.allocate(model, 1, 640)
     speculation = SpeculationConfig("retrieval", budget=BUDGET, chunk_size=CHUNK)
-    cache = RetrievalCache(full, speculation, budgets=[BUDGET], num_heads=1)
+    cache = RetrievalCache(full, model, speculation, [BUDGET])
     print("tokens  wants  retrieved  first, latest  best     chunks that are held, of 64")
     for end in range(512, 577, CHUNK):
         topic = 20 if end < 536 else 41

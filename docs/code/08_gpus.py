@@ -46,8 +46,7 @@ def expect(share: float) -> None:
 if __name__ == "__main__":
     config = ModelConfig(5, 32, 48, 4, 2, 8, vocab_size=64, context_length=512)
     model = Llama(config, dtype=torch.float32, device=CPU)
-    where: dict[str, Any] = {"dtype": torch.float32, "device": CPU, "stream": MagicMock()}
-    cache = Watched(config, 1, 256, on_chip=1, host=HostMemory(CPU), **where)
+    cache = Watched(model, 1, 256, on_chip=1, host=HostMemory(CPU), stream=MagicMock())
     for tokens in ([*range(60)], [60, 61, 62]):
         read_block(model, [tokens], cache)
         cache.advance([len(tokens)])

@@ -156,13 +156,7 @@ def allocate(
         sizes = {speculation.max_block} if speculation.tree else set[int]()
         drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
     if shape.uses_retrieval:
-        cache = RetrievalCache(
-            full,
-            speculation,
-            budgets=shape.budgets,
-            num_heads=target.config.num_heads,
-            make_slots=target.execution.make_slots,
-        )
+        cache = RetrievalCache(full, target, speculation, shape.budgets)
         longest = 1 + max(plan.gamma1 for plan in speculation.plans)
         sizes = {1, speculation.max_block if speculation.tree else longest}
         proposing = models.retrieval

@@ -2,7 +2,7 @@
 Legend: B rows, N places of a block, V vocab, L layers, T tokens, H query heads, D head dim."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -25,7 +25,7 @@ from minitri.core.requests import Request
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.runner import ModelRunner
 from minitri.core.shape import MemoryShape
-from minitri.core.stats import LevelStats, Stats
+from minitri.core.stats import Stats
 
 
 class Stack:
@@ -43,9 +43,12 @@ class Stack:
         self._has_parts = memory.graphs is None and type(memory.full) is FullCache
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
-        self._pass_bytes = pass_bytes(models)
+        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
+        sizes = {name: bytes_per_pass(model) for name, model in stages.items() if model}
+        least = models.target.execution.ranks.least  # shares may be uneven
+        self._pass_bytes = {name: int(least(size)) for name, size in sizes.items()}
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
-        prior = prior_seconds(memory, shape, shape.prompt_lengths, self._pass_bytes)
+        prior = self.prior_seconds(shape.prompt_lengths)
         self.tuner = Autotuner(
             speculation.plans, prior, use_clock=may_use_clock(models, shape, is_open=is_open)
         )
@@ -56,7 +59,7 @@ class Stack:
         drafter = self._drafter()
         retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
         target = self._level("target", memory.target)
-        self.cascade = Cascade(self.sequences, self.meter, target, retrieval, drafter)
+        self.cascade = Cascade(self.sequences, self.meter, target, drafter, retrieval)
         if memory.graphs is not None:
             self._capture(memory.graphs)
 
@@ -67,19 +70,14 @@ class Stack:
         if not self.shape.uses_drafter:
             return None
         drafter = self.memory.models.drafter
-        common = (self._stats_of("draft"), self.meter, self.memory.target)
         if drafter is None:
-            return LookupDrafter(*common)
-        return PluggedDrafter(*common, self.source, drafter)
+            return LookupDrafter(self.meter, self.memory.target)
+        return PluggedDrafter(self.meter, self.memory.target, self.source, drafter)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""
         make = self.memory.models.level_type(self.shape.speculation, runner)
-        return make(runner, self.source, self._stats_of(name), self.meter)
-
-    def _stats_of(self, stage: str) -> LevelStats:
-        self.stats.stages.append(LevelStats(stage))
-        return self.stats.stages[-1]
+        return make(name, self.meter, runner, self.source)
 
     def _capture(self, graphs: GraphPool) -> None:
         """Captures CUDA graphs of verdicts and guesses in all shapes, before steps are timed."""
@@ -181,12 +179,29 @@ class Stack:
         """Rows of the batch whose texts have started and not ended."""
         return [b for b, on in enumerate(self.cascade.active) if on]
 
+    def prior_seconds(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
+        """Makes a function from a stage and a number of guesses to predicted seconds of a round
+        over texts of these lengths."""
+        draft = self.memory.draft
+        target = self.target
+        work = Workload(
+            target.config,
+            draft.model.config if draft is not None else None,
+            itemsize=target.dtype.itemsize,
+            pass_bytes=self._pass_bytes,
+            num_tokens=sum(lengths),
+            num_retrieved=sum(map(self.shape.budget_for, lengths)),
+            hosted_share=1 - self.memory.full.on_chip / target.config.num_layers,
+            batch_size=len(lengths),
+        )
+        cpu = NARROW_CPU if target.execution.is_narrow else CPU
+        machine = GPU if target.device.type == "cuda" else cpu
+        return functools.lru_cache(1024)(functools.partial(work.seconds, machine))
+
     def _expect_costs(self) -> None:
         """Predicts for the autotuner the seconds of rounds over the rows that are decoding."""
         if lengths := [len(self.sequences[b]) for b in self._busy]:
-            self.tuner.prior_seconds = prior_seconds(
-                self.memory, self.shape, lengths, self._pass_bytes
-            )
+            self.tuner.prior_seconds = self.prior_seconds(lengths)
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
@@ -212,35 +227,6 @@ class Stack:
         self.memory.prefix.keep(b, self.sequences[b] if is_sound else [])
         self.cascade.retire(b)
         self._expect_costs()
-
-
-def pass_bytes(models: Models) -> dict[str, int]:
-    """Bytes of weights that a pass of each stage reads, on the rank that reads least."""
-    stages = {"target": models.target, "retrieval": models.retrieval}
-    if models.draft is not None:
-        stages["draft"] = models.draft
-    least = models.target.execution.ranks.least  # shares may be uneven
-    return {stage: int(least(bytes_per_pass(model))) for stage, model in stages.items()}
-
-
-def prior_seconds(
-    memory: Memory, shape: MemoryShape, prompt_lengths: Sequence[int], pass_bytes: Mapping[str, int]
-) -> Callable[[str, float], float]:
-    """Makes a function from a stage and a number of guesses to predicted seconds of a round."""
-    target = memory.models.target
-    work = Workload(
-        target.config,
-        memory.draft.model.config if memory.draft is not None else None,
-        itemsize=target.dtype.itemsize,
-        pass_bytes=pass_bytes,
-        num_tokens=sum(prompt_lengths),
-        num_retrieved=sum(map(shape.budget_for, prompt_lengths)),
-        hosted_share=1 - memory.full.on_chip / target.config.num_layers,
-        batch_size=len(prompt_lengths),
-    )
-    cpu = NARROW_CPU if target.execution.is_narrow else CPU
-    machine = GPU if target.device.type == "cuda" else cpu
-    return functools.lru_cache(1024)(functools.partial(work.seconds, machine))
 
 
 def may_use_clock(models: Models, shape: MemoryShape, *, is_open: bool = False) -> bool:

@@ -20,7 +20,7 @@ from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Output, Proposal, verify, verify_block
 from minitri.core.settings import StepPlan
-from minitri.core.stats import Clock, LevelStats, Stats
+from minitri.core.stats import Clock, Stats
 
 
 class Table:
@@ -196,8 +196,8 @@ class ScheduledTuner(Autotuner):
         return self.plan
 
 
-def chain_level(table, text_filters, source, stats, meter) -> Level:
-    return Level(TableRunner(table, len(text_filters), text_filters), source, stats, meter)
+def chain_level(name, meter, table, text_filters, source) -> Level:
+    return Level(name, meter, TableRunner(table, len(text_filters), text_filters), source)
 
 
 def toy_cascade(
@@ -209,10 +209,12 @@ def toy_cascade(
     meter = Meter(Stats(), ScheduledTuner(plans), Clock())
     names = "target", "retrieval", "draft"
     stages = [
-        table and make_level(table, text_filters, source, LevelStats(name), meter)
+        table and make_level(name, meter, table, text_filters, source)
         for table, name in zip(tables, names, strict=True)
     ]
-    cascade = Cascade([list(PROMPT) for _ in range(batch_size)], meter, *stages)
+    target, retrieval, drafter = stages
+    texts = [list(PROMPT) for _ in range(batch_size)]
+    cascade = Cascade(texts, meter, target, drafter, retrieval)
     cascade.active = [True] * batch_size
     return cascade
 

@@ -49,7 +49,7 @@ def tiny_model(
 def new_cache(
     config: ModelConfig, batch_size: int = 1, capacity: int = 64, dtype=torch.float32
 ) -> FullCache:
-    return FullCache.allocate(config, batch_size, capacity, dtype=dtype, device=CPU)
+    return FullCache.allocate(Llama(config, dtype=dtype, device=CPU), batch_size, capacity)
 
 
 class Rig:

@@ -66,7 +66,7 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     target = target_model()
     draft = DRAFTERS[drafter](target) if drafter else other_model()
     probs = exact_probs(target, sampling)
-    monkeypatch.setattr("minitri.core.stack.prior_seconds", costs_that_change)
+    monkeypatch.setattr("minitri.core.stack.Stack.prior_seconds", costs_that_change)
     counts, runs = count_texts(target, draft, sampling, speculation, NUM_SEEDS)
     found = p_value(counts, probs)
     print(f"\n  {case}: p-value {found:.3g} over {NUM_SEEDS} seeds")

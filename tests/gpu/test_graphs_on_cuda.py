@@ -44,7 +44,7 @@ def gpu_model(backend: str = "auto") -> Llama:
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
     """At changing lengths and temperatures, 0 too, without allocating or waiting."""
     model = gpu_model(name)
-    cache = FullCache.allocate(CONFIG, 2, 1024, dtype=model.dtype, device=model.device)
+    cache = FullCache.allocate(model, 2, 1024)
     pool = GraphPool(model.device)
     settings = {"vocab_size": CONFIG.vocab_size, "graphs": pool, "block_sizes": {1, 4}}
     runner = ModelRunner(model, cache, WARM, **settings)

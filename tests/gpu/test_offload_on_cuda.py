@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from minitri.core.caches.full import FullCache
+from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from tests.core.rigs import tiny_config
@@ -35,8 +36,7 @@ def test_host_memory_is_page_locked_once(caplog):
 def test_offload_holds_the_bits_of_the_full_cache():
     """While copies of large layers are under way."""
     config = tiny_config(num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64)
-    where = {"dtype": torch.bfloat16, "device": torch.device("cuda")}
-    whole = FullCache.allocate(config, 2, 8192, **where)
-    host = HostMemory(where["device"])
-    ours = OffloadedFullCache(config, 2, 8192, on_chip=2, host=host, **where)
+    model = Llama(config, dtype=torch.bfloat16, device=torch.device("cuda"))
+    whole = FullCache.allocate(model, 2, 8192)
+    ours = OffloadedFullCache(model, 2, 8192, on_chip=2, host=HostMemory(model.device))
     check_blocks(ours, whole, (3000, 1, 7, 4, 2000, 4, 1, 900))

@@ -97,9 +97,9 @@ class ScriptedTrees(ScriptedSource):
 def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings) -> float:
     """As `exactness.largest_error`, with a lowest stage that guesses trees of this shape."""
 
-    def make_level(table, text_filters, source, stats, meter) -> TreeLevel:
+    def make_level(name, meter, table, text_filters, source) -> TreeLevel:
         runner = TreeRunner(table, len(text_filters), text_filters)
-        level = TreeLevel(runner, source, stats, meter)
+        level = TreeLevel(name, meter, runner, source)
         for part in ("read_tree", "keep_paths", "is_greedy"):
             setattr(level, part, getattr(runner, part))
         level.draw, level.walk = source.draw, source.walk

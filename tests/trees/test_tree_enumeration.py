@@ -4,8 +4,10 @@
 import pytest
 import torch
 
+from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.settings import StepPlan
+from minitri.core.stats import Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape, sequences
 from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
@@ -55,7 +57,7 @@ FORK = TreeShape((-1, 0, 0))
 
 def level_of(source):
     """A level that only draws and walks."""
-    return TreeLevel(None, source, None, None)
+    return TreeLevel("draft", Meter(Stats(), None, None), None, source)
 
 
 def test_a_child_without_a_token_is_missing():

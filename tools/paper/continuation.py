@@ -66,9 +66,7 @@ class Continuation:
         self.drafter = engine.models.draft or model
         self.num_prompt = len(prompt)
         self.tokens = list(prompt)
-        self._options: dict[str, Any] = {"dtype": model.dtype, "device": model.device}
-        capacity = len(prompt) + new_tokens + LONGEST_BLOCK
-        self.full = FullCache.allocate(engine.config, 1, capacity, **self._options)
+        self.full = FullCache.allocate(model, 1, len(prompt) + new_tokens + LONGEST_BLOCK)
         self._read(0)
         self.say(sampling, new_tokens, seed)
 
@@ -103,8 +101,7 @@ class Continuation:
         """Distributions (N, V) of guesses with a retrieval cache of these settings, by the weights
         of each of these models, for which it is filled once."""
         budgets = [speculation.budget_for(self.num_prompt)]
-        num_heads = self.model.config.num_heads
-        cache = RetrievalCache(self.full, speculation, budgets=budgets, num_heads=num_heads)
+        cache = RetrievalCache(self.full, self.model, speculation, budgets)
         window = cache.max_prompt_queries
         start = 0 if window is None else max(0, self.num_prompt - 1 - window)
         self._read(start, lambda queries_LTHD: cache.observe(0, queries_LTHD))
@@ -154,7 +151,7 @@ class Continuation:
         ends = range(self.num_prompt + 1, len(self.tokens))
         for first in range(0, len(ends), WINDOWS_AT_ONCE):
             windows = [self.tokens[end - width : end] for end in ends[first:][:WINDOWS_AT_ONCE]]
-            cache = FullCache.allocate(drafter.config, len(windows), width, **self._options)
+            cache = FullCache.allocate(drafter, len(windows), width)
             with drafter.execution.reading():
                 hidden_BTE = read_block(drafter, windows, cache, is_prompt=True)
             logits_B1V = drafter.logits(hidden_BTE[:, -1:])[..., :size]

@@ -182,7 +182,7 @@ def probs_of_text(
 def last_logits(model: Llama, tokens: list[int], num_tokens: int) -> Tensor:
     """Logits (N, V) after each of the last `num_tokens` tokens of a text, read in one block."""
     start = len(tokens) - num_tokens
-    cache = FullCache.allocate(model.config, 1, len(tokens), dtype=model.dtype, device=model.device)
+    cache = FullCache.allocate(model, 1, len(tokens))
     for _ in prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
         pass
     return model.logits(read_block(model, [tokens[start:]], cache)[0])

@@ -1,1 +1,0 @@
-"""KV caches: preallocated tensors whose lengths change between forward passes, never inside one."""

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from minitri.core.config import ModelConfig
 from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.execution import MakeSlots
+from minitri.core.model.llama import Llama
 from minitri.core.settings import round_up_to_stride
 from minitri.core.stats import num_common
 
@@ -22,19 +22,13 @@ class FullCache(Cache):
 
     @classmethod
     def allocate(
-        cls,
-        config: ModelConfig,
-        batch_size: int,
-        capacity: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-        make_slots: MakeSlots | None = None,
+        cls, model: Llama, batch_size: int, capacity: int, make_slots: MakeSlots = plain_slots
     ) -> "FullCache":
         """An empty cache of `batch_size` rows with room for at least `capacity` tokens each."""
+        config = model.config
         slots = round_up_to_stride(capacity)
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
-        return cls(*(make_slots or plain_slots)(shape, dtype, device))
+        return cls(*make_slots(shape, model.dtype, model.device))
 
     @property
     def on_chip(self) -> int:

@@ -23,8 +23,9 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
-from minitri.core.model.cache import Cache, plain_slots
-from minitri.core.model.execution import MakeSlots
+from minitri.core.model.block import empty_queries
+from minitri.core.model.cache import Cache
+from minitri.core.model.llama import Llama
 from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
 
@@ -46,13 +47,7 @@ class RetrievalCache(Cache):
     """A KV cache of selected tokens, `budget` of each row of a full cache, and of one block."""
 
     def __init__(
-        self,
-        full: FullCache,
-        speculation: SpeculationConfig,
-        *,
-        budgets: list[int],
-        num_heads: int,
-        make_slots: MakeSlots | None = None,
+        self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
     ) -> None:
         """Allocates an empty cache, which `commit` and `prepare` fill with tokens of `full`."""
         L, B, K, _, D = full.shape
@@ -63,9 +58,8 @@ class RetrievalCache(Cache):
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         small = (L, B, K, slots, D)
-        super().__init__(*(make_slots or plain_slots)(small, full.keys.dtype, full.device))
-        shape = (L, B, speculation.max_block, num_heads, D)
-        self.queries_LBTHD = torch.empty(shape, dtype=full.keys.dtype, device=full.device)
+        super().__init__(*model.execution.make_slots(small, model.dtype, model.device))
+        self.queries_LBTHD = empty_queries(model, B, speculation.max_block)
         """Rotated queries of the latest block of the target, whose passes write them."""
         # Queries of each row's latest tokens, in pieces (L, T, H, D): the last W tokens count.
         self._queries: list[list[Tensor]] = [[] for _ in budgets]

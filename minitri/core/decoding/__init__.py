@@ -1,1 +1,0 @@
-"""The algorithm: speculative decoding in a cascade of levels, independent of devices."""

@@ -40,21 +40,15 @@ from minitri.core.settings import StepPlan
 class Cascade:
     """The stages of a run and the texts they extend; `step` is one step of speculative decoding."""
 
-    def __init__(
-        self,
-        sequences: Rows,
-        meter: Meter,
-        target: Level,
-        retrieval: Level | None = None,
-        drafter: Stage | None = None,
-    ) -> None:
-        """`sequences`, each row's tokens, grow in place; the tuner of `meter` chooses plans."""
+    def __init__(self, sequences: Rows, meter: Meter, target: Level, *below: Stage | None) -> None:
+        """`sequences`, each row's tokens, grow in place; the tuner of `meter` chooses plans. The
+        stages `below` the target are a drafter and a retrieval level, if there are any."""
         self.sequences = sequences
         self.active = [False] * len(sequences)  # rows that have started and not ended
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self.stages = [stage for stage in (drafter, retrieval, target) if stage is not None]
+        self.stages = [stage for stage in (*below, target) if stage is not None]
 
     def of_rows(self, rows: slice) -> Self:
         """A cascade over a slice of the rows, for one step; it shares texts, caches and meter."""

@@ -21,8 +21,10 @@ from minitri.core.stats import LevelStats
 class Stage:
     """Base class of stages, which propose tokens: a `Level`, or a drafter without a model."""
 
-    def __init__(self, stats: LevelStats, meter: Meter) -> None:
-        self.stats = stats
+    def __init__(self, name: str, meter: Meter) -> None:
+        """Adds its counts to the statistics of the run: make the lowest stage first."""
+        self.stats = LevelStats(name)
+        meter.stats.stages.append(self.stats)
         self.gamma = 1  # least tokens of a proposal (the last round may exceed it); target: 1
         self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
         self._meter = meter
@@ -51,10 +53,8 @@ class Stage:
 class Level(Stage):
     """One level of the cascade: verifies the stage below, and proposes to the level above."""
 
-    def __init__(
-        self, runner: ModelRunner, source: RandomSource, stats: LevelStats, meter: Meter
-    ) -> None:
-        super().__init__(stats, meter)
+    def __init__(self, name: str, meter: Meter, runner: ModelRunner, source: RandomSource) -> None:
+        super().__init__(name, meter)
         self.runner = runner
         self.source = source
 

@@ -1,1 +1,0 @@
-"""Drafters: a small model, lookup in the text, and user objects (`Drafter`)."""

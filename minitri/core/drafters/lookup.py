@@ -16,7 +16,7 @@ from minitri.core.decoding.level import Stage
 from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.runner import ModelRunner
-from minitri.core.stats import LevelStats, num_common
+from minitri.core.stats import num_common
 
 LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
 LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop
@@ -84,8 +84,8 @@ class GrowingText:
 class LookupDrafter(Stage):
     """Stage of the cascade that guesses by lookup in the text, for B rows."""
 
-    def __init__(self, stats: LevelStats, meter: Meter, target: ModelRunner) -> None:
-        super().__init__(stats, meter)
+    def __init__(self, meter: Meter, target: ModelRunner) -> None:
+        super().__init__("draft", meter)
         self._target = target
         self._rows = [GrowingText() for _ in target.sampling]
 

@@ -22,7 +22,6 @@ from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import explain
 from minitri.core.runner import ModelRunner
-from minitri.core.stats import LevelStats
 
 TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, due to bfloat16
 
@@ -40,14 +39,9 @@ class PluggedDrafter(Stage):
     """Stage of the cascade that asks a user's `Drafter`, and samples under each row's filters."""
 
     def __init__(
-        self,
-        stats: LevelStats,
-        meter: Meter,
-        target: ModelRunner,
-        source: RandomSource,
-        drafter: Drafter,
+        self, meter: Meter, target: ModelRunner, source: RandomSource, drafter: Drafter
     ) -> None:
-        super().__init__(stats, meter)
+        super().__init__("draft", meter)
         self._drafter = drafter
         self._source = source
         self._target = target

@@ -3,7 +3,6 @@
 import contextlib
 import math
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -44,12 +43,11 @@ def room_for(target: Llama, needs: Demand) -> tuple[float, float]:
 
 def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = None) -> FullCache:
     """An empty full cache, on the device or partly in memory of `host`. Raises `InputError`."""
-    config = target.config
+    L = target.config.num_layers
     shape = needs.shape
     device = target.device
-    on_chip = config.num_layers
-    size = (config, shape.num_rows, shape.capacity)
-    where: dict[str, Any] = {"dtype": target.dtype, "device": device}
+    on_chip = L
+    size = (shape.num_rows, shape.capacity)
     host = host or HostMemory(device)
     try:
         if device.type == "cuda":
@@ -58,12 +56,12 @@ def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = 
             on_chip = choose_on_chip(needs, shape.generation, on_device, on_host)
         elif shape.generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
-        if on_chip == config.num_layers:
-            return FullCache.allocate(*size, **where, make_slots=target.execution.make_slots)
-        log.debug("KV cache: %d of %d layers are on %s", on_chip, config.num_layers, device)
-        return OffloadedFullCache(*size, on_chip=on_chip, host=host, **where)
+        if on_chip == L:
+            return FullCache.allocate(target, *size, target.execution.make_slots)
+        log.debug("KV cache: %d of %d layers are on %s", on_chip, L, device)
+        return OffloadedFullCache(target, *size, on_chip=on_chip, host=host)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
-        needed = config.num_layers * needs.kv_layer
+        needed = L * needs.kv_layer
         raise InputError(
             f"the KV cache for {shape.num_rows} x {shape.capacity} tokens needs "
             f"{needed / 1e9:.1f} GB, which {device} does not have; shorten the prompt, lower "

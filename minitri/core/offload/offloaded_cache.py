@@ -19,8 +19,8 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
-from minitri.core.config import ModelConfig
 from minitri.core.model.cache import BlockKV, gather_path, write_block
+from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.streams import CopyStream
 from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
@@ -42,23 +42,21 @@ class OffloadedFullCache(FullCache):
 
     def __init__(
         self,
-        config: ModelConfig,
+        model: Llama,
         batch_size: int,
         capacity: int,
         *,
         on_chip: int,
-        dtype: torch.dtype,
-        device: torch.device,
         host: HostMemory,
         stream: CopyStream | None = None,
     ) -> None:
-        B, K, D = batch_size, config.num_kv_heads, config.head_dim
-        L = config.num_layers - on_chip
+        B, K, D = batch_size, model.config.num_kv_heads, model.config.head_dim
+        L = model.config.num_layers - on_chip
         S = round_up_to_stride(capacity)
-        empty = functools.partial(torch.empty, dtype=dtype, device=device)
+        empty = functools.partial(torch.empty, dtype=model.dtype, device=model.device)
         super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
-        self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), dtype)
-        self.stream = stream or CopyStream(device)
+        self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), model.dtype)
+        self.stream = stream or CopyStream(model.device)
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
         self.buffers = [StagingBuffer(kv_BSPKD, self.stream) for kv_BSPKD in buffers]
         self.latest_LBTPKD = empty(L, B, LONGEST_BLOCK, 2, K, D)

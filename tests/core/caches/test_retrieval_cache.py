@@ -21,12 +21,12 @@ from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config, tiny_mod
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
 G = H // K
+MODEL = tiny_model(CONFIG)
 NEVER = 10**6
 
 
 class Bench:
-    """A retrieval cache over a full cache of random K and V, with a random query for every token:
-    no model."""
+    """A retrieval cache over a full cache of random K and V, and a random query for each token."""
 
     def __init__(self, policy="retrieval", *, budget, capacity=400, **speculation) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -36,7 +36,7 @@ class Bench:
         self.queries = torch.randn(1, L, capacity, H, D, generator=generator) * 3
         settings = {"rebuild_stride": NEVER, "num_recent_tokens": 8, **speculation}
         self.speculation = SpeculationConfig("retrieval", policy=policy_of(policy), **settings)
-        self.cache = RetrievalCache(self.full, self.speculation, budgets=[budget], num_heads=H)
+        self.cache = RetrievalCache(self.full, MODEL, self.speculation, [budget])
 
     def read(self, count: int) -> None:
         """The full cache reads on, and the retrieval cache observes what it asks for of it."""

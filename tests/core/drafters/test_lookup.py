@@ -10,7 +10,7 @@ from minitri.core.decoding.meter import Meter
 from minitri.core.drafters import lookup
 from minitri.core.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.core.settings import StepPlan
-from minitri.core.stats import Clock, LevelStats, Stats
+from minitri.core.stats import Clock, Stats
 from tests.core.exactness import ScheduledTuner
 from tests.core.rigs import CPU
 
@@ -23,7 +23,7 @@ def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
     target = SimpleNamespace(
         sampling=texts, passes=SimpleNamespace(vocab_size=V), model=SimpleNamespace(device=CPU)
     )
-    drafter = LookupDrafter(LevelStats("draft"), meter, target)
+    drafter = LookupDrafter(meter, target)
     drafter.gamma = num_guesses
     drafter.prepare([list(text) for text in texts], [True] * len(texts))
     return drafter

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
+from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SpeculationConfig
@@ -19,7 +20,7 @@ from minitri.devices.cpu.kernel_layers import quantized_copy, use_kernels
 from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.devices.cpu.tiles import Tiles
 from tests.conftest import tiny_model
-from tests.core.rigs import CPU, new_cache, random_prompt, tiny_config
+from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.cpu.test_kernels import TOLERANCE, every_dtype, random
 from tests.devices.test_attention import random_rule
 
@@ -36,15 +37,14 @@ LENGTHS = [37, 5]
 B = len(LENGTHS)
 
 
-def filled_cache(kind: str = "full", dtype: torch.dtype = torch.float32, make_slots=None):
+def filled_cache(kind: str = "full", dtype: torch.dtype = torch.float32, make_slots=plain_slots):
     """Two rows of random numbers; NaN after them."""
-    where = {"dtype": dtype, "device": CPU, "make_slots": make_slots}
-    cache = full = FullCache.allocate(CONFIG, B, 128, **where)
+    model = tiny_model(CONFIG, dtype=dtype)
+    cache = full = FullCache.allocate(model, B, 128, make_slots)
     if kind == "retrieval":
-        heads = CONFIG.num_heads
-        cache = RetrievalCache(full, SPECULATION, budgets=[64, 64], num_heads=heads)
+        cache = RetrievalCache(full, model, SPECULATION, [64, 64])
     elif kind == "streaming":
-        cache = StreamingCache(tiny_model(CONFIG, dtype=dtype), B, SPECULATION)
+        cache = StreamingCache(model, B, SPECULATION)
     for seed, slots in enumerate(parts_of(cache)):
         slots[...] = random(*slots.shape, dtype=dtype, seed=seed)
         for b, length in enumerate(LENGTHS):
@@ -82,9 +82,9 @@ def test_a_pass_computes_and_writes_what_the_plain_layers_do(
     rule = random_rule(T) if has_rule else None
     outs = []
     for model in (plain, fused):
-        make_slots = kernels.make_slots if kind == "tiled" and model is fused else None
+        make_slots = kernels.make_slots if kind == "tiled" and model is fused else plain_slots
         cache = filled_cache(kind, dtype, make_slots)
-        assert isinstance(cache.keys, Tiles) is (make_slots is not None)
+        assert isinstance(cache.keys, Tiles) is (make_slots is not plain_slots)
         queries = torch.full((2, B, 3, CONFIG.num_heads, CONFIG.head_dim), 7.0, dtype=dtype)
         hidden = model.forward(Block(tokens, positions), cache, rule, queries)
         # NaN after what a row holds stays NaN, so it is known which slots were written.

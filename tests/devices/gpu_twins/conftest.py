@@ -17,6 +17,7 @@ from minitri.core.decoding import noise
 from minitri.core.graphs import GraphPool
 from minitri.core.model import block as block_module
 from minitri.core.model.cache import BlockKV
+from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK
@@ -101,10 +102,9 @@ TOKEN = 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 4
 def offloaded(
     on_chip: int, batch_size: int = 3, capacity: int = 512, stream=None, config=CONFIG, **settings
 ) -> OffloadedFullCache:
-    settings = {"host": HostMemory(CPU), **settings}
-    settings |= {"on_chip": on_chip, "dtype": torch.float32, "device": CPU}
-    settings["stream"] = stream or MagicMock()
-    return OffloadedFullCache(config, batch_size, capacity, **settings)
+    model = Llama(config, dtype=torch.float32, device=CPU)
+    settings = {"host": HostMemory(CPU), "stream": stream or MagicMock(), **settings}
+    return OffloadedFullCache(model, batch_size, capacity, on_chip=on_chip, **settings)
 
 
 class Traffic(TorchDispatchMode):

@@ -12,7 +12,6 @@ target's modules, embeddings and LM head; its streaming cache has its own layers
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -52,8 +51,7 @@ def least_missed(model: Llama, ids: list[int], share: float) -> list[int]:
 
     def probs(layers: Sequence[int]) -> torch.Tensor:
         view = with_layers(model, layers)
-        where: Any = {"dtype": model.dtype, "device": model.device}
-        cache = FullCache.allocate(view.config, num_windows, WINDOW, **where)
+        cache = FullCache.allocate(view, num_windows, WINDOW)
         hidden_BTE = read_block(view, windows, cache)[:, -NUM_SCORED:]
         return (view.logits(hidden_BTE.flatten(0, 1)) / 0.6).softmax(1)
 
