@@ -33,7 +33,8 @@ NAMES = """num_hidden_layers num_layers, num_attention_heads num_heads, block_co
 num_key_value_heads num_kv_heads, max_position_embeddings context_length, rope_theta theta,
 original_max_position_embeddings original_context, min_new_tokens min_tokens, head_count num_heads,
 embedding_length hidden_size, feed_forward_length intermediate_size, head_count_kv num_kv_heads,
-key_length head_dim, layer_norm_rms_epsilon rms_norm_eps, freq_base theta, type kind"""
+key_length head_dim, layer_norm_rms_epsilon rms_norm_eps, freq_base theta, type kind,
+dimension_count rotary_dim"""
 NAMED = dict(pair.split() for pair in NAMES.split(","))
 """Names of keys in lines about them, where these differ."""
 

@@ -14,7 +14,8 @@ class RopeConfig:
 
     label = "RoPE "  # begins error messages
     theta: float = between(10000.0, 1.001, 1e15)  # base of the geometric series of wavelengths
-    kind: str = one_of("default", "default", "linear", "llama3", "yarn")  # way of scaling
+    kind: str = one_of("default", "default", "linear", "llama3", "yarn", "longrope")
+    """Way of scaling."""
     factor: float = between(1.0, 1.0, 1e6)  # context length / `original_context`
     original_context: int | None = between(None, 1)  # tokens, of the pre-training
     low_freq_factor: float = between(1.0, 1e-6, 1e6)
@@ -26,11 +27,13 @@ class RopeConfig:
     beta_slow: float = between(1.0, 1e-6, 1e6)
     """yarn: dimensions that rotate less often than this in original_context are interpolated."""
     attention_factor: float | None = between(None, 1e-3, 1e3)
-    """yarn: factor of cosines and sines; None: 0.1 ln(factor) + 1."""
+    """yarn, longrope: factor of cosines and sines. Default of yarn: 0.1 ln(factor) + 1."""
     truncate: bool = True
     """yarn: round outwards to whole dimensions the borders between which frequencies are mixed."""
     frequency_divisors: tuple[float, ...] | None = None
-    """Divisors of the D/2 frequencies, which a GGUF file may store instead of a formula."""
+    """Divisors of all frequencies, which a file may store instead of a formula."""
+    rotary_dim: int | None = between(None, 2)
+    """How many of the numbers of a head of q or k rotate, the first ones. Default: all."""
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -88,8 +91,11 @@ class ModelConfig:
             refuse(self, "eos_token_ids", "they must be whole numbers from 0")
         if self.num_heads % self.num_kv_heads:
             refuse(self, "num_heads", f"it must be a multiple of {self.num_kv_heads} K/V heads")
-        if self.head_dim % 2:
-            refuse(self, "head_dim", "rotary embeddings need an even one")
+        rotating = self.rope.rotary_dim or self.head_dim
+        if self.head_dim % 2 or rotating % 2 or rotating > self.head_dim:
+            refuse(self, "head_dim", f"RoPE of {rotating} of its numbers needs an even one")
+        if len(self.rope.frequency_divisors or range(rotating // 2)) != rotating // 2:
+            refuse(self.rope, "frequency_divisors", f"there must be {rotating // 2}")
         if self.unrotated_layers and self.score_scale is not None:  # RoPE applies the scale
             refuse(self, "score_scale", "it must be None with layers without RoPE")
 

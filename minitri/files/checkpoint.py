@@ -30,7 +30,7 @@ from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.split import SplitLlama, share
-from minitri.files.families import read_table
+from minitri.files.families import read_table, unfused
 from minitri.files.gguf.blocks import FORMS
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder, is_there, lacking
@@ -116,7 +116,7 @@ def keep_blocks(
     """Makes those matrices quantized, and empty, that a GGUF file stores in blocks for kernels.
     Returns the tensors to fill by their names in the file. Raises `InputError` if there are none
     and `must_keep`."""
-    kept: list[str] = []
+    kept: dict[str, Tensor] = {}
     if kernels is not None and isinstance(checkpoint, GgufFile):
         forms = checkpoint.quantized()
         split_projections(model, forms, kernels)
@@ -124,8 +124,7 @@ def keep_blocks(
     if must_keep and not kept:
         needs = f"a GGUF file with matrices of {', '.join(FORMS)}, and the compiled kernels"
         raise InputError(f"weights=native needs {needs}; leave it out")
-    places = placements(model)
-    return {name: places[name] for name in kept}
+    return kept
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
@@ -168,25 +167,14 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
 
 def placements(model: Llama) -> dict[str, Tensor]:
     """For each tensor of a checkpoint, by its name, the view of a parameter that it fills."""
-    config = model.config
-    kv = config.num_kv_heads * config.head_dim
-    inner = config.intermediate_size
-    fused = {  # tensors that fill a fused projection, with their numbers of rows
-        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
-        "gate_up_proj": {"gate_proj": inner, "up_proj": inner},
-    }
     names = read_table("tensor")
-    if config.tie_word_embeddings:
+    if model.config.tie_word_embeddings:
         names["lm_head.weight"] = names["embed_tokens.weight"]
     places: dict[str, Tensor] = {}
     for path, tensor in model.state_dict().items():
-        if path.startswith("layers."):
-            block, module, kind = path.rsplit(".", 2)
-            sizes = fused.get(module, {module: len(tensor)})
-            for name, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
-                places[f"model.{block.removesuffix('.qkv_proj')}.{name}.{kind}"] = rows
-        else:
-            places[names.get(path, path)] = tensor
+        name = f"model.{path}" if path.startswith("layers.") else names.get(path, path)
+        for part, rows in unfused(name, tensor, model.config):
+            places[part.replace(".qkv_proj.", ".")] = rows
     return places
 
 

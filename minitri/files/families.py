@@ -2,9 +2,12 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from minitri.core.config import ModelConfig
 
@@ -31,7 +34,51 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def as_llama(name: str, config: ModelConfig) -> str:
-    """The name that a Llama has for a tensor of Hugging Face."""
+def as_llama(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts of a tensor of Hugging Face by the names that a Llama has for them."""
     names = read_table("output_norm") if config.norms_after else {}
-    return ".".join(names.get(part, part) for part in name.split("."))
+    name = ".".join(names.get(word, word) for word in name.split("."))
+    rows = rotary_rows(name, tensor.shape, config)
+    yield from unfused(name, tensor if rows is None else tensor[rows], config)
+
+
+def unfused(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views; a
+    tensor that is not fused, or has another number of rows, as it is."""
+    module = f".{name}".split(".")[-2]
+    kv = config.num_kv_heads * config.head_dim
+    fused = {
+        "qkv_proj": {"q_proj": config.num_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+        "gate_up_proj": dict.fromkeys(("gate_proj", "up_proj"), config.intermediate_size),
+    }
+    sizes = fused.get(module, {})
+    if tensor.shape[:1] != (sum(sizes.values()),):
+        yield name, tensor
+        return
+    for part, rows in zip(sizes, tensor.split([*sizes.values()]), strict=True):
+        yield name.replace(module, part), rows
+
+
+def rotary_rows(
+    name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
+) -> Tensor | None:
+    """The order in which to read the rows of q, k or q, k, v, so that numbers of a head of q or k
+    that rotate together, or not at all, are D/2 apart; None: as they are. They are stored next to
+    each other if `is_paired`, else half of the rotating part apart."""
+    D = config.head_dim
+    rotating = config.rope.rotary_dim or D
+    num_values = {"q_proj": 0, "k_proj": 0, "qkv_proj": config.num_kv_heads}
+    *_, module, kind = f".{name}".split(".")
+    if kind not in ("weight", "bias") or module not in num_values:
+        return None
+    if rotating == D and not is_paired:
+        return None
+    halves = [
+        part.view(-1, 2).T if is_paired else part.view(2, -1)
+        for part in torch.arange(D).split([rotating, D - rotating])
+    ]
+    order_D = torch.cat(halves, 1).flatten()
+    rows = torch.arange(shape[0]).view(-1, D)
+    heads = rows[: len(rows) - num_values[module]]
+    heads.copy_(heads[:, order_D])
+    return rows.flatten()

@@ -4,6 +4,7 @@ A null means the same as an absent key. No value is rounded or replaced: datacla
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,15 +31,17 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = read_table("family_default").get(kind, {}) | without_null(settings)
-        if given.get("use_sliding_window") is False:
+        window = given.get("sliding_window", 0)
+        is_idle = kind == "phi3" and window >= given["max_position_embeddings"]
+        if given.get("use_sliding_window") is False or is_idle:
             given.pop("sliding_window", None)
         layer_types = ["full_attention"] * len(given.get("layer_types", ()))
         require(given, _ONLY | {"layer_types": layer_types, "sliding_window": None}, name)
-        if kind in ("llama", "granite", "olmo2"):
+        if kind in ("llama", "granite", "olmo2", "phi3"):
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         eos = given.get("eos_token_id", [])  # one or several
         fields = _fields(ModelConfig, given) | family_fields(kind, given)
-        fields |= {"name": name, "rope": _read_rope(given, name)}
+        fields |= {"name": name, "rope": RopeConfig()}
         fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
         config = ModelConfig(**{"head_dim": 2, **fields})
         head_dim = fields.get("head_dim", config.hidden_size // config.num_heads)
@@ -46,11 +49,11 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if ends != config.eos_token_ids:
             text = "%s: eos_token_id is %s, and there are %d tokens; other ends are left out"
             log.warning(text, name, shorten(eos, 60), config.vocab_size)
-        length, rope = config.context_length, config.rope
+        length, rope = config.context_length, _read_rope(given, head_dim, name)
         if rope.kind == "yarn":  # files may keep the context of before
             length = max(length, int(rope.factor * (rope.original_context or 0)))
         changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
-        return dataclasses.replace(config, **changes)
+        return dataclasses.replace(config, rope=rope, **changes)
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,23 +68,38 @@ def _fields(kind: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {field: given[key] for field, key in keys.items() if key in given}
 
 
-def _read_rope(given: Mapping[str, Any], name: str) -> RopeConfig:
-    """The `RopeConfig` in the settings of a config.json, in its older or its newer form."""
+def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig:
+    """The `RopeConfig` in the settings of a config.json, in its older or its newer form. LongRoPE
+    has factors for short texts and for long ones. As cached keys keep their rotation, all texts get
+    those for long ones, unless the model's context is that of its pre-training."""
     scaling: dict[str, Any] = {}
     for form in ("rope_parameters", "rope_scaling"):
         settings = given.get(form, {})
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
+    share = scaling.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     require(scaling, _ONLY, name)
-    theta = scaling.get("rope_theta", given.get("rope_theta", RopeConfig.theta))
+    if given["model_type"] != "phi3":
+        require(scaling, {"partial_rotary_factor": 1.0, "rotary_dim": head_dim}, name)
+    if share != 1:
+        scaling["rotary_dim"] = int(head_dim * share)
+    theta = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
     kind = scaling.get("rope_type", scaling.get("type"))
+    if "long_factor" in scaling:
+        kind = "longrope"
     if kind in (None, "default", "none"):
-        return RopeConfig(theta)
-    trained = scaling.get(_TRAINED, given.get("max_position_embeddings"))
-    fields = _fields(RopeConfig, scaling) | {"theta": theta, "kind": kind}
-    fields |= {"factor": scaling["factor"], "original_context": given.get(_TRAINED, trained)}
-    return RopeConfig(**fields | {"frequency_divisors": None})
+        return RopeConfig(theta, rotary_dim=scaling.get("rotary_dim"))
+    context = given["max_position_embeddings"]
+    trained = given.get(_TRAINED, scaling.get(_TRAINED, context))
+    fields = _fields(RopeConfig, scaling) | {"kind": kind, "original_context": trained}
+    if kind != "longrope":
+        return RopeConfig(**fields | {"factor": scaling["factor"]})
+    factor = max(context / trained, 1.0)
+    scale = math.sqrt(1 + math.log(max(scaling.get("factor", factor), 1.0), trained))
+    fields = {"attention_factor": scale, **fields, "factor": factor}
+    fields["frequency_divisors"] = tuple(scaling["long_factor" if factor > 1 else "short_factor"])
+    return RopeConfig(**fields)
 
 
 def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str) -> None:
@@ -98,15 +116,17 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     """A config with the context extended from its trained length by a setting such as `yarn:4`,
     which replaces the scaling in `config`. Raises `InputError`."""
     if config.rope.frequency_divisors is not None:
-        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs in the GGUF file)"
+        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
     with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
         kind, factor = text.split(":")
-        if kind == "default":
+        if kind in ("default", "longrope"):
             raise ValueError("it stretches nothing")
         base = config.rope.original_context or config.context_length
         try:
-            rope = RopeConfig(config.rope.theta, kind, float(factor), base)
+            rope = RopeConfig(
+                config.rope.theta, kind, float(factor), base, rotary_dim=config.rope.rotary_dim
+            )
         except InputError as error:
             raise InputError(f"rope_scaling={text!r}: {error}") from None
         return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))

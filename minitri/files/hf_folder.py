@@ -88,7 +88,7 @@ class Folder:
                     with warnings.catch_warnings(action="ignore"):  # about pickle's protocols
                         shard = torch.load(file, map_location="cpu", weights_only=True)
                 for name, tensor in shard.items():
-                    yield as_llama(str(name), config), tensor.detach()
+                    yield from as_llama(str(name), tensor.detach(), config)
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -4,6 +4,7 @@ stage, cache, batch or snapshot changes its text."""
 import functools
 import shutil
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +21,11 @@ TOLERANCE = 3e-6
 """Largest allowed difference of logits, as a share of the largest, float32."""
 MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11, "logits_scaling": 3.0}
 SCALES = {"embedding_scale": 6.0, "attention.scale": 0.11, "logit_scale": 3.0}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.6], "long_factor": [1, 2, 3, 4, 5, 6.0]}
+LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.75, **FACTORS}
+TRAINED = "original_max_position_embeddings"
+LONG = {"rope_parameters": LONGROPE, TRAINED: 64}
+PARTIAL = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 64}
 KINDS = {
     "granite": (
         {**MULTIPLIERS, "residual_multiplier": 0.4, "tie_word_embeddings": True},
@@ -27,8 +33,14 @@ KINDS = {
     ),
     "smollm3": ({"num_hidden_layers": 4, "pad_token_id": 0}, {}),
     "olmo2": ({"num_key_value_heads": 4}, {}),
+    "phi3": ({"pad_token_id": 0}, {"rope.dimension_count": 16}),
+    "phi3, long": ({**LONG, "pad_token_id": 0}, PARTIAL),
+    "phi3, short": (
+        {**LONG, "pad_token_id": 0, TRAINED: 256, "max_position_embeddings": 256},
+        {**PARTIAL, "rope.scaling.original_context_length": 256},
+    ),
 }
-"""By family: settings of a config.json, and keys of a GGUF file."""
+"""By family and variant: settings of a config.json, and keys of a GGUF file."""
 WAYS = [
     ("draft", {"method": "naive"}),
     ("suffix", {"method": "retrieval"}),
@@ -48,7 +60,7 @@ def kind(request):
 @pytest.fixture(scope="module")
 def path(kind, tmp_path_factory):
     folder = tmp_path_factory.mktemp("models") / "tiny"
-    return write_hf_folder(folder, model_type=kind, **KINDS[kind][0])
+    return write_hf_folder(folder, model_type=kind.split(",")[0], **KINDS[kind][0])
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +84,13 @@ def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_p
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
         wanted = reference(tokens).logits
-    changes = {f"{kind}.{key}": value for key, value in KINDS[kind][1].items()}
-    file = as_gguf(path, tmp_path / "x.gguf", architecture=kind, changes=changes)
+    family = kind.split(",")[0]
+    changes = {f"{family}.{key}": value for key, value in KINDS[kind][1].items()}
+    if "," in kind:
+        for key, values in FACTORS.items():
+            name = key.removesuffix("_factor")
+            changes[f"rope_factors_{name}.weight"] = np.array(values, np.float32)
+    file = as_gguf(path, tmp_path / "x.gguf", architecture=family, changes=changes)
     for source in (path, file):
         model = load(source).model
         cache, parts = new_cache(model.config, capacity=150), []

@@ -214,6 +214,6 @@ def test_rope_scaling_stretches_the_trained_context(folder):
     for text, kind, context in (("linear:2.5", "linear", 1280), ("yarn:4", "yarn", 2048)):
         config = stretch_rope(config, text)
         assert (config.rope.kind, config.context_length) == (kind, context)
-    for text in ("yarn", "yarn:", "yarn:0.5", "yarn:nan", "dynamic:2", "default:2"):
+    for text in ("yarn", "yarn:", "yarn:0.5", "yarn:nan", "dynamic:2", "default:2", "longrope:2"):
         with refused(f"rope_scaling='{text}'"):
             stretch_rope(config, text)

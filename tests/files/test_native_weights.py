@@ -37,11 +37,13 @@ blocks and prefills add in another order and round elsewhere."""
 def folders(tmp_path_factory) -> dict[str, Path]:
     """`wide` is for K-quants; numbers of blocks in a row are odd and even."""
     wide = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1}
-    kinds = {"tied": {"tie_word_embeddings": True}, "untied": {}, "wide": wide}
+    fused = {"model_type": "phi3", "pad_token_id": 0, "partial_rotary_factor": 0.5}
+    kinds = {"tied": {"tie_word_embeddings": True}, "untied": {}, "wide": wide, "fused": fused}
     root = tmp_path_factory.mktemp("models")
     return {kind: write_hf_folder(root / kind, **changes) for kind, changes in kinds.items()}
 
 
+PHI = {"architecture": "phi3", "changes": {"phi3.rope.dimension_count": 8}}
 KINDS = {"Q4_0": "tied", "Q4_1": "untied", "Q5_0": "untied", "Q5_1": "tied", "Q8_0": "tied"}
 KINDS |= dict.fromkeys(("Q4_K", "Q5_K", "Q6_K", "Q4_K_M"), "wide")
 
@@ -93,17 +95,18 @@ def test_only_the_file_s_own_bytes_are_held(file):
 
 
 @pytest.mark.parametrize(
-    ("others", "num_kept"),
+    ("folder", "others", "num_kept"),
     [
-        ({"v_proj": "F16"}, "12 of 14"),
-        ({"k_proj": "Q8_0", "q_proj": "Q5_0"}, "14 of 14"),
-        ({"up_proj": "Q8_0"}, "8 of 10"),
+        ("untied", {"v_proj": "F16"}, "12 of 14"),
+        ("untied", {"k_proj": "Q8_0", "q_proj": "Q5_0"}, "14 of 14"),
+        ("untied", {"up_proj": "Q8_0"}, "8 of 10"),
+        ("fused", {"down_proj": "F16", **PHI}, "8 of 10"),
     ],
 )
 def test_matrices_stay_quantized_where_a_product_has_one_form(
-    folders, tmp_path, caplog, others, num_kept
+    folders, tmp_path, caplog, folder, others, num_kept
 ):
-    path = as_gguf(folders["untied"], tmp_path / "mixed.gguf", kind="Q4_0", **others)
+    path = as_gguf(folders[folder], tmp_path / "mixed.gguf", kind="Q4_0", **others)
     with caplog.at_level(logging.DEBUG, "minitri"):
         model = load(path).model
     assert f"{num_kept} matrices stay quantized" in caplog.text

@@ -35,6 +35,8 @@ qwen3 layer_types  sliding_attention  [["full_attention", "sliding_attention"]]
 qwen2 num_key_value_heads  num_kv_heads  [null]
 smollm3 no_rope_layers  holds a wrong value  [[1], 4]
 granite residual_multiplier  residual_scale  [0, "1"]
+phi3 rope_parameters  there must be 8  [{"long_factor": [2], "short_factor": [1]}]
+longrope short_factor  there must be 8  [[1]]
 gemma3_text hidden_act  a 'gemma3_text' model; use one of  ["silu"]
 """
 """The changed setting, after its model type or kind of RoPE; what the error names; values."""
@@ -157,13 +159,13 @@ def test_a_pipe_in_place_of_a_file_is_not_opened(folder, tmp_path, name):
 
 METADATA = """
 llama.attention.sliding_window  4096  sliding_window=4096
-llama.rope.dimension_count  8  dimension_count=8
+llama.rope.dimension_count  8  rotary_dim=8
 general.architecture  null  a None model
 general.alignment  0  whole GGUF file
 tokenizer.ggml.eot_token_id  "x"  eos_token_ids
 tokenizer.ggml.pre  "martian"  'martian'
 tokenizer.ggml.model  "wordpiece"  'wordpiece'
-rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1]  RoPE divisors
+rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1]  RoPE frequency_divisors
 rope_freqs.weight  [1, 1, 1, 1, 1, 1, 1, NaN]  RoPE frequency_divisors
 """
 """A key of a GGUF file, or a tensor; its value; what the error names."""

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: plain, linear, llama3 and YaRN.
+"""Rotary position embeddings: plain, linear, llama3, YaRN and LongRoPE.
 
 `Rope` turns positions into cosines and sines (`Rotary`) once per forward pass, without a table.
 Angles and rotation are float32 whatever the model's dtype.
@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.config import RopeConfig
@@ -30,12 +31,13 @@ class Rotary:
 
 
 class Rope:
-    """The rotary embedding of a model: D/2 inverse frequencies, and the scale of cos and sin."""
+    """The rotary embedding of a model: D/2 inverse frequencies, and scales of cos and sin."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device) -> None:
         frequencies, scale = rope_frequencies(config, head_dim)
-        self.frequencies = frequencies.to(device)  # (D/2,) float32
-        self.scale = scale
+        still = (0, head_dim // 2 - len(frequencies))  # pairs at the end that do not rotate
+        self.frequencies = F.pad(frequencies, still).to(device)  # (D/2,) float32
+        self.scale = F.pad(torch.full_like(frequencies, scale), still, value=1.0).to(device)
 
     def at(self, positions_BT: Tensor) -> Rotary:
         """The rotation of a block at absolute positions (B, T), integers."""
@@ -46,19 +48,22 @@ class Rope:
 
 
 def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """Inverse frequencies (D/2,) in float32, radians per token, and the factor for cos and sin:
-    RoFormer (plain), kaiokendev's position interpolation (linear), Meta's Llama 3.1 release
-    (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn)."""
+    """Inverse frequencies of the pairs that rotate, at most D/2, in float32, radians per token, and
+    the factor for cos and sin: RoFormer (plain), kaiokendev's position interpolation (linear),
+    Meta's Llama 3.1 release (llama3), "YaRN: Efficient Context Window Extension" section 3 (yarn),
+    "LongRoPE" section 3 (longrope)."""
+    head_dim = config.rotary_dim or head_dim
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
     plain = 1.0 / (config.theta**exponents)
     scale = 1.0
-    kept: Tensor | float = float(config.kind == "default")  # share without interpolation
+    kept: Tensor | float = float(config.kind in ("default", "longrope"))  # not interpolated share
     if config.kind == "llama3":
         kept = _llama3_kept_share(plain, config)
     elif config.kind == "yarn":
         kept = _yarn_kept_share(config, head_dim)
-        default = 0.1 * math.log(config.factor) + 1 if config.factor > 1 else 1.0
-        scale = default if config.attention_factor is None else config.attention_factor
+        scale = config.attention_factor or 0.1 * math.log(config.factor) + 1
+    elif config.kind == "longrope":
+        scale = config.attention_factor or 1.0
     plain = plain / config.factor * (1 - kept) + plain * kept
     if config.frequency_divisors is not None:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)

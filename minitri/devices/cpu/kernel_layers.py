@@ -8,6 +8,7 @@ H query heads, K KV heads, D head dim.
 """
 
 import ctypes
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -267,18 +268,21 @@ def split_projections(model: Llama, stored: Stored, kernels: Kernels) -> None:
             model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
 
 
-def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> list[str]:
+def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
     """Replaces linear layers by empty quantized ones where a file has their weights quantized;
-    returns the names of these tensors. `places` has the views of weights that tensors fill; the
-    tensors of a fused projection must have one form."""
+    returns views of these to fill, by the file's names. `places` has the views of weights that
+    tensors fill; the tensors of a fused projection must have one form, or be fused in the file."""
     homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
     layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
     num_kept = 0
-    kept: list[str] = []
+    kept: dict[str, Tensor] = {}
     for path, layer in layers.items():
         own = layer.weight.untyped_storage().data_ptr()
         names = [name for name, home in homes.items() if home == own]
-        form, *others = {stored.get((name, tuple(places[name].shape))) for name in names}
+        keys = [(f"model.{path}.weight", tuple(layer.weight.shape))]  # if fused in the file
+        if keys[0] not in stored:
+            keys = [(name, tuple(places[name].shape)) for name in names]
+        form, *others = {stored.get(key) for key in keys}
         is_in_panels = len(names) == 1 or not any(len(places[name]) % PANEL for name in names)
         if others or form is None or not is_in_panels:
             continue
@@ -286,7 +290,8 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
         packed_NX = torch.empty(shape, dtype=torch.uint8)
         model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, form))
         num_kept += 1
-        kept += names
+        ends = itertools.accumulate(shape[0] for _, shape in keys[:-1])
+        kept |= zip([name for name, _ in keys], packed_NX.tensor_split([*ends]), strict=True)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
     log.debug("%d of %d matrices stay quantized", num_kept, len(layers))
     return kept

@@ -12,20 +12,18 @@ from types import MappingProxyType
 from typing import Any
 
 import tokenizers
-import torch
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import explain, shorten
 from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.quantized import Form
-from minitri.files.families import read_table
+from minitri.files.families import read_table, rotary_rows, unfused
 from minitri.files.gguf.blocks import FORMS, dequantize, repack
 from minitri.files.hf_config import read_config, require, without_null
 from minitri.files.vocabulary import WITH_BOS, read_vocabulary
 
 _PAIRED = ("llama", "granite", "smollm3")  # in q and k, rows that rotate together are neighbours
-_ROPE_DIVISORS = "rope_freqs.weight"
 
 
 class GgufFile:
@@ -38,13 +36,13 @@ class GgufFile:
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored = read_parts(path)
         require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
-        names = read_table("gguf_tensor")
+        self._architecture = self.metadata.get("general.architecture")
+        names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
             for name, tensor in stored.items()
         }
         self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
-        self._architecture = self.metadata.get("general.architecture")
         self.tokenizer_config: dict[str, Any] = {
             "chat_template": self.metadata.get("tokenizer.chat_template"),
             "tool_template": self.metadata.get("tokenizer.chat_template.tool_use"),
@@ -69,6 +67,11 @@ class GgufFile:
                 settings = read_table("gguf_llama") | settings
             ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
             attention = "model.layers.0.self_attn"
+            stretch = {name: settings.get(key) for key, name in read_table("gguf_rope").items()}
+            for kind in ("short", "long"):
+                stretch[f"{kind}_factor"] = self._numbers(f"rope_factors_{kind}.weight")
+            if stretch["long_factor"]:
+                stretch["attention_factor"] = settings.pop("rope.scaling.attn_factor", None)
             config = read_config(
                 {
                     **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
@@ -78,21 +81,21 @@ class GgufFile:
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
                     "output_bias": f"{attention}.o_proj.bias" in self._tensors,
                     "eos_token_id": [settings[end] for end in ends if end in settings],
-                    "rope_parameters": {
-                        name: settings.get(key) for key, name in read_table("gguf_rope").items()
-                    },
+                    "rope_parameters": stretch,
                 },
                 name,
             )
-            supported = read_table("gguf_only") | {"rope.dimension_count": config.head_dim}
-            require(settings, supported, self.path.name)
+            require(settings, read_table("gguf_only"), self.path.name)
             rope = config.rope
-            if stored := self._tensors.get(_ROPE_DIVISORS):
-                if (stored.type.name, stored.shape) != ("F32", (config.head_dim // 2,)):
-                    raise ValueError(f"RoPE divisors of {stored.type.name} {stored.shape}")
-                rope = replace(rope, frequency_divisors=tuple(stored.data.view("<f4").tolist()))
+            if divisors := self._numbers("rope_freqs.weight"):
+                rope = replace(rope, frequency_divisors=divisors)
             # Stored as float32; the author wrote a short decimal that rounds to this number.
             return replace(config, rope=rope, rms_norm_eps=float(f"{config.rms_norm_eps:.6g}"))
+
+    def _numbers(self, name: str) -> tuple[float, ...] | None:
+        """The numbers of a vector, None if the file has none. Raises all kinds of errors."""
+        stored = self._tensors.get(name)
+        return tuple(dequantize(stored, None).tolist()) if stored else None
 
     def quantized(self) -> dict[tuple[str, tuple[int, ...]], Form]:
         """Forms of the file's matrices that the CPU kernels can read, by name and shape."""
@@ -130,22 +133,14 @@ class GgufFile:
         """Yields weights with their Hugging Face names: dequantized, or, if `packed` has a tensor
         for a name, repacked into that tensor."""
         for name, stored in self._tensors.items():
-            if name == _ROPE_DIVISORS:
+            if name.startswith("rope_f"):  # divisors
                 continue
             with explain(f"{self.path.name} has a tensor {shorten(name, 60)} that is not read"):
-                rows = self._rows(name, stored.shape[0], config)
+                rows = rotary_rows(name, stored.shape, config, self._architecture in _PAIRED)
                 if kernels is not None and name in packed:
                     weight = packed[name]
                     repack(stored, kernels, weight, rows)
                 else:
                     weight = dequantize(stored, kernels)
                     weight = weight if rows is None else weight[rows]
-            yield name, weight
-
-    def _rows(self, name: str, num_rows: int, config: ModelConfig) -> Tensor | None:
-        """The order in which to read the rows of a tensor; None: as stored. In q and k the rows of
-        a head are stored as pairs (i, i + D/2)."""
-        if self._architecture not in _PAIRED or name.split(".")[-2] not in ("q_proj", "k_proj"):
-            return None
-        rows = torch.arange(num_rows).view(-1, config.head_dim // 2, 2)
-        return rows.transpose(1, 2).flatten()
+                yield from unfused(name, weight, config)
