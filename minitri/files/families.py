@@ -4,12 +4,12 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from minitri.core.config import ModelConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _TABLES = Path(__file__).with_name("tables.txt").read_text("utf-8")
 _ROWS = re.findall(r"^(\w+) +(\S+) +(.+)", _TABLES, re.MULTILINE)
@@ -34,7 +34,7 @@ def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return fields
 
 
-def as_llama(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
     """Yields the parts of a tensor of Hugging Face by the names that a Llama has for them."""
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
@@ -42,7 +42,7 @@ def as_llama(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[s
     yield from unfused(name, tensor if rows is None else tensor[rows], config)
 
 
-def unfused(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+def unfused(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
     """Yields the parts of a fused tensor by the names of q, k and v, or gate and up, as views; a
     tensor that is not fused, or has another number of rows, as it is."""
     module = f".{name}".split(".")[-2]
@@ -61,10 +61,12 @@ def unfused(name: str, tensor: Tensor, config: ModelConfig) -> Iterator[tuple[st
 
 def rotary_rows(
     name: str, shape: tuple[int, ...], config: ModelConfig, is_paired: bool = False
-) -> Tensor | None:
+) -> "Tensor | None":
     """The order in which to read the rows of q, k or q, k, v, so that numbers of a head of q or k
     that rotate together, or not at all, are D/2 apart; None: as they are. They are stored next to
     each other if `is_paired`, else half of the rotating part apart."""
+    import torch  # which the flags' `FAMILIES` do not need
+
     D = config.head_dim
     rotating = config.rope.rotary_dim or D
     num_values = {"q_proj": 0, "k_proj": 0, "qkv_proj": config.num_kv_heads}

@@ -24,7 +24,7 @@ from torch import Tensor
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import CheckedPolicy, ChunkRetrieval, Policy
 from minitri.core.model.block import empty_queries
-from minitri.core.model.cache import Cache
+from minitri.core.model.cache import Cache, plain_slots
 from minitri.core.model.llama import Llama
 from minitri.core.settings import SpeculationConfig, round_up_to_stride
 
@@ -58,7 +58,8 @@ class RetrievalCache(Cache):
         self.max_budget = max(budgets)
         slots = round_up_to_stride(self.max_budget + speculation.room)
         small = (L, B, K, slots, D)
-        super().__init__(*model.execution.make_slots(small, model.dtype, model.device))
+        make_slots = model.execution.make_slots or plain_slots
+        super().__init__(*make_slots(small, model.dtype, model.device))
         self.queries_LBTHD = empty_queries(model, B, speculation.max_block)
         """Rotated queries of the latest block of the target, whose passes write them."""
         # Queries of each row's latest tokens, in pieces (L, T, H, D): the last W tokens count.

@@ -3,23 +3,24 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-from torch import Tensor
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
-from minitri.core.model.cache import Cache, Slots, plain_slots
-from minitri.core.settings import SamplingParams
+    from minitri.core.model.cache import Cache, Slots
+    from minitri.core.settings import SamplingParams
 
 Answer = TypeVar("Answer")
 Round = Callable[
-    [Cache, list[list[int]], Tensor, Sequence[SamplingParams], int], tuple[Tensor, Tensor]
+    ["Cache", list[list[int]], "Tensor", "Sequence[SamplingParams]", int], tuple["Tensor", "Tensor"]
 ]
 """One round of a draft model in one call: takes its cache, each row's new tokens, uniform numbers
 (B, N), sampling settings and V; returns N guesses (B, N) and their distributions (B, N, V)."""
 
 # A function that allocates empty keys and values of shape (..., S, D).
-MakeSlots = Callable[[tuple[int, ...], torch.dtype, torch.device], tuple[Slots, Slots]]
+MakeSlots = Callable[[tuple[int, ...], "torch.dtype", "torch.device"], tuple["Slots", "Slots"]]
 
 
 class Ranks:
@@ -28,7 +29,7 @@ class Ranks:
     rank = 0
     count = 1
 
-    def sum(self, x: Tensor) -> Tensor:
+    def sum(self, x: "Tensor") -> "Tensor":
         """Replaces x by the sum of all ranks' tensors, and returns it."""
         return x
 
@@ -51,10 +52,10 @@ class Execution:
     is_row_invariant: bool = False  # bits of a row in a short pass do not depend on other rows
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # `Stack` enters in steps
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
-    probs: Callable[[Tensor, SamplingParams], Tensor] | None = None  # replaces probs_from_logits
-    round: Round | None = None  # all passes of a draft model's round in one call
+    probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
+    round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`
-    make_slots: MakeSlots = plain_slots  # in the layout that kernels read
+    make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
     fingerprint: str = ""  # a digest of the files of the weights, if there are any

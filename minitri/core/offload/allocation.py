@@ -9,6 +9,7 @@ import torch
 from minitri.core.caches.full import FullCache
 from minitri.core.errors import InputError
 from minitri.core.log import log
+from minitri.core.model.cache import plain_slots
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
@@ -57,7 +58,7 @@ def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = 
         elif shape.generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == L:
-            return FullCache.allocate(target, *size, target.execution.make_slots)
+            return FullCache.allocate(target, *size, target.execution.make_slots or plain_slots)
         log.debug("KV cache: %d of %d layers are on %s", on_chip, L, device)
         return OffloadedFullCache(target, *size, on_chip=on_chip, host=host)
     except (RuntimeError, OSError):  # out of memory, on CUDA too
