@@ -43,7 +43,7 @@ WRONG = {
     "coupled": [1, None],
     "temperature": [-1, 1e-9, 101, math.nan, "1", None, True],
     "top_k": [-1, 2.5],
-    "logit_bias": [{-1: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
+    "logit_bias": [{-1: 1}, {1.5: 1}, {1: 101}, {1: math.nan}, [1], {"a": 1}, 5],
     "bad_words": [("",), 3, ("\ud800",)],
     "grammar": ["x", {}],
     "max_new_tokens": [0, 8.0, 2**31, None],

@@ -12,7 +12,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import minitri
 from minitri.apps.cli import arguments
@@ -72,8 +72,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    add("--prompt-tokens", dest="max_prompt_tokens", type=int, metavar="N", help="of each prompt")
-    add("--new-tokens", dest="max_new_tokens", type=int, metavar="N", help="to generate")
+    number: dict[str, Any] = {"type": arguments.whole, "metavar": "N"}
+    add("--prompt-tokens", dest="max_prompt_tokens", help="of each prompt", **number)
+    add("--new-tokens", dest="max_new_tokens", help="to generate", **number)
     arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
     arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
     arguments.add_flags(parser, *arguments.MEMORY)

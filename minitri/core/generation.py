@@ -21,7 +21,7 @@ from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, as_fault, running
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
-from minitri.core.scheduler import Scheduler
+from minitri.core.scheduler import Chunk, Scheduler, Start, Step
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
 
@@ -155,15 +155,17 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 if self._make_row is None:
                     return
                 yield Idle()
-            for work, rows in self._scheduler.turn(stack.cascade.active):
+            for work in self._scheduler.turn(stack.cascade.active):
                 started = time.perf_counter()  # stopped before each yield: the caller takes time
-                if work == "read":
-                    events: Iterable[Event] = [self._read_chunk(stack, rows[0])]
-                else:
-                    emitted = stack.start(rows) if work == "start" else stack.step()
-                    events = self._emit(stack, emitted)
+                match work:
+                    case Chunk(b):
+                        events: Iterable[Event] = [self._read_chunk(stack, b)]
+                    case Start(rows):
+                        events = self._emit(stack, stack.start(rows))
+                    case Step():
+                        events = self._emit(stack, stack.step())
                 seconds = time.perf_counter() - started
-                if work == "step":
+                if isinstance(work, Step):
                     self.stats.decode_seconds += seconds
                 else:
                     self.stats.prefill_seconds += seconds

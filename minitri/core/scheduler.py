@@ -8,7 +8,7 @@ reads short prompts first. The scheduler holds no tensor and calls no model.
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from dataclasses import dataclass
 
 from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
@@ -16,9 +16,23 @@ from minitri.core.shape import MemoryShape
 OLDEST_EVERY = 4  # chunks, and admissions of a client, of an open run: one is of the oldest request
 
 
-Work = tuple[Literal["read", "start", "step"], list[int]]
-"""A part of a turn, for these rows of the batch: read the next chunk of the prompt of one, sample
-the first token of those whose prompts have been read, or decode one step of all that have begun."""
+@dataclass(frozen=True)
+class Chunk:
+    """Work of a turn: read the next chunk of the prompt of row b."""
+
+    b: int  # row of the batch
+
+
+@dataclass(frozen=True)
+class Start:
+    """Work of a turn: sample the first token of these rows, whose prompts have been read."""
+
+    rows: list[int]  # rows of the batch
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work of a turn: decode one step of all rows that have started."""
 
 
 class Scheduler:
@@ -107,20 +121,20 @@ class Scheduler:
         if not num_left:
             del self.unread[b]
 
-    def turn(self, active: Sequence[bool]) -> Iterator[Work]:
+    def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
         """Yields the work of one turn. `active[b]`: row b has its first token, and can decode."""
         has_started = [*active]  # before this turn, which changes `active`
         if self.unread:
-            yield "read", [self._next_to_read()]
+            yield Chunk(self._next_to_read())
             # A closed run reads all prompts before it starts rows, unless some decode already.
             interleaves = any(has_started) and not self._is_offloaded
             if self.unread and not (self._is_open or interleaves):
                 return
         ready = [b for b in self.running if not has_started[b] and b not in self.unread]
         if ready:
-            yield "start", ready
+            yield Start(ready)
         if any(has_started):
-            yield "step", [b for b, on in enumerate(active) if on]
+            yield Step()
 
     def _next_to_read(self) -> int:
         """The row whose prompt is read next: the oldest, or in open runs mostly the shortest."""

@@ -84,7 +84,10 @@ class SamplingParams:
     def __post_init__(self) -> None:
         check_fields(self)
         try:  # keys of JSON are strings
-            bias = {int(token): float(number) for token, number in dict(self.logit_bias).items()}
+            bias = {
+                int(token) if str(token).encode().isdigit() else -1: float(number)
+                for token, number in dict(self.logit_bias).items()
+            }
         except (TypeError, ValueError, OverflowError):
             bias = {-1: 0.0}
         if not all(0 <= t <= MAX_COUNT and abs(number) <= 100 for t, number in bias.items()):

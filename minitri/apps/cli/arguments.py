@@ -117,7 +117,8 @@ class OneLineParser(argparse.ArgumentParser):
         flags: dict[str, str] = {}
         for flag, action in self._option_string_actions.items():
             if flag.startswith("--"):
-                flags = dict.fromkeys((flag[2:].replace("-", "_"), action.dest), flag) | flags
+                flags[flag[2:].replace("-", "_")] = flag
+                flags.setdefault(action.dest, flag)
 
         def spelled(match: re.Match[str]) -> str:
             name, value = match.groups()
@@ -139,9 +140,16 @@ class OneLineParser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
+def whole(text: str) -> int:
+    """The type of a flag for a whole number, in digits from 0 to 9."""
+    if not text.removeprefix("-").encode().isdigit():
+        raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no whole number")
+    return int(text)
+
+
 def positive(text: str) -> int:
     """The type of a flag that no settings class checks, for a whole number above 0."""
-    if (number := int(text)) < 1:
+    if (number := whole(text)) < 1:
         raise ValueError
     return number
 
@@ -181,7 +189,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options["type"] = lambda text: text.split(":")  # which the settings check
         elif "range" in field.metadata:  # which `check_flags` checks
             is_whole = isinstance(field.metadata["range"][0], int)
-            options |= {"type": int, "metavar": "N"} if is_whole else {"type": float}
+            options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
         else:
             options["choices"] = field.metadata.get("choices")
         short = [SHORT[field.name]] if field.name in SHORT else []

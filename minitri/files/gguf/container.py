@@ -7,7 +7,6 @@ that takes 4 s, here 0.1 s, and for a damaged header it makes millions of object
 import math
 import mmap
 import os
-import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,9 +44,8 @@ def _number(pages: mmap.mmap, kind: str = "u8") -> Any:
 
 
 def _text(pages: mmap.mmap) -> str:
-    """The next text. One that the file's end cuts off is its last value, and more are missing."""
-    (length,) = struct.unpack("<Q", pages.read(8))
-    return pages.read(length).decode()
+    """The next text. Raises `ValueError` for one that the file's end cuts off."""
+    return bytes(_numbers(pages, "u1", _number(pages))).decode()
 
 
 def _value(pages: mmap.mmap) -> Any:

@@ -34,11 +34,12 @@ minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --prompt x --demo | --demo: not allowed with argument
 minitri.generate --system Short! | --system has a text, .* add --chat
-minitri.generate -n 1.5 | -n/--max-new-tokens: invalid int value: '1.5'
+minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number; see
+minitri.apps.bench --seeds 1_0 | --seeds: '1_0' is no whole number; see
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --output OUT | ^--ray and --output are for many prompts; give --prompts
 minitri.generate --replicas 2 | is for --ray; add it
-minitri.generate --logit-bias x:1 | ^--logit-bias is .* it must map token ids to numbers
+minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers
 minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
 minitri.generate --prompts tiny/config.json --ray local --output OUT | import of ray .*; pip
 minitri.generate --top-p nan | ^--top-p is nan
