@@ -24,8 +24,9 @@ SCALES = {"embedding_scale": 6.0, "attention.scale": 0.11, "logit_scale": 3.0}
 FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3, 1.5, 1.6], "long_factor": [1, 2, 3, 4, 5, 6.0]}
 LONGROPE = {"rope_type": "longrope", "partial_rotary_factor": 0.75, **FACTORS}
 TRAINED = "original_max_position_embeddings"
-LONG = {"rope_parameters": LONGROPE, TRAINED: 64}
+LONG = {"rope_parameters": LONGROPE, TRAINED: 64, "sliding_window": 600}
 PARTIAL = {"rope.dimension_count": 12, "rope.scaling.original_context_length": 64}
+PARTIAL |= {"attention.sliding_window": 600}
 KINDS = {
     "granite": (
         {**MULTIPLIERS, "residual_multiplier": 0.4, "tie_word_embeddings": True},

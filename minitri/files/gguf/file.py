@@ -85,6 +85,9 @@ class GgufFile:
                 },
                 name,
             )
+            window = settings.get("attention.sliding_window", 0)
+            if self._architecture == "phi3" and window >= config.context_length:
+                del settings["attention.sliding_window"]
             require(settings, read_table("gguf_only"), self.path.name)
             rope = config.rope
             if divisors := self._numbers("rope_freqs.weight"):
