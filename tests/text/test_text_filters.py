@@ -182,3 +182,11 @@ def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
         assert torch.allclose(output.probs_BNV[0, n].double(), wanted_V, atol=1e-6)
         raw_V = fresh_read(model, [*prompt, *guesses[:n]])[1][-1]
         assert torch.allclose(output.logits_BNV[0, n], raw_V, atol=1e-4)
+
+
+def test_a_long_bad_word_is_seen_next_to_short_ones():
+    filters = TextFilters(SamplingParams(), PROMPT, 4, bad_words=[[2], [*PROMPT, 3]])
+    filters.extend(PROMPT)
+    logits_NV = torch.zeros(1, 4)
+    filters.apply(logits_NV, [[]])
+    assert logits_NV.isinf().tolist() == [[False, False, True, True]]
