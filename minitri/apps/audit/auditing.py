@@ -3,6 +3,7 @@
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
 """
 
+import contextlib
 import json
 import os
 from argparse import Namespace
@@ -32,7 +33,8 @@ def build_parser() -> OneLineParser:
 def run_command(args: Namespace) -> int:
     """Runs all checks; returns the exit code."""
     client = connect(args.url, args.api_key or os.environ.get("MINITRI_API_KEY"), args.model)
-    rows = [*audit(client, args.num_tokens)]
+    with contextlib.closing(client.http):
+        rows = [*audit(client, args.num_tokens)]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     if args.json:
         report = {
