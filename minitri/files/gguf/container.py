@@ -7,6 +7,7 @@ that takes 4 s, here 0.1 s, and for a damaged header it makes millions of object
 import math
 import mmap
 import os
+import struct
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,10 @@ def _number(pages: mmap.mmap, kind: str = "u8") -> Any:
 
 def _text(pages: mmap.mmap) -> str:
     """The next text. Raises `ValueError` for one that the file's end cuts off."""
-    return bytes(_numbers(pages, "u1", _number(pages))).decode()
+    (length,) = struct.unpack("<Q", pages.read(8))
+    if len(text := pages.read(length)) < length:
+        raise ValueError("it ends in the middle of a text")
+    return text.decode()
 
 
 def _value(pages: mmap.mmap) -> Any:
