@@ -6,6 +6,7 @@ Code in a pickle is refused, never run. Only regular files are opened.
 import json
 import warnings
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class Folder:
         """Whether the config says that the weights are stored in bfloat16."""
         return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
 
-    @property
+    @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
         """The content of tokenizer_config.json, with that of other files which complete it."""
         settings = read_json(self.path / "tokenizer_config.json")
