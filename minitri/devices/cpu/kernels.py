@@ -141,8 +141,8 @@ class Kernels:
     ) -> Tensor:
         """Linear layer x W^T + bias, (..., N), in the dtype of x, or float32 if `is_wide`. `weight`
         is (N, E) in x's dtype, or quantized as in `quantized.py`. The `kernel` "linear" is for few
-        rows, "product" for many: it sums over E in order, in float32. With either a row's bits
-        depend neither on other rows nor on their number."""
+        rows, "product" for many: with plain weights it sums over E in order, in float32. With
+        either a row's bits depend neither on other rows nor on their number."""
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)

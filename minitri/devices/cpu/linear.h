@@ -106,17 +106,25 @@ template <class Op> struct Plain {
         FOR_TILE(M, N) sum[m][o] = local[m][o];
     }
 
-    // out (M, count) = M rows times `count` rows of the weights from `first` on, at most OUTPUTS.
-    template <int M>
-    void multiply(const Rows<typename Op::Unit>& rows, int64_t first, int count, float* out,
-                  int64_t stride) const {
-        constexpr int N = tile_vectors(M);
-        for (; count > 0; count -= N, first += N, out += N) {
-            Vec sum[M][N];
-            const int some = std::min(count, N);
-            dots<M, N>(rows, first, some, sum);
-            for (int m = 0; m < M; ++m)
-                for (int o = 0; o < some; ++o) out[m * stride + o] = sum_lanes(sum[m][o]);
+    // out (R, count) = R rows of x times `count` rows of the weights from `first` on.
+    void multiply(const Rows<typename Op::Unit>& rows, int64_t R, int64_t first, int64_t count,
+                  float* out, int64_t stride) const {
+        const int64_t num_parts = std::max<int64_t>(1, (R + ROWS - 1) / ROWS);
+        const int64_t together = (R + num_parts - 1) / num_parts;
+        for (int64_t o = 0; o < count; o += OUTPUTS) {
+            for (int64_t r = 0; r < R; r += together) {
+                with_constant<ROWS>(int(std::min(together, R - r)), [&](auto M) {
+                    constexpr int N = tile_vectors(M);
+                    for (int64_t n = o; n < std::min(o + OUTPUTS, count); n += N) {
+                        Vec sum[M][N];
+                        const int some = int(std::min<int64_t>(N, count - n));
+                        dots<M, N>(rows.from(r), first + n, some, sum);
+                        for (int m = 0; m < M; ++m)
+                            for (int i = 0; i < some; ++i)
+                                out[(r + m) * stride + n + i] = sum_lanes(sum[m][i]);
+                    }
+                });
+            }
         }
     }
 };
@@ -126,69 +134,91 @@ template <class T, int BITS> struct Quantized : Layout<BITS> {
     using Operand = ShortPairs<T>;
     using Form = Layout<BITS>;
     static constexpr bool IS_PLAIN = false;
-    static constexpr int ROWS = REGISTERS / 4, OUTPUTS = PANEL;  // of a tile
-    static constexpr int64_t FAR = 32768;  // bytes that weights are fetched ahead
+    static constexpr int ROWS = REGISTERS / 4;  // of a tile
+    static constexpr int PAIRS = GROUP / 2, ALL = PANEL / LANES;
+    static constexpr int64_t FAR = 32768;   // bytes that weights are fetched ahead
+    static constexpr int64_t TOGETHER = 8;  // groups that are unpacked at once, for many rows
     Quantized(const LinearArguments& a, bool is_nested) : Form(a.weights, a.E, is_nested) {}
 
-    // As of `Plain`, but of the whole panel of row `first`.
-    template <int M>
-    __attribute__((flatten)) void multiply(const Rows<ShortGroup>& rows, int64_t first, int,
-                                           float* out, int64_t stride) const {
-        constexpr int ALL = PANEL / LANES, PAIRS = GROUP / 2 / Form::SCALES;
-        constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
-        const uint8_t* panel = Form::panel_of(first);
-        const int64_t group_bytes = Form::panel_bytes / Form::groups;
-        for (int lane = 0; lane < PANEL; lane += V * LANES) {
-            Vec total[M][V] = {};
-            for (int64_t g = 0; g < Form::groups; ++g) {
-                const uint8_t* later = panel + g * group_bytes + FAR;
-#pragma GCC unroll 9
-                for (int line = 0; line <= BITS; ++line)
-                    __builtin_prefetch(later + line * 64, 0, L2);
-                const ShortGroup* x = rows.x + g * rows.step;
-                const uint8_t* words = Form::words_of(panel, g, lane);
+    // total (M rows, V vectors of a panel from `first` on) += the products of group g. `unpack`
+    // gives q of a pair of inputs; `factor` scales of a part of the group, after them offsets.
+    template <int M, int V, class Unpack, class Factor>
+    static void add(const ShortGroup* x, int64_t g, int first, Vec total[M][V], Unpack&& unpack,
+                    Factor&& factor) {
+        constexpr int HALF = PAIRS / Form::SCALES;
 #pragma GCC unroll 2
-                for (int part = 0; part < Form::SCALES; ++part) {
-                    Ints sum[M][V] = {};
-                    if (BITS == 6) FOR_TILE(M, V) sum[m][o] += x[m].corrections[part];
+        for (int part = 0; part < Form::SCALES; ++part) {
+            Ints sum[M][V] = {};
+            if (BITS == 6) FOR_TILE(M, V) sum[m][o] += x[m].corrections[part];
 #pragma GCC unroll 16
-                    for (int i = 0; i < PAIRS; ++i) {
-                        const int pair = part * PAIRS + i;
-                        Shorts q[V];
+            for (int pair = part * HALF; pair < (part + 1) * HALF; ++pair) {
+                Shorts q[V];
 #pragma GCC unroll 4
-                        for (int v = 0; v < V; ++v)
-                            q[v] = Form::unpack(words + v * LANES * 4, pair);
-                        FOR_TILE(M, V)
-                        sum[m][o] = multiply_pairs(sum[m][o], q[o], x[m].pairs[pair]);
-                    }
-                    FOR_TILE(M, V)
-                    total[m][o] += Form::scale(panel, g, part, lane + o * LANES) * x[m].scale *
-                                   as_floats(sum[m][o]);
-                }
-                if (!Form::HAS_OFFSETS) continue;
-                FOR_TILE(M, V) total[m][o] += Form::offset(panel, g, lane + o * LANES) * x[m].sum;
+                for (int v = 0; v < V; ++v) q[v] = unpack(g, pair, first + v);
+                FOR_TILE(M, V) sum[m][o] = multiply_pairs(sum[m][o], q[o], x[m].pairs[pair]);
             }
-            FOR_TILE(M, V) store(out + m * stride + lane + o * LANES, total[m][o]);
+            FOR_TILE(M, V)
+            total[m][o] += factor(g, part, first + o) * x[m].scale * as_floats(sum[m][o]);
+        }
+        if (!Form::HAS_OFFSETS) return;
+        FOR_TILE(M, V) total[m][o] += factor(g, Form::SCALES, first + o) * x[m].sum;
+    }
+
+    // out (R, PANEL) = R rows of x times the panel of row `row`, with the same bits for any R. For
+    // many rows weights are unpacked before, else when they are used.
+    __attribute__((flatten)) void multiply(const Rows<ShortGroup>& rows, int64_t R, int64_t row,
+                                           int64_t, float* out, int64_t stride) const {
+        const bool is_many = R > 2 * ROWS;
+        const uint8_t* panel = Form::panel_of(row);
+        const int64_t group_bytes = Form::panel_bytes / Form::groups;
+        const int64_t together = is_many ? TOGETHER : Form::groups;
+        Shorts qs[TOGETHER][PAIRS][ALL];
+        Vec factors[TOGETHER][Form::SCALES + 1][ALL];
+        auto unpack = [&](int64_t g, int pair, int v) {
+            return Form::unpack(Form::words_of(panel, g, v * LANES), pair);
+        };
+        auto factor = [&](int64_t g, int part, int v) {
+            return Form::factor(panel, g, part, v * LANES);
+        };
+        auto ready = [&](int64_t g, int pair, int v) { return pinned(qs[g % TOGETHER][pair][v]); };
+        auto ready_factor = [&](int64_t g, int p, int v) { return factors[g % TOGETHER][p][v]; };
+        for (int64_t from = 0; from < Form::groups; from += together) {
+            const int64_t to = std::min(from + together, Form::groups);
+            for (int64_t g = from; is_many && g < to; ++g) {
+                for (int v = 0; v < ALL; ++v) {
+#pragma GCC unroll 16
+                    for (int pair = 0; pair < PAIRS; ++pair)
+                        qs[g % TOGETHER][pair][v] = unpack(g, pair, v);
+                    for (int part = 0; part < Form::SCALES + Form::HAS_OFFSETS; ++part)
+                        factors[g % TOGETHER][part][v] = factor(g, part, v);
+                }
+            }
+            for (int64_t r = 0; r < R; r += ROWS) {
+                with_constant<ROWS>(int(std::min<int64_t>(ROWS, R - r)), [&](auto M) {
+                    constexpr int V = M * ALL <= REGISTERS / 2 ? ALL : 1;  // vectors at once
+                    for (int first = 0; first < ALL; first += V) {
+                        float* at = out + r * stride + first * LANES;
+                        Vec total[M][V] = {};
+                        if (from) FOR_TILE(M, V) total[m][o] = load(at + m * stride + o * LANES);
+                        for (int64_t g = from; g < to; ++g) {
+                            const ShortGroup* x = rows.x + g * rows.step + r;
+                            if (is_many) {
+                                add<M, V>(x, g, first, total, ready, ready_factor);
+                                continue;
+                            }
+#pragma GCC unroll 9
+                            for (int line = 0; line <= BITS; ++line)
+                                __builtin_prefetch(panel + g * group_bytes + FAR + line * 64, 0,
+                                                   L2);
+                            add<M, V>(x, g, first, total, unpack, factor);
+                        }
+                        FOR_TILE(M, V) store(at + m * stride + o * LANES, total[m][o]);
+                    }
+                });
+            }
         }
     }
 };
-
-// out (R, count) = x times `count` rows of the weights from `first` on.
-template <class Weights>
-void linear_chunk(const Weights& w, const Rows<typename Weights::Operand::Unit>& rows, int64_t R,
-                  int64_t first, int64_t count, float* out, int64_t stride) {
-    const int64_t num_parts = std::max<int64_t>(1, (R + Weights::ROWS - 1) / Weights::ROWS);
-    const int64_t together = (R + num_parts - 1) / num_parts;
-    for (int64_t o = 0; o < count; o += Weights::OUTPUTS) {
-        for (int64_t r = 0; r < R; r += together) {
-            const int M = int(std::min<int64_t>(together, R - r)),
-                      some = int(std::min<int64_t>(Weights::OUTPUTS, count - o));
-            with_constant<Weights::ROWS>(M, [&](auto m) {
-                w.template multiply<m>(rows.from(r), first + o, some, out + r * stride + o, stride);
-            });
-        }
-    }
-}
 
 // Rows of x as packed columns of a matrix unit, padded with zero rows to a multiple of 16.
 template <class Op> Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, int64_t R) {
@@ -204,11 +234,11 @@ template <class Op> Columns<Op> columns_of(const Rows<typename Op::Unit>& rows, 
     return {to, LANES, rows.stride * LANES};
 }
 
-// `linear_chunk` by a matrix unit: weights are its rows (M = 16), x its columns. Weights are read
+// `multiply` by a matrix unit: weights are its rows (M = 16), x its columns. Weights are read
 // in place unless there are fewer than 16 rows or E is no multiple of 32.
 template <class Op>
-void linear_chunk_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_t R, int64_t first,
-                          int64_t count, float* out, int64_t stride) {
+void multiply_by_unit(const Plain<Op>& w, const Columns<Op>& columns, int64_t R, int64_t first,
+                      int64_t count, float* out, int64_t stride) {
     using Unit = typename Op::Unit;
     static thread_local Scratch<Unit> padded_memory;
     static thread_local Scratch<float> sum_memory;
@@ -294,18 +324,18 @@ template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& 
     using T = typename Op::Stored;
     constexpr bool IN_GROUPS = std::is_same<Op, ShortPairs<T>>::value;
     static thread_local Scratch<typename Op::Unit> row_memory;
-    static thread_local Scratch<float> wide_memory;
     const int64_t padded = (a.E + 63) / 64 * 64, units = padded / Op::STEP;
     auto* x = row_memory.get(a.R * units);
-    float* wide = wide_memory.get(padded);
-    for (int64_t r = 0; r < a.R; ++r) {
+    Pool::get().run(a.R, a.R * a.E, a.num_threads, [&](int64_t r) {
+        static thread_local Scratch<float> wide_memory;
+        float* wide = wide_memory.get(padded);
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         std::fill(wide, wide + padded, 0.0f);
         for (int64_t e = 0; e < a.E; ++e) wide[e] = widen(from[e]);
         if (a.norm != nullptr) norm_row(wide, static_cast<const T*>(a.norm), a.E, a.eps);
         if constexpr (IN_GROUPS) quantize_row(wide, units, x + r, a.R);
         else Op::from_floats(wide, int(padded), x + r * units);
-    }
+    });
     return IN_GROUPS ? Rows<typename Op::Unit>{x, 1, a.R} : Rows<typename Op::Unit>{x, units};
 }
 
@@ -325,11 +355,10 @@ template <class Weights> void linear(const Weights& weights, const LinearArgumen
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);
         auto multiply = [&](int64_t first, int64_t count, float* out) {
-            if constexpr (Weights::IS_PLAIN) {
+            if constexpr (Weights::IS_PLAIN)
                 if (by_unit)
-                    return linear_chunk_by_unit(weights, columns, a.R, first, count, out, CHUNK);
-            }
-            linear_chunk(weights, rows, a.R, first, count, out, CHUNK);
+                    return multiply_by_unit(weights, columns, a.R, first, count, out, CHUNK);
+            weights.multiply(rows, a.R, first, count, out, CHUNK);
         };
         if (by_unit) MatrixUnit<Op>::use(LANES);
         for (int64_t chunk = task * per_task; chunk < last; ++chunk) {

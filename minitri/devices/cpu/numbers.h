@@ -88,18 +88,25 @@ template <class Byte> inline Ints load_bytes(const uint8_t* p) {
 }
 inline Shorts load_shorts(const uint8_t* p) { return *reinterpret_cast<const Shorts*>(p); }
 
+// A vector kept in a register: GCC neither loads it again for every use nor changes the order of
+// additions, which would need more registers.
+template <class V> inline V pinned(V v) {
+#if defined(HAS_AVX512)
+    asm("" : "+v"(v));
+#elif defined(HAS_AVX2)
+    asm("" : "+x"(v));
+#endif
+    return v;
+}
+
 // sum + the products of two int16 in each lane of `pairs` with the two of `both`.
 inline Ints multiply_pairs(Ints sum, Shorts pairs, uint32_t both) {
 #if defined(HAS_AVX512) && defined(__AVX512VNNI__)
     return (Ints)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(int(both)));
 #elif defined(HAS_AVX512)
-    sum += (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(int(both)));
-    asm("" : "+v"(sum));  // no other order of additions: it would need more registers
-    return sum;
+    return pinned(sum + (Ints)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(int(both))));
 #elif defined(HAS_AVX2)
-    sum += (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(int(both)));
-    asm("" : "+x"(sum));  // no other order of additions: it would need more registers
-    return sum;
+    return pinned(sum + (Ints)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(int(both))));
 #endif
     return sum + ((Ints)pairs << 16 >> 16) * int16_t(both) +
            ((Ints)pairs >> 16) * int16_t(both >> 16);

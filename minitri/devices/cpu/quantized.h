@@ -53,17 +53,15 @@ template <int BITS> struct Layout {
         return panel + g * BITS * WORD_BYTES + lane * 4;
     }
 
-    // Scales of a part of a group, for the rows of a panel from `lane` on; all products are exact.
-    Vec scale(const uint8_t* panel, int64_t g, int part, int lane) const {
-        if (!is_nested) return halves_at(panel + scales, g, lane);
-        const uint8_t* bytes = panel + in_units + (g * SCALES + part) * PANEL + lane;
+    // Scales of a part of a group, or, after the last part, its offsets, for the rows of a panel
+    // from `lane` on; all products are exact.
+    Vec factor(const uint8_t* panel, int64_t g, int part, int lane) const {
+        const uint8_t* halves = panel + (part < SCALES ? scales : offsets);
+        if (!is_nested) return halves_at(halves, g, lane);
+        const int64_t place = part < SCALES ? g * SCALES + part : groups + g;
+        const uint8_t* bytes = panel + in_units + place * PANEL + lane;
         const Ints count = HAS_OFFSETS ? load_bytes<uint8_t>(bytes) : load_bytes<int8_t>(bytes);
-        return halves_at(panel + scales, g / 8, lane) * as_floats(count);
-    }
-    Vec offset(const uint8_t* panel, int64_t g, int lane) const {
-        if (!is_nested) return halves_at(panel + offsets, g, lane);
-        const uint8_t* bytes = panel + in_units + (groups + g) * PANEL + lane;
-        return halves_at(panel + offsets, g / 8, lane) * as_floats(load_bytes<uint8_t>(bytes));
+        return halves_at(halves, g / 8, lane) * as_floats(count);
     }
 
     // Where halves of a group's words have q of a pair of inputs: calls `use` with a word, the
@@ -100,15 +98,15 @@ template <int BITS> struct Layout {
     void dequantize(const uint8_t* panel, int64_t g, int lane, Vec numbers[GROUP]) const {
         const uint8_t* words = words_of(panel, g, lane);
         for (int part = 0; part < SCALES; ++part) {
-            const Vec factor = scale(panel, g, part, lane);
-            const Vec added = HAS_OFFSETS ? offset(panel, g, lane) : Vec{};
+            const Vec scale = factor(panel, g, part, lane);
+            const Vec added = HAS_OFFSETS ? factor(panel, g, SCALES, lane) : Vec{};
 #pragma GCC unroll 16
             for (int i = 0; i < GROUP / 2 / SCALES; ++i) {
                 const int pair = part * GROUP / 2 / SCALES + i;
                 const Shorts q = unpack(words, pair) - uint16_t(BITS == 6 ? 32 : 0);
                 const Vec even = as_floats((Ints)q << 16 >> 16), odd = as_floats((Ints)q >> 16);
-                numbers[2 * pair] = HAS_OFFSETS ? factor * even + added : factor * even;
-                numbers[2 * pair + 1] = HAS_OFFSETS ? factor * odd + added : factor * odd;
+                numbers[2 * pair] = HAS_OFFSETS ? scale * even + added : scale * even;
+                numbers[2 * pair + 1] = HAS_OFFSETS ? scale * odd + added : scale * odd;
             }
         }
     }

@@ -139,7 +139,10 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E):
             assert torch.equal(alone, got[:, rows])
         many = {"num_outputs": N, "bias": bias, "kernel": "product"}
         product = kernels.linear(x[0], weight, form, **many)
-        assert (product - exact[0]).abs().max() < 3 * TOLERANCE[dtype]
+        if form == Form.PLAIN:
+            assert (product - exact[0]).abs().max() < 3 * TOLERANCE[dtype]
+        elif not is_wide:
+            assert torch.equal(product, got[0])
         assert torch.equal(kernels.linear(x[0, -1:], weight, form, **many), product[-1:])
 
 
