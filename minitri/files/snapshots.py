@@ -7,12 +7,14 @@ file. Only the file's owner can read it. A symbolic link is followed.
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,11 +68,11 @@ class Origin:
 def origin_of(model: Llama) -> Origin:
     """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
-    if execution.ranks.count > 1 or not execution.fingerprint:
+    if execution.ranks.count > 1 or not execution.fingerprint():
         got = f"the KV cache of {model.config.name} is neither saved nor loaded"
         why = "it was not read from a file, or is divided among processes"
         raise InputError(f"{got}: {why}; use a model of a file in one process")
-    return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
+    return Origin(model.config, model.dtype, execution.fingerprint(), execution.computed_by)
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
@@ -137,6 +139,25 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def fingerprint_of(files: list[Path], form: object) -> Callable[[], str]:
+    """A function that digests files of weights, and how memory holds them, when first called, as
+    that takes a second for 2 GB. It raises `InputError` if a file was changed in the meantime."""
+    seen = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    @functools.cache
+    def fingerprint() -> str:
+        with explain("the files of the weights cannot be identified", "load the model again"):
+            sums: list[int] = []
+            for path in files:
+                with path.open("rb") as file:
+                    sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
+            if seen != [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]:
+                raise ValueError("they were changed after they were read")
+        return hashlib.sha256(repr((sums, form)).encode()).hexdigest()
+
+    return fingerprint
 
 
 def checksum(facts: dict[str, str], *tensors: Tensor) -> int:

@@ -120,6 +120,14 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
         minitri.load(other, **settings).load_kv(saved[0])
 
 
+def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(folder, tmp_path):
+    other = minitri.load(shutil.copytree(folder, tmp_path / "other"), device="cpu")
+    say(other, [1, 2, 3])
+    (tmp_path / "other/model.safetensors").touch()
+    with refused("changed after they were read", "load the model again"):
+        other.save_kv(tmp_path / "x")
+
+
 def test_a_file_is_its_owners_and_a_link_is_followed(saved, engine, tmp_path):
     engine.load_kv(saved[0])
     old = os.umask(0)
