@@ -3,7 +3,7 @@
 A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of both and of
 the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
 in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
-file. Only the file's owner can read it. A symbolic link is followed.
+file. Only the file's owner can read it. It replaces nothing but another snapshot.
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
@@ -28,6 +28,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
 FORMAT = "minitri KV snapshot 3"
+START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
 
@@ -105,9 +106,8 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"
     with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
-        target = Path(name).resolve()
-        if target.exists() and not target.is_file():
-            raise ValueError("it is no regular file")
+        target = Path(name).absolute()
+        check_place(target)
         number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
         try:
             with os.fdopen(number, "wb") as file:
@@ -126,6 +126,19 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return num_tokens
+
+
+def check_place(path: Path) -> None:
+    """Raises `ValueError` unless a snapshot may be written to a path, as nothing is there, or a
+    snapshot. Links, devices and files of other programs stay."""
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError("its folder is missing, or must not be written to")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError("a link, folder or device is there")
+    if path.is_file():
+        with path.open("rb") as file:
+            if not file.read(99)[8:].startswith(START):
+                raise ValueError("another file is there, which would be lost")
 
 
 def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
