@@ -84,7 +84,6 @@ def run_command(args: argparse.Namespace) -> int:
     """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
     if args.system is not None and not args.chat:
         raise InputError("--system has a text, but nothing is a message; add --chat")
-    boot.check_save_kv(args)
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
     if args.prompts is None and (args.ray is not None or args.output is not None):
@@ -95,6 +94,7 @@ def run_command(args: argparse.Namespace) -> int:
         from minitri.apps.cluster.batch import on_replicas
 
         return many(args, on_replicas)
+    boot.check_save_kv(args)
     if args.prompts is not None:
         return many(args, answers)
     return several(args) if args.n > 1 else one(args)

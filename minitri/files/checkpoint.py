@@ -5,9 +5,7 @@ A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`).
 target's table a drafter would guess badly without an error, so its files hold a sample to compare.
 """
 
-import hashlib
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +32,7 @@ from minitri.files.families import read_table, unfused
 from minitri.files.gguf.blocks import FORMS
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder, is_there, lacking
-from minitri.files.snapshots import checksum
+from minitri.files.snapshots import fingerprint_of
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
 Checkpoint = Folder | GgufFile
@@ -78,6 +76,8 @@ def load_model(
     kernels = kernels_for(runtime.device, config) if runtime.ranks.count == 1 else None
     model = build(config, runtime, target, kernels)
     packed = keep_blocks(model, checkpoint, kernels, must_keep) if in_blocks else {}
+    fingerprint = fingerprint_of(checkpoint.files, sorted(packed))
+    model.execution = replace(model.execution, fingerprint=fingerprint)
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if target is not None and config.draft_of is not None:
         check_drafter(model, target, checkpoint.path)
@@ -130,26 +130,24 @@ def keep_blocks(
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
     """Copies named tensors into a model. Raises `InputError` unless they are exactly its weights; a
     tied LM head that equals its table, also in place of it, and buffers of RoPE may be there."""
-    missing = placements(model)
+    places = placements(model)
+    missing = {**places}
     head = "lm_head.weight"
     table = "model.embed_tokens.weight" if model.config.tie_word_embeddings else head
     unexpected = []
-    checksums = dict[str, Future[int]]()
     hidden = not progress or None  # None: where standard error is no terminal
     bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=hidden)
-    with bar, ThreadPoolExecutor(1) as thread:
+    with bar:
         for name, tensor in tensors:
             filled = table if name == head else name
-            if filled == table and filled in checksums:
-                if checksums[filled].result() != checksum({}, tensor):
+            part = share(name, tensor, model.execution.ranks)
+            if filled in missing:
+                copy_into(missing.pop(filled), part, f"{path}: {name}")
+                bar.update()
+            elif filled == table:
+                if not torch.equal(places[table], part.to(places[table])):
                     got = f"{path} has tie_word_embeddings=true, and a {head} of its own"
                     raise InputError(f"{got}; set that to false in its config.json")
-            elif filled in missing:
-                part = share(name, tensor, model.execution.ranks)
-                copy_into(missing.pop(filled), part, f"{path}: {name}")
-                wait(checksums.values())  # at most one tensor waits for its checksum
-                checksums[filled] = thread.submit(checksum, {}, tensor)
-                bar.update()
             elif not name.endswith("rotary_emb.inv_freq"):
                 unexpected.append(name)
     if missing or unexpected:
@@ -160,9 +158,6 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
             if f".{form}" in names:
                 advice = f"its weights are those of {kind}; use the original ones, or a GGUF file"
         raise InputError(f"{problem}: {shorten(names)}; {advice}")
-    facts = sorted((name, checksum.result()) for name, checksum in checksums.items())
-    fingerprint = hashlib.sha256(repr(facts).encode()).hexdigest()
-    model.execution = replace(model.execution, fingerprint=fingerprint)
 
 
 def placements(model: Llama) -> dict[str, Tensor]:

@@ -42,6 +42,11 @@ class Folder:
         return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
 
     @cached_property
+    def files(self) -> list[Path]:
+        """Paths of the weights."""
+        return weight_files(self.path)
+
+    @cached_property
     def tokenizer_config(self) -> dict[str, Any]:
         """The content of tokenizer_config.json, with that of other files which complete it."""
         settings = read_json(self.path / "tokenizer_config.json")
@@ -80,7 +85,7 @@ class Folder:
 
     def tensors(self, config: ModelConfig, *_: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields all weights by the names of a Llama, from one shard after the other."""
-        for file in weight_files(self.path):
+        for file in self.files:
             problem = f"{file} is damaged, or holds more than tensors, of which none was run"
             with explain(problem, "get it again as safetensors"):
                 if file.suffix == ".safetensors":

@@ -3,16 +3,18 @@
 A snapshot is a safetensors file with `tokens`, `kv` (L, 2, K, T, D) and a checksum of both and of
 the manifest in the header: weights, config, dtype and RoPE. The file is written under another name
 in the same folder and renamed when it is complete and on the disk, so a reader never sees half a
-file. Only the file's owner can read it. A symbolic link is followed.
+file. Only the file's owner can read it. It replaces nothing but another snapshot.
 Legend: L layers, B = 1 row, T tokens, K KV heads, D head dim.
 """
 
+import functools
 import hashlib
 import itertools
 import json
 import os
 import tempfile
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +28,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.core.model.llama import Llama
 
 FORMAT = "minitri KV snapshot 3"
+START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
 
@@ -66,11 +69,11 @@ class Origin:
 def origin_of(model: Llama) -> Origin:
     """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
-    if execution.ranks.count > 1 or not execution.fingerprint:
+    if execution.ranks.count > 1 or not execution.fingerprint():
         got = f"the KV cache of {model.config.name} is neither saved nor loaded"
         why = "it was not read from a file, or is divided among processes"
         raise InputError(f"{got}: {why}; use a model of a file in one process")
-    return Origin(model.config, model.dtype, execution.fingerprint, execution.computed_by)
+    return Origin(model.config, model.dtype, execution.fingerprint(), execution.computed_by)
 
 
 def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
@@ -103,9 +106,8 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     facts = origin.manifest | {"note": note}
     problem = f"cannot write {shorten(name)}"
     with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
-        target = Path(name).resolve()
-        if target.exists() and not target.is_file():
-            raise ValueError("it is no regular file")
+        target = Path(name).absolute()
+        check_place(target)
         number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
         try:
             with os.fdopen(number, "wb") as file:
@@ -126,6 +128,19 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     return num_tokens
 
 
+def check_place(path: Path) -> None:
+    """Raises `ValueError` unless a snapshot may be written to a path, as nothing is there, or a
+    snapshot. Links, devices and files of other programs stay."""
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError("its folder is missing, or must not be written to")
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        raise ValueError("a link, folder or device is there")
+    if path.is_file():
+        with path.open("rb") as file:
+            if not file.read(99)[8:].startswith(START):
+                raise ValueError("another file is there, which would be lost")
+
+
 def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
     """Header of a safetensors file with these facts and tensors: a JSON object after its length."""
     entries: dict[str, object] = {"__metadata__": facts}
@@ -137,6 +152,25 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
     text = json.dumps(entries).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
+
+
+def fingerprint_of(files: list[Path], form: object) -> Callable[[], str]:
+    """A function that digests files of weights, and how memory holds them, when first called, as
+    that takes a second for 2 GB. It raises `InputError` if a file was changed in the meantime."""
+    seen = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+    @functools.cache
+    def fingerprint() -> str:
+        with explain("the files of the weights cannot be identified", "load the model again"):
+            sums: list[int] = []
+            for path in files:
+                with path.open("rb") as file:
+                    sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
+            if seen != [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]:
+                raise ValueError("they were changed after they were read")
+        return hashlib.sha256(repr((sums, form)).encode()).hexdigest()
+
+    return fingerprint
 
 
 def checksum(facts: dict[str, str], *tensors: Tensor) -> int:

@@ -1,7 +1,6 @@
 """From flags to an engine that is ready: weights, threads, sampling, seed, a KV snapshot."""
 
 import contextlib
-import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +11,7 @@ from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.inputs import encode
 from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.cli.report import outline, where
-from minitri.core.errors import shorten
+from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
 from minitri.devices.parallel.ranks import join
@@ -83,9 +82,11 @@ def sampling_of(
 def check_save_kv(args: Namespace) -> None:
     """Raises `InputError`, before minutes of work, if the --save-kv file cannot be written."""
     if args.save_kv is not None:
-        path = Path(args.save_kv).absolute()
-        if path.is_dir() or not os.access(path.parent, os.W_OK):
-            raise InputError(f"--save-kv: cannot write {shorten(args.save_kv)}; name another file")
+        import_pytorch()
+        from minitri.files.snapshots import check_place
+
+        with explain(f"--save-kv: cannot write {shorten(args.save_kv)}", "name another file"):
+            check_place(Path(args.save_kv).absolute())
 
 
 @contextlib.contextmanager

@@ -58,4 +58,4 @@ class Execution:
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
-    fingerprint: str = ""  # a digest of the files of the weights, if there are any
+    fingerprint: Callable[[], str] = str  # digests the files of the weights; "" if there are none

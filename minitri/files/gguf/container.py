@@ -68,10 +68,11 @@ def _kind(pages: mmap.mmap) -> str:
     return GGUFValueType(_number(pages, "u4")).name.lower()
 
 
-def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
-    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several.
-    Raises `ValueError` and others for damaged files."""
+def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[Path]]:
+    """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several, with
+    the paths of all parts. Raises `ValueError` and others for damaged files."""
     metadata, tensors = read_container(path)
+    parts = []
     count = metadata.get("split.count", 1)
     for number in range(count, 0, -1) if count > 1 else ():
         end = f"-{number:05d}-of-{count:05d}.gguf"
@@ -82,9 +83,10 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         if metadata.get("split.no") != number - 1:
             raise ValueError(f"{part.name} is another part by its content")
         tensors |= stored
+        parts.append(part)
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
         raise ValueError("its parts are of different files")
-    return metadata, tensors
+    return metadata, tensors, parts or [path]
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

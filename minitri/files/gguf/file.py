@@ -34,7 +34,7 @@ class GgufFile:
         with explain(f"{path.name} needs the package gguf", "run: pip install 'minitri[gguf]'"):
             from minitri.files.gguf.container import read_parts
         with explain(f"{path.name} is not a whole GGUF file"):
-            self.metadata, stored = read_parts(path)
+            self.metadata, stored, self.files = read_parts(path)
         require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
         self._architecture = self.metadata.get("general.architecture")
         names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")

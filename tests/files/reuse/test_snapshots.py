@@ -120,20 +120,33 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
         minitri.load(other, **settings).load_kv(saved[0])
 
 
-def test_a_file_is_its_owners_and_a_link_is_followed(saved, engine, tmp_path):
+def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(folder, tmp_path):
+    other = minitri.load(shutil.copytree(folder, tmp_path / "other"), device="cpu")
+    say(other, [1, 2, 3])
+    (tmp_path / "other/model.safetensors").touch()
+    with refused("changed after they were read", "load the model again"):
+        other.save_kv(tmp_path / "x")
+
+
+def test_a_file_is_its_owners_and_replaces_a_snapshot_but_no_link_or_other_file(
+    saved, engine, tmp_path
+):
     engine.load_kv(saved[0])
     old = os.umask(0)
     try:
-        engine.save_kv(tmp_path / "plain")
-        (tmp_path / "folder").mkdir()
-        (tmp_path / "link").symlink_to("folder/far")
-        for _ in range(2):  # where there is nothing yet, and where there is a file
-            engine.save_kv(tmp_path / "link")
+        for _ in range(2):
+            engine.save_kv(tmp_path / "plain")
     finally:
         os.umask(old)
     assert stat.S_IMODE((tmp_path / "plain").stat().st_mode) == 0o600
-    assert (tmp_path / "link").is_symlink()
-    assert (tmp_path / "folder" / "far").read_bytes() == (tmp_path / "plain").read_bytes()
+    (tmp_path / "manual.md").write_text("mine")
+    (tmp_path / "link").symlink_to("plain")
+    (tmp_path / "far").symlink_to("nothing")
+    for name in ("manual.md", "link", "far"):
+        with refused("cannot write", "is there"):
+            engine.save_kv(tmp_path / name)
+    assert (tmp_path / "manual.md").read_text() == "mine"
+    assert not (tmp_path / "nothing").exists()
     for missing in (tmp_path / "missing", tmp_path):
         with refused("KV snapshot"):
             engine.load_kv(missing)
@@ -171,14 +184,15 @@ def save_all(path, source, origin, notes, most=None):
 @pytest.mark.parametrize("num_pieces", [0, 1, 4])
 def test_a_write_that_is_interrupted_leaves_the_old_file(path, engine, num_pieces, monkeypatch):
     """Before tokens, or K and V of two layers; or as there is no room."""
-    path.write_text("old")
+    engine.save_kv(path, "old")
+    old = path.read_bytes()
     with files_may_not_grow(), refused("cannot write", "too large"):
         engine.save_kv(path)
     pieces = Mock(side_effect=[b""] * num_pieces + [KeyboardInterrupt])
     monkeypatch.setattr(snapshots, "as_bytes", pieces)
     with pytest.raises(KeyboardInterrupt):
         engine.save_kv(path, "a note")
-    assert path.read_bytes() == b"old"
+    assert path.read_bytes() == old
     assert list(path.parent.iterdir()) == [path]
 
 
