@@ -14,7 +14,6 @@ from tools.paper import report
 from tools.paper.item import PUBLISHED, Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.scale import SCALES
-from tools.paper.texts import Text, load_texts
 
 
 class Visits(list):
@@ -90,18 +89,6 @@ def test_a_study_killed_at_any_moment_says_the_same(visits, run, number, num_kep
     assert written() == resumed
 
 
-def test_a_damaged_cell_is_measured_again_with_a_warning(visits, run):
-    run("all")
-    before = written()
-    for file, content in zip(cell_files(), (b"{", b"[1, 2]", b"\xff\0"), strict=False):
-        file.write_bytes(content)
-    visits.clear()
-    done = run("all", "--quiet")
-    assert done.err.count(" is damaged: it is measured again\n") == 3
-    assert visits == [("one", 0), ("one", 1), ("one", 2)]
-    assert written() == before
-
-
 def test_cells_are_known_by_texts_model_and_scale(visits, run):
     """A text of the same name with other content is another text."""
     for content in ("a", "b"):
@@ -132,24 +119,3 @@ def test_every_item_is_whole(run, tmp_path, monkeypatch):
     assert html.count("<img") == sum(name.endswith(".png") for name in before)
     rows = [line.partition(" | ")[2] for line in page.splitlines() if line.startswith("| ")]
     assert not any("|  |" in row for row in rows)
-
-
-LAYOUTS = {
-    "PG-19": {"metadata.csv": "9,X\n", "train/5.txt": "V", "test/9.txt": "B", "test/30.txt": "A"},
-    "NarrativeQA": {
-        "documents.csv": "document_id,set\n9,test\n1,train\n8,test\n30,test\n",
-        "tmp/9.content": "B",
-        "tmp/30.content": "A",
-    },
-    "JSON lines": {"30.txt": "A", "9.jsonl": '{"input": "B"}\n\n{"document": {"text": "A"}}'},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_texts_are_found_as_published_and_each_counts_once(tmp_path, layout):
-    for name, content in LAYOUTS[layout].items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    texts = [Text("30", "A"), Text("9", "B")][:: -1 if layout == "NarrativeQA" else 1]
-    assert load_texts(str(tmp_path), 9) == texts
-    assert load_texts(str(tmp_path), 1) == texts[:1]
