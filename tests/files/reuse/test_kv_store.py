@@ -14,7 +14,7 @@ import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
 from minitri.files.snapshots import origin_of
-from tests.conftest import refused, write_hf_folder
+from tests.conftest import write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
 from tests.files.reuse.conftest import files_may_not_grow, say
 
@@ -93,14 +93,6 @@ def test_k_and_v_of_what_was_generated_do_not_count_as_a_prompts(engine, other, 
     assert len(blocks(tmp_path)) == 4
     assert ask(other, [*talk, 5] * 2, tmp_path)[1] == 4 * BLOCK
     assert ask(other, talk, tmp_path) == (talked, 3 * BLOCK)
-
-
-def test_memory_that_holds_more_is_not_replaced(engine, prompt, text, tmp_path):
-    ask(engine, prompt, tmp_path)
-    engine.open_kv_store(str(tmp_path), LARGE)
-    assert say(engine, prompt) == (text, 3 * BLOCK)
-    assert say(engine, prompt) == (text, 120 - 1 - 16)
-    engine.release()
 
 
 def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text, tmp_path, caplog):
@@ -202,9 +194,3 @@ def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, tmp_pat
     engine.release()
     run.result()
     assert not blocks(tmp_path)
-
-
-def test_a_url_that_cannot_be_opened_is_one_line(engine):
-    for url, word in (("nonsense://x", "nonsense"), ("/dev/null/x", "Not a")):
-        with refused("kv_store is", "cannot be opened", word):
-            engine.open_kv_store(url, LARGE)
