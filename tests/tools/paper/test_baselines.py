@@ -1,42 +1,17 @@
-"""The paper's baselines as plug-ins: a datastore, layers of the target, and H2O, which evicts for
-good while the prompt is read, as published; and how
-guesses of a cache are held against one continuation, without noise."""
+"""The paper's baselines as plug-ins: layers of the target, and H2O, which evicts for good while the
+prompt is read, as published; and how guesses of a cache are held against one continuation."""
 
 import math
-from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minitri import SamplingParams, SpeculationConfig
 from minitri.core.model.llama import Llama
 from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config, tiny_model
-from tools.paper.baselines.datastore import LONGEST, Datastore
 from tools.paper.baselines.policies import NAMES, QUERIES_AT_ONCE, HeavyHitters, speculation_with
 from tools.paper.baselines.skipped_layers import with_layers
 from tools.paper.continuation import Continuation, expected_rate
-
-END = 30
-TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=4)
-
-
-def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
-    """The definition: a vote on what follows the longest match, at all places of all texts."""
-    tokens = [token for text in texts for token in (*text, END)]
-    for n in range(min(LONGEST, len(sequence)), 1, -1):
-        ends = range(n, len(tokens))
-        votes = Counter(tokens[end] for end in ends if tokens[end - n : end] == sequence[-n:])
-        if votes:
-            winner = max(votes, key=lambda token: (votes[token], -token))
-            return winner if winner != END else None
-    return None
-
-
-@given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
-def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
-    assert Datastore(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
 
 
 @pytest.mark.parametrize("layers", [[4], [1, 2, 4], [0, 1, 2, 3, 4]])
