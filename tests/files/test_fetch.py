@@ -1,5 +1,6 @@
 """Fetching: where files are looked for, in which order, and that half a file is never used."""
 
+import errno
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,8 +124,12 @@ def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
             locate(name)
 
 
-def test_a_repository_without_weights_is_named(hub, tmp_path):
+def test_trouble_with_the_hub_and_a_repository_without_weights_are_named(hub, tmp_path):
+    hub.online = OSError(errno.ENOSPC, "No space left on device")
+    with refused("repository a/b", "No space left"):
+        locate("a/b")
     hub.online = tmp_path
+    hub.calls.clear()
     with refused("a/b", "no safetensors or .bin weights"):
         locate("a/b")
     assert [pattern for _, pattern, local in hub.calls if not local] == ["*.safetensors", "*.bin"]

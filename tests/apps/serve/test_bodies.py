@@ -29,13 +29,8 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "x", "output": "b"},
 ]
 SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1}
-SAMPLING |= {
-    "frequency_penalty": 1,
-    "repetition_penalty": 1.1,
-    "logit_bias": {"5": -1},
-    "min_tokens": 1,
-}
-SAMPLING |= {"bad_words": ["b"]}
+SAMPLING |= {"frequency_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": -1}}
+SAMPLING |= {"bad_words": ["b"], "min_tokens": 1}
 FORM = {"type": "json_object"}
 NOTHING = {"n": None, "stop": None, "suffix": "", "best_of": 1, "metadata": {"a": "b"}}
 NOTHING |= {"response_format": {"type": "text"}}
@@ -69,9 +64,14 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (response(input=ITEMS, tools=[TOOL | TOOL["function"]]), {"status": "completed"}),
 ]
 REFUSED = [  # path and body, the field that the error names, and a word of what it says
+    (text(prompt=""), "prompt", "token"),
     (text(prompt=[1, 320]), "320", "0 to 319"),
     (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
+    (text(max_tokens="3"), "max_tokens is '3'", "whole number"),
+    (text(seed=1 << 64), "seed", "less than"),
+    (text(stop=[1]), "stop is [1]", "strings"),
     (text(stop=[*(f"{n:04d}" for n in range(256)), "y"]), "stop", "at most 1024 characters"),
+    (text(response_format={"type": "xml"}), "response_format", "/docs"),
     (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "another form"),
     ((CHAT, {"messages": []}), "messages", "at least"),
     (chat({"role": "user"}), "messages[1]", "content"),
@@ -86,8 +86,11 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (chat(tools=[TOOL | {"function": {"name": "none"}}]), "tools[0].function.name", "letters"),
     (chat(tools=[TOOL], response_format=FORM), "response_format", "tools"),
     (chat(tools=[TOOL], tool_choice="f", continue_final_message=True), "tool_choice", "goes on"),
+    (response(input=3), "input is 3", "items"),
     (response(input=[{"type": "item_reference", "id": "x"}]), "input", "messages or calls"),
     (response(text={"format": {"type": "json_schema"}}), "text.format", "/docs"),
+    (response(details=True), "details", "alse"),
+    (chat(enable_thinking=False), "enable_thinking is False", "leave it out"),
     (response(input=[ITEMS[0] | {"reasoning": "hm"}]), "reasoning is 'hm'", "leave it out"),
 ]
 

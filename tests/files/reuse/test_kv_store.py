@@ -14,7 +14,7 @@ import minitri
 from minitri.core.caches.full import HeldRow
 from minitri.files import kv_store
 from minitri.files.snapshots import origin_of
-from tests.conftest import write_hf_folder
+from tests.conftest import refused, write_hf_folder
 from tests.core.rigs import new_cache, random_prompt
 from tests.files.reuse.conftest import files_may_not_grow, say
 
@@ -194,3 +194,9 @@ def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, tmp_pat
     engine.release()
     run.result()
     assert not blocks(tmp_path)
+
+
+def test_a_url_that_cannot_be_opened_is_one_line(engine):
+    for url, word in (("nonsense://x", "nonsense"), ("/dev/null/x", "Not a")):
+        with refused("kv_store is", "cannot be opened", word):
+            engine.open_kv_store(url, LARGE)
