@@ -28,6 +28,7 @@ minitri.generate --model ORG/NAME | repository ORG/NAME is not on this machine
 minitri.generate --prompt-file binary | --prompt-file binary cannot be read \(it has a NUL
 minitri.generate --prompt LONG | tiny holds 512 minus --max-new-tokens 8; keep its first 504
 minitri.generate --prompt LONE | not valid Unicode \(character 1\)
+minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --system Short! | --system has a text, .* add --chat
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number; see
 minitri.generate --n 2 --color | --n is for one prompt
