@@ -77,10 +77,17 @@ def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_pa
 
 COMMAND_LINES = """
 /nonsense | there is no /nonsense; /help lists
+/regenerate | there is no answer yet
+/sampling temperature=hot | temperature is 'hot'
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
+/sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
 /sampling presence_penalty=9 | presence_penalty is 9.0; it must be
+/save | there is no KV cache to save
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
+/documents | there are no documents
+/system | as the model has it
 /system Be brief. | system: Be brief.
+/reset | questions and answers are forgotten
 """
 
 

@@ -31,6 +31,7 @@ minitri.generate --prompt LONE | not valid Unicode \(character 1\)
 minitri.generate --prompt=-- | --prompt: expected one argument
 minitri.generate --system Short! | --system has a text, .* add --chat
 minitri.generate -n 1.5 | -n/--max-new-tokens: '1.5' is no whole number; see
+minitri.apps.bench --seeds 1_0 | --seeds: '1_0' is no whole number; see
 minitri.generate --n 2 --color | --n is for one prompt
 minitri.generate --output OUT | ^--ray and --output are for many prompts; give --prompts
 minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers

@@ -29,8 +29,8 @@ ITEMS = [
     {"type": "function_call_output", "call_id": "x", "output": "b"},
 ]
 SAMPLING = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 1}
-SAMPLING |= {"frequency_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": -1}}
-SAMPLING |= {"bad_words": ["b"], "min_tokens": 1}
+SAMPLING |= {"frequency_penalty": 1, "repetition_penalty": 1.1, "logit_bias": {"5": -1}, "seed": 3}
+SAMPLING |= {"bad_words": ["b"], "stop": ["b"], "stream_options": {"include_usage": True}}
 FORM = {"type": "json_object"}
 NOTHING = {"n": None, "stop": None, "suffix": "", "best_of": 1, "metadata": {"a": "b"}}
 NOTHING |= {"response_format": {"type": "text"}}
@@ -59,7 +59,7 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (chat(CALLED), {"object": "chat.completion"}),
     (chat({**YES, "refusal": None, "annotations": []}, USER), {"object": "chat.completion"}),
     (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
-    (text(**SAMPLING, stop=["b"], seed=3, stream_options={"include_usage": True}), {"seed": 3}),
+    (text(**SAMPLING), {"choices": answer("Yes.")}),
     (response(), {"object": "response", "status": "completed", "error": None}),
     (response(input=ITEMS, tools=[TOOL | TOOL["function"]]), {"status": "completed"}),
 ]
@@ -106,8 +106,10 @@ def is_part(wanted, of) -> bool:
 
 def test_sampling_is_as_the_client_says(scripted, run):
     scripted.post(TEXT, prompt="a", speculation=False, **SAMPLING)
-    wanted = SamplingParams(**SAMPLING | {"logit_bias": {5: -1}})
-    assert (run.requests[-1].sampling, run.requests[-1].speculation) == (wanted, False)
+    names = SAMPLING.keys() & SamplingParams.__dataclass_fields__.keys()
+    fields = {name: SAMPLING[name] for name in names} | {"logit_bias": {5: -1}}
+    [request] = run.requests[-1:]
+    assert (request.sampling, request.speculation) == (SamplingParams(**fields), False)
 
 
 @pytest.mark.parametrize(("sent", "wanted"), ANSWERED)
@@ -220,3 +222,12 @@ def test_an_event_is_one_line_for_all_clients():
     line, _ = in_stream(content).decode().splitlines()
     assert json.loads(line.removeprefix("data: ")) == content
     assert "日" in line
+
+
+def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
+    schemas = server.http.get("/docs").json()
+    assert {*schemas} == {TEXT, CHAT, RESPONSE}
+    for (path, body), _ in ANSWERED:
+        assert {*body} <= {*schemas[path]["properties"], *NOTHING}
+    for schema in schemas.values():
+        assert all("description" in field for field in schema["properties"].values())
