@@ -1,6 +1,6 @@
 """Every command of README.md and its Python program: real weights, a whole novel, no network.
 
-`ADDED` has a line for each command: flags that make it short, or why only its flags are read.
+`ADDED` has flags for each command that make it short; `OTHERS` need more than this machine.
 """
 
 import os
@@ -42,7 +42,7 @@ ADDED = {
 OTHERS = ("torchrun ", "python -m tools.bench", "python -m pytest", "python3 -m venv", "pytest ")
 OTHERS += ("minitri audit ", "minitri serve", "pip install")
 """Beginnings of commands that need two GPUs, other programs, a server, an index of packages, or are
-this suite: their flags, files and extras are there."""
+this suite."""
 
 
 def commands() -> list[str]:

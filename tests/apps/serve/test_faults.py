@@ -20,6 +20,7 @@ from tests.apps.serve.conftest import ENDLESS, PROMPT, complete, own_text, post_
 BODY = b'{"prompt": "She had", "max_tokens": 1, "seed": 1}'
 POST = post_of(BODY)
 LAST = post_of(BODY, "Connection: close")
+BOTH = post_of(b"", "Transfer-Encoding: chunked")
 STREAM = post_of(json.dumps(ENDLESS).encode())
 
 
@@ -127,7 +128,14 @@ def test_connections_that_are_reset_leave_nothing(server, engine):
 
 
 def test_posts_in_one_piece(server, engine):
-    with server.connect(POST + LAST) as client:
-        received = b"".join(iter(lambda: client.recv(4096), b""))
-    assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == ["200", "200"]
+    """Chunks count where there are both a length and chunks."""
+    for sent, statuses in (
+        (POST + LAST, ["200", "200"]),
+        (BOTH + b"0\r\n\r\n" + LAST, ["400", "200"]),
+        (BOTH + b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n" + LAST, ["200", "200"]),
+        (post_of(BODY, "Content-Length: 1"), ["400"]),
+    ):
+        with server.connect(sent) as client:
+            received = b"".join(iter(lambda: client.recv(4096), b""))
+        assert re.findall(r"HTTP/1.1 (\d+)", received.decode()) == statuses
     assert is_well(server, engine)
