@@ -2,12 +2,10 @@
 Whatever happens to the thread of asyncio's requests, nobody waits for ever."""
 
 import asyncio
-import contextlib
 import copy
 import itertools
 import os
 import pickle
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
@@ -25,7 +23,6 @@ from minitri import (
 )
 from minitri.core.model.block import read_block
 from minitri.text.chat_template import ChatTemplate
-from minitri.worker import Job, Worker
 from tests.conftest import tiny_engine
 from tests.core.rigs import new_cache
 from tests.files.test_chat_template import CHATML
@@ -43,12 +40,6 @@ def test_keywords_say_what_settings_say(engine):
     run = engine.stream([Request("She had", 3, **fields)], method="naive", gamma1=2)
     assert done.tokens == wanted.tokens == run.result().tokens
     assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
-
-
-def test_a_request_takes_no_setting_of_a_run():
-    for name in ("gamma1", "batch_size", "do_sample"):
-        with pytest.raises(InputError, match=name):
-            Request("x", **{name: 2})
 
 
 def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
@@ -181,12 +172,6 @@ def test_a_closed_engine_has_no_weights_no_runs_and_no_use():
     engine.close()
 
 
-def test_what_a_notebook_shows_is_short(engine):
-    done = engine.complete([5] * 300, max_new_tokens=40, ignore_eos=True, seed=1)
-    shown = [done, done.stats, *done.tokens, Request([5] * 300), engine, done.row_stats]
-    assert max(len(repr(it)) for it in shown) < 700
-
-
 SHORT = {"max_new_tokens": 2, "ignore_eos": True}
 
 
@@ -206,39 +191,6 @@ def test_a_request_that_fails_is_told_why_and_the_next_one_runs(method, caplog):
             asyncio.run(ask(engine))
         assert "the run failed: broken" in caplog.text
         assert asyncio.run(ask(engine)).finish_reason == "length"
-
-
-def test_a_request_that_leaves_opens_no_run(engine):
-    opened = []
-
-    async def run():
-        worker = Worker(lambda kind: opened.append(kind) or engine.open(reserve=400))
-        first, other, last = (Job([Request("She had", **SHORT)], kind) for kind in "aba")
-        other.is_cancelled = True
-        worker.submit(first)
-        worker.submit(other)
-        await collect(first.events())
-        worker.submit(last)
-        await collect(last.events())
-        worker.close()
-
-    asyncio.run(run())
-    assert "b" not in opened
-
-
-def test_threads_that_ask_first_at_once_share_a_worker(monkeypatch):
-    made, init, meeting = [], Worker.__init__, threading.Barrier(2)
-
-    def wait_for_another(worker, *args):
-        made.append(worker)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            meeting.wait(timeout=0.3)
-        init(worker, *args)
-
-    monkeypatch.setattr(Worker, "__init__", wait_for_another)
-    with tiny_engine() as engine, ThreadPoolExecutor(2) as threads:
-        ends = [*threads.map(lambda _: asyncio.run(ask(engine)), range(2))]
-    assert (len(made), len(ends)) == (1, 2)
 
 
 def test_a_forked_process_is_told_so_and_does_not_wait():

@@ -3,7 +3,6 @@ before them, and what it refuses."""
 
 import itertools
 from pathlib import Path
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -215,11 +214,3 @@ def test_a_default_drafter_that_cannot_be_had_gives_way_to_ngrams(folder, monkey
     assert "suffix lookup takes its place" in caplog.text
     with pytest.raises(InputError, match=missing):
         minitri.load(str(folder), draft=missing, dtype="float32", device="cpu")
-
-
-def test_a_cache_that_does_not_fit_says_how_large_it_is(engine, monkeypatch):
-    engine.release()
-    no_memory = Mock(side_effect=RuntimeError("DefaultCPUAllocator: can't allocate memory"))
-    monkeypatch.setattr("minitri.core.memory.FullCache.allocate", no_memory)
-    with pytest.raises(InputError, match=r"KV cache for 1 x 64 tokens needs .* GB"):
-        engine.generate([1, 2, 3], max_new_tokens=12)

@@ -2,7 +2,6 @@
 
 import shlex
 import shutil
-from unittest import mock
 
 import pytest
 import torch
@@ -27,28 +26,20 @@ def target(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def distill(target, long_text, tmp_path_factory):
-    """Runs the tool without its handling of errors."""
+def drafter(target, long_text, tmp_path_factory):
+    """What the tool makes, without its handling of errors."""
     books = tmp_path_factory.mktemp("books")
     (books / "train.txt").write_text(long_text[:20_000])
     (books / "held-out.txt").write_text(long_text[30_000:40_000])
 
-    def distill(out) -> None:
-        files = {"model": target, "text": books / "train.txt", "held-out": books / "held-out.txt"}
-        argv = [f"--{flag}={path}" for flag, path in (files | {"out": out}).items()]
-        distill_draft.make_drafter(distill_draft.build_parser().parse_args([*argv, *FLAGS]))
-
+    out = tmp_path_factory.mktemp("drafters") / "drafter"
+    files = {"model": target, "text": books / "train.txt", "held-out": books / "held-out.txt"}
+    argv = [f"--{flag}={path}" for flag, path in (files | {"out": out}).items()]
     with pytest.MonkeyPatch.context() as patch:
         for tool in (distill_data, distill_draft):
             patch.setattr(tool, "W", 320)
             patch.setattr(tool, "BATCH", 4)
-        yield distill
-
-
-@pytest.fixture(scope="module")
-def drafter(distill, tmp_path_factory):
-    out = tmp_path_factory.mktemp("drafters") / "drafter"
-    distill(out)
+        distill_draft.make_drafter(distill_draft.build_parser().parse_args([*argv, *FLAGS]))
     return out
 
 
@@ -56,25 +47,7 @@ def load(target, drafter) -> minitri.Engine:
     return minitri.load(str(target), draft=str(drafter), dtype="float32", device="cpu")
 
 
-def test_an_interrupted_distillation_goes_on_where_it_was(
-    target, distill, drafter, tmp_path, monkeypatch
-):
-    """Killed while it labels and while it trains, it ends with the drafter of a run left alone,
-    which guesses and changes no text."""
-
-    def interrupt(owner, name, number):
-        effects = [mock.DEFAULT] * (number - 1) + [KeyboardInterrupt] + [mock.DEFAULT] * 99
-        patched = mock.Mock(wraps=getattr(owner, name), side_effect=effects)
-        monkeypatch.setattr(owner, name, lambda *given: patched(*given))
-
-    interrupt(distill_data.LabelStore, "append", 3)
-    interrupt(distill_draft, "distillation_loss", 4)
-    for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            distill(tmp_path)
-    distill(tmp_path)
-    whole, parts = (load_file(name / "model.safetensors") for name in (drafter, tmp_path))
-    torch.testing.assert_close(whole, parts, rtol=0, atol=0)
+def test_a_distilled_drafter_guesses_and_changes_no_text(target, drafter):
     engine = load(target, drafter)
     assert engine.models.draft.config.num_layers == 3
     how = {"max_new_tokens": 60, "ignore_eos": True, "temperature": 1.0, "coupled": True, "seed": 0}

@@ -1,11 +1,9 @@
-"""`tools.bench people`: what is installed is measured in turns, on files made for it."""
+"""`tools.bench people`: what is installed is measured, on files made for it."""
 
 import json
 import os
 import re
-import signal
 from collections import Counter
-from pathlib import Path
 
 import gguf
 import pytest
@@ -17,54 +15,34 @@ from tools.bench import __main__ as bench
 from tools.bench import random_gguf
 
 STAND_IN = """
-import os, signal, time
+import time
 __version__ = "1.2.3"
 class Llama:
     def __init__(self, weights, n_ctx, n_batch=1, **options):
         print("a library that talks")
-        if n_batch > 7:
+        if n_batch == 8:
             raise ValueError("too much")
-        with open(os.environ["TURNS"], "a") as turns:
-            print(n_batch, os.getpid(), file=turns)
-        self.hangs = n_batch == 7
     def generate(self, prompt, **sampling):
         assert sampling["temp"] == 0
-        if self.hangs:
-            os.kill(os.getppid(), signal.SIGINT)
-            time.sleep(60)
         while True:
             time.sleep(0.01)
             yield len(prompt)
 """
+FLAGS = "people --model tiny --prompt-tokens 5 --context 12 --new-tokens 4 --threads 1 -q --json"
+ENGINES = ("minitri", "llama.cpp", "openvino", "llama.cpp n_batch=8")
 SIZES = {"context_length": 256, "vocab_size": 300, "num_heads": 2, "num_kv_heads": 1}
 TINY = ModelConfig(2, 256, 256, head_dim=128, **SIZES, name="tiny")
-FLAGS = "people --model tiny --prompt-tokens 5 --context 12 --new-tokens 4 --threads 1 -q --json"
 
 
-@pytest.fixture
-def run(call, monkeypatch, tmp_path):
-    """Runs the program with an own llama.cpp, and a broken OpenVINO."""
+def test_what_is_installed_is_measured_and_the_rest_is_named(call, monkeypatch, tmp_path):
+    """Next to an own llama.cpp there is a broken OpenVINO."""
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
     (tmp_path / "openvino.py").write_text("raise ImportError('built for\\nanother machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setenv("TURNS", str(tmp_path / "turns"))
     monkeypatch.setitem(MODELS, "tiny", NamedModel("", "suffix", TINY))
     monkeypatch.setattr(random_gguf, "weights_folder", lambda: tmp_path)
-
-    def run(repeats: int, *engines: str):
-        chosen = (f"--engine={engine}" for engine in engines)
-        return call(bench.main, *FLAGS.split(), "--repeats", repeats, *chosen)
-
-    return run
-
-
-def turns(folder: Path) -> list[list[int]]:
-    """Of every process the setting and the id."""
-    return [[*map(int, line.split())] for line in (folder / "turns").read_text().splitlines()]
-
-
-def test_what_is_installed_is_measured_and_the_rest_is_named(run):
-    code, out, err = run(1, "minitri", "llama.cpp", "openvino", "llama.cpp n_batch=8")
+    flags = [*FLAGS.split(), "--repeats", 1, *(f"--engine={engine}" for engine in ENGINES)]
+    code, out, err = call(bench.main, *flags)
     assert code == 0
     figures = json.loads(out)["figures"].popitem()[1]
     assert [*figures] == ["minitri", "llama.cpp"]
@@ -78,22 +56,6 @@ def test_what_is_installed_is_measured_and_the_rest_is_named(run):
     missing, wrong = err.splitlines()
     assert "openvino is left out: ImportError: built for another machine; pip install" in missing
     assert re.match("llama.cpp n_batch=8 is left out of .*: ValueError: too much", wrong)
-
-
-def test_engines_take_turns_in_another_order_each_round(run, tmp_path):
-    assert run(3, "llama.cpp", "llama.cpp n_batch=2", "llama.cpp n_batch=3").code == 0
-    assert [number for number, _ in turns(tmp_path)] == [1, 2, 3, 2, 3, 1, 3, 1, 2]
-
-
-def test_ctrl_c_ends_the_engine_too(run, tmp_path):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert run(1, "llama.cpp n_batch=7")[::2] == (130, "minitri: interrupted\n")
-    finally:
-        signal.signal(signal.SIGINT, before)
-    [[_, process]] = turns(tmp_path)
-    with pytest.raises(ProcessLookupError):
-        os.kill(process, 0)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ CHECKS = ["logprobs", "greedy", "independence", *(f"texts, T={T}" for T in ("1",
 
 @pytest.fixture
 def run(call, monkeypatch):
-    """Audits a toy with these properties."""
+    """Audits a toy with this property."""
 
-    def run(names: str, *flags: object, num_tokens: int = 3072) -> Done:
-        toy = Toy(names)
+    def run(name: str, *flags: object, num_tokens: int = 3072) -> Done:
+        toy = Toy(name)
         with monkeypatch.context() as patch:
             patch.setattr(Client, "call", lambda client, *asked: toy.call(*asked))
             return call(audit.main, "http://toy/v1/", "-q", "--num-tokens", num_tokens, *flags)
@@ -37,21 +37,20 @@ def run(call, monkeypatch):
     return run
 
 
-SOUND = dict.fromkeys(("chat, silent if greedy", "reported after temperature"), (3072, {}))
 COPIED, DEPARTED = "concurrent answers copy each other", "texts do not follow"
 TOYS = {  # how many tokens are asked for, and what must be said of some checks
-    **SOUND,
+    "chat": (3072, {}),
+    "reported after temperature": (3072, {}),
     "one random number": (3072, {"independence": COPIED}),
     "recovered": (6144, {"texts, T=1": DEPARTED}),
-    "top-k": (3072, {"texts, T=1": DEPARTED}),
     "zeros": (1, {"logprobs": "all log-probabilities are 0"}),
 }
 
 
-@pytest.mark.parametrize("names", TOYS)
-def test_a_sound_server_passes_and_a_fault_is_found_and_named(run, names):
-    num_tokens, faults = TOYS[names]
-    done = run(names, "--json", num_tokens=num_tokens)
+@pytest.mark.parametrize("name", TOYS)
+def test_a_sound_server_passes_and_a_fault_is_found_and_named(run, name):
+    num_tokens, faults = TOYS[name]
+    done = run(name, "--json", num_tokens=num_tokens)
     rows = {row["check"]: row for row in done.json["checks"]}
     found = {name: row["says"] for name, row in rows.items() if row["verdict"] == "FAULT"}
     assert (done.code, done.json["lossless"]) == (len(faults), not faults)
@@ -63,11 +62,10 @@ def test_a_sound_server_passes_and_a_fault_is_found_and_named(run, names):
 
 
 def test_the_table_says_what_was_found(run):
-    done = run("temperature, greedy")
+    done = run("greedy")
     assert done.out.split()[:6] == ["check", "verdict", "statistic", "p", "value", "tokens"]
     assert all(name in done.out for name in CHECKS)
     assert re.search(r"\nFAULT greedy: a token is [\d.]+ nats below the argmax\n", done.out)
-    assert "\nFAULT texts, T=0.5: texts do not follow" in done.out
     assert (done.code, done.err) == (1, "")
 
 
@@ -76,13 +74,6 @@ def test_our_own_server_passes(call, engine):
     with serving(engine, speculation=replace(COUPLED, coupled=False)) as server:
         done = call(audit.main, server.url, "--json", "--num-tokens", "3072")
     assert (done.code, [row["check"] for row in done.json["checks"]]) == (0, CHECKS)
-
-
-def test_a_server_that_says_too_little_is_one_line(run):
-    messages = {"silent": "sends 0 tokens, too few", "untold": "at some token it names no likely"}
-    for names, message in messages.items():
-        done = run(names, num_tokens=1)
-        assert (done.code, done.err.count("\n"), message in done.err) == (2, 1, True)
 
 
 class Moved(BaseHTTPRequestHandler):
@@ -108,12 +99,6 @@ def test_a_key_is_for_the_server_alone_and_no_proxy_is_asked_for_this_machine(ca
         done = call(audit.main, url, "--api-key", "clé", "-q")
         moved.shutdown()
     assert (done.code, done.err.count("\n"), '403, {"key": null}' in done.err) == (2, 1, True)
-
-
-def test_a_proxy_that_cannot_be_used_is_one_line(call, monkeypatch):
-    monkeypatch.setenv("https_proxy", "strange://x")
-    done = call(audit.main, "https://a.example", "-q")
-    assert (done.code, done.err.count("\n"), "cannot be asked (Unknown" in done.err) == (2, 1, True)
 
 
 def test_a_client_asks_our_server_for_all_that_it_has(engine):

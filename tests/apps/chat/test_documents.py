@@ -1,7 +1,5 @@
 """Documents that a chat can read, and the error for those that it cannot."""
 
-import sys
-
 import pytest
 
 from minitri import InputError
@@ -71,10 +69,3 @@ def test_content_without_a_text_is_refused_in_one_line(read, content):
     ) as info:
         read(content)
     assert "\n" not in str(info.value)
-
-
-@pytest.mark.parametrize(("module", "content"), [("pypdf", pdf("x")), ("bs4", b"<html>x")])
-def test_a_missing_package_is_named_with_its_extra(read, monkeypatch, module, content):
-    monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(InputError, match=rf"{module}.*'minitri\[documents\]'"):
-        read(content)

@@ -50,12 +50,10 @@ def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
     runs, stream = [], Engine.stream
     spy = lambda *args, **settings: runs.append(stream(*args, **settings)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(Engine, "stream", spy)
-    rows = run(f"--compare {files} --method retrieval")["contestants"]
+    run(f"--compare {files} --method retrieval")
     read = [run.stats.num_prefilled_tokens for run in runs]
     assert (read[5:], read[0]) == (read[:5], 150)
     assert set(read[1:5]) == {1, 17}  # all but what a method must see again
-    again = min(run.stats.prefill_seconds for run in runs if run.stats.num_prefilled_tokens < 150)
-    assert all(row["prefill_seconds"]["min"] > again for row in rows.values())
 
 
 def test_trees_take_part(run, folder):
@@ -82,14 +80,3 @@ def test_speedups_are_taken_prompt_by_prompt():
     assert result["naive"]["tokens_per_step"] == 2.5
     assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
     assert result["peer"]["prefill_seconds"]["max"] == 8
-    line = "1.00 s prefill,    12.5 ms/token (4.0 to 20.0), 2.00 times as fast (2.00 to 2.50)"
-    assert f"{line}, 2.50 tokens/step, accepted 0.60" in table(result)
-
-
-def test_one_method_alone_claims_no_speedup(folder, call):
-    flags = f"--model {folder} --device cpu --prompt-tokens 90 --new-tokens 8 --method naive"
-    first, *_, last = call(bench.main, *flags.split()).out.splitlines()
-    assert "seeds 2, max_new_tokens 8, temperature 0.0" in first
-    assert first.endswith("num_prompt_tokens [90]")
-    assert last.startswith("naive ")
-    assert "times as fast" not in last

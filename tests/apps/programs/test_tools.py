@@ -1,7 +1,6 @@
 """The measuring tools run on a tiny model, print a table, and end in a JSON line of figures."""
 
 import json
-import re
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 from minitri.core.decoding.verification import Proposal
 from minitri.core.roofline import weights_per_pass
 from minitri.core.settings import GenerationConfig, SpeculationConfig
-from tests.conftest import SENTENCES, write_hf_folder
 from tests.core.rigs import CPU, tiny_config
-from tools import serve_load, tour
+from tools import serve_load
 from tools.bench import __main__ as bench
 from tools.bench import floor
 from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model
@@ -26,20 +24,6 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, 
     done = call(bench.main, *flags.split(), "--profile", "--quiet", "--json")
     assert done.json["repeats"] == 2
     assert [run.stats.num_prefilled_tokens for run in runs] == [60] * 3
-
-
-@pytest.mark.slow
-def test_the_tour_draws_four_pictures_and_says_what_they_show(tmp_path, call):
-    model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=2048)
-    text, out = tmp_path / "text.txt", tmp_path / "tour.png"
-    text.write_text(" ".join(SENTENCES) * 40)
-    flags = f"--model {model} --device cpu --prompt-file {text} --out {out} -q"
-    done = call(tour.main, *f"{flags} --max-prompt-tokens 700 --max-new-tokens 12".split())
-    assert done.code == 0
-    assert out.read_bytes().startswith(b"\x89PNG")
-    best, kept, _ = map(int, re.findall(r"(\d+)%", done.out.splitlines()[0]))
-    assert 100 >= best >= kept > 0
-    assert re.search(r"3\. \d+% of 12 tokens were guessed", done.out)
 
 
 def test_guesses_are_accepted_at_the_rate_asked_for():

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from minitri import SamplingParams
 from minitri.apps.serve.answers import in_stream
 from minitri.apps.serve.bodies.chat_body import checked, warn_of
 from minitri.apps.serve.bodies.completion import ChatBody, read_form
@@ -101,6 +102,14 @@ def is_part(wanted, of) -> bool:
     if isinstance(wanted, list):
         return len(wanted) == len(of) and all(map(is_part, wanted, of))
     return wanted == of
+
+
+def test_sampling_is_as_the_client_says(scripted, run):
+    scripted.post(TEXT, prompt="a", speculation=False, **SAMPLING)
+    names = SAMPLING.keys() & SamplingParams.__dataclass_fields__.keys()
+    fields = {name: SAMPLING[name] for name in names} | {"logit_bias": {5: -1}}
+    [request] = run.requests[-1:]
+    assert (request.sampling, request.speculation) == (SamplingParams(**fields), False)
 
 
 @pytest.mark.parametrize(("sent", "wanted"), ANSWERED)

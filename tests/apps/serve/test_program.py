@@ -6,7 +6,6 @@ import functools
 import json
 import re
 import signal
-import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +14,7 @@ from unittest.mock import Mock
 import httpx
 import pytest
 
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
+from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.serve import app
 from minitri.apps.serve.room import SHARE, choose_rows
 from minitri.apps.serve.serving import build_parser, main, open_worker
@@ -23,30 +22,23 @@ from minitri.core.log import log
 from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
-from tests.conftest import resident_bytes, write_hf_folder
+from tests.conftest import refused, resident_bytes, write_hf_folder
 
 FIELDS = {"prompt": "She had", "max_tokens": 300, "ignore_eos": True, "seed": 7}
 KIB = 1 / (1 << 20)
 
 
-def test_a_flag_that_cannot_be_used_is_one_line_before_the_model_is_read(call, monkeypatch):
+def test_an_empty_key_is_refused_before_the_model_is_read(call, monkeypatch):
     """Flags that let everybody ask give a warning."""
     monkeypatch.setattr(log, "handlers", [])
-    flags = ("--model", "no-such-model", "--port")
+    flags = ("--model", "no-such-model", "--port", 0)
     for more in ([], ["--host=0.0.0.0"], ["--host=0.0.0.0", "--api-key=x"]):
         is_open = more == ["--host=0.0.0.0"]
-        assert ("and there is no key" in call(main, *flags, 0, *more).err) == is_open
+        assert ("and there is no key" in call(main, *flags, *more).err) == is_open
     monkeypatch.setenv("MINITRI_API_KEY", "")
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        for more, problem in (
-            ((port, "--api-key=x"), f"cannot listen at 127.0.0.1, port {port}"),
-            ((0, "--api-key= "), "an API key is empty"),
-            ((0,), "an API key is empty"),
-        ):
-            done = call(main, *flags, *more)
-            assert (done.code, done.err.count("\n")) == (2, 1)
-            assert problem in done.err
+    for more in ([], ["--api-key= "]):
+        done = call(main, *flags, *more)
+        assert (done.code, done.err.count("\n"), "an API key is empty" in done.err) == (2, 1, True)
 
 
 def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):
@@ -65,11 +57,8 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
         with monkeypatch.context() as patch:
             patch.setattr(allocation, "free_host_bytes", lambda free=free: free * GIB)
             assert choose(None, fewest=1)[0] == num_rows
-    wrong = [(1, value) for value in (0.0, -1.0, float("nan"))]
-    for num_rows, gib in (sizes[1], sizes[8], *wrong):
-        with pytest.raises(
-            InputError, match=rf"^{num_rows} x 512 tokens of tiny .* take .* memory=$"
-        ):
+    for num_rows, gib in (sizes[1], sizes[8], (1, float("nan"))):
+        with refused(f"{num_rows} x 512 tokens of tiny"):
             choose(gib - KIB, fewest=num_rows)
 
 
@@ -148,13 +137,13 @@ def test_a_server_goes_on_after_a_stop_and_with_other_weights_until_a_second_sig
     as far as texts have reached, not 4 GB."""
     model = write_hf_folder(tmp_path / "tiny", max_position_embeddings=1_000_000)
     file = model / "model.safetensors"
-    flags = ("--stall-seconds=1", "--dtype=float32", "--context=1000000", "--memory=5.2")
+    flags = ("--stall-seconds=5", "--dtype=float32", "--context=1000000", "--memory=5.2")
     with started(model, *flags) as (process, start, lines, http), ThreadPoolExecutor() as others:
         with streaming(http) as (first, rest):
             process.send_signal(signal.SIGSTOP)
             late = others.submit(ask, http)
             with pytest.raises(httpx.ReadTimeout):
-                httpx.get(f"{http.base_url}/health", timeout=2)
+                httpx.get(f"{http.base_url}/health", timeout=6)
             process.send_signal(signal.SIGCONT)
             *chunks, done = [first, *rest]
         text = "".join(json.loads(chunk[6:])["choices"][0]["text"] for chunk in chunks)

@@ -95,14 +95,6 @@ def test_k_and_v_of_what_was_generated_do_not_count_as_a_prompts(engine, other, 
     assert ask(other, talk, tmp_path) == (talked, 3 * BLOCK)
 
 
-def test_memory_that_holds_more_is_not_replaced(engine, prompt, text, tmp_path):
-    ask(engine, prompt, tmp_path)
-    engine.open_kv_store(str(tmp_path), LARGE)
-    assert say(engine, prompt) == (text, 3 * BLOCK)
-    assert say(engine, prompt) == (text, 120 - 1 - 16)
-    engine.release()
-
-
 def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text, tmp_path, caplog):
     """The second of three, half written; what else is noticed is in `test_snapshots.py`."""
     ask(engine, prompt, tmp_path)

@@ -186,8 +186,8 @@ def test_a_cache_in_host_memory_serves_too_but_not_after_ctrl_c_in_a_step(monkey
     assert say(engine, prompts, **settings) == (again, [0, 196])
 
 
-def start(engine, batch_size=2, reserve=128):
-    generation = GenerationConfig(reserve=reserve, prefill_chunk=16)
+def start(engine, batch_size=2):
+    generation = GenerationConfig(reserve=128, prefill_chunk=16)
     return engine.open(batch_size=batch_size, generation=generation, speculation=TREE)
 
 
@@ -231,8 +231,3 @@ def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
         assert [end.row for end in ends_of(until_idle(run))] == [number]
     with engine.generate("fine") as closed, refused("no more requests"):
         closed.submit(request(engine, 1))
-    with engine.open(batch_size=1) as run:
-        assert run.shape.generation.reserve == engine.config.context_length
-    for reserve in (0, 1, 10**6):
-        with refused(f"reserve is {reserve} tokens"):
-            start(engine, reserve=reserve)

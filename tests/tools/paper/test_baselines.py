@@ -1,45 +1,17 @@
-"""The paper's baselines as plug-ins: a datastore, layers of the target, and H2O, which evicts for
-good while the prompt is read, as published; and how
-guesses of any cache, window or model are held against one continuation, without noise."""
+"""The paper's baselines as plug-ins: layers of the target, and H2O, which evicts for good while the
+prompt is read, as published; and how guesses of a cache are held against one continuation."""
 
-import itertools
 import math
-from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minitri import SamplingParams, SpeculationConfig
-from minitri.core.decoding.sampling import probs_of_rows
 from minitri.core.model.llama import Llama
 from tests.core.rigs import fresh_read, new_cache, random_prompt, tiny_config, tiny_model
-from tools.paper.baselines.bounds import TopAttention
-from tools.paper.baselines.datastore import LONGEST, Datastore
 from tools.paper.baselines.policies import NAMES, QUERIES_AT_ONCE, HeavyHitters, speculation_with
 from tools.paper.baselines.skipped_layers import with_layers
 from tools.paper.continuation import Continuation, expected_rate
-
-END = 30
-TEXTS = st.lists(st.lists(st.integers(0, 2), max_size=25), min_size=1, max_size=4)
-
-
-def brute_force(texts: list[list[int]], sequence: list[int]) -> int | None:
-    """The definition: a vote on what follows the longest match, at all places of all texts."""
-    tokens = [token for text in texts for token in (*text, END)]
-    for n in range(min(LONGEST, len(sequence)), 1, -1):
-        ends = range(n, len(tokens))
-        votes = Counter(tokens[end] for end in ends if tokens[end - n : end] == sequence[-n:])
-        if votes:
-            winner = max(votes, key=lambda token: (votes[token], -token))
-            return winner if winner != END else None
-    return None
-
-
-@given(TEXTS, st.lists(st.integers(0, 3), max_size=12))
-def test_what_most_often_followed_the_longest_match_is_found(texts, sequence):
-    assert Datastore(texts, END).guess(sequence, 0) == brute_force(texts, sequence)
 
 
 @pytest.mark.parametrize("layers", [[4], [1, 2, 4], [0, 1, 2, 3, 4]])
@@ -118,32 +90,6 @@ def test_a_cache_of_the_whole_text_is_always_accepted_and_a_part_is_not(said, po
 
     assert rate(256) == pytest.approx(1, abs=1e-4)
     assert 0 < rate(32) < 0.99
-
-
-@pytest.mark.parametrize("width", [20, 1000])
-def test_a_sliding_window_is_read_anew_from_position_0_for_every_guess(said, width):
-    """Each guess is the drafter's after those tokens alone, as many as the prompt has at most."""
-    guessed_NV = said.by_window(said.model, width)
-    assert len(guessed_NV) == NEW
-    for number in (1, 7, NEW - 1):
-        window = said.tokens[: NUM_READ + number][-min(width, NUM_READ) :]
-        [wanted_V] = probs_of_rows(fresh_read(said.model, window)[1][-1:, None], [WARM])[0]
-        torch.testing.assert_close(guessed_NV[number], wanted_V, atol=1e-5, rtol=1e-4)
-
-
-def test_attention_to_the_best_tokens_is_that_of_plain_loops():
-    """Two of the block's three tokens may not see what comes after them."""
-    T, H, K, D, prefix, budget = 3, 4, 2, 8, 20, 5
-    generator = torch.Generator().manual_seed(0)
-    q_BTHD = torch.randn(1, T, H, D, generator=generator)
-    keys_BKSD, values_BKSD = torch.randn(2, 1, K, 40, D, generator=generator)
-    attended_BTHD = TopAttention(budget)(q_BTHD, keys_BKSD, values_BKSD, [prefix])
-    for t, h in itertools.product(range(T), range(H)):
-        seen = (0, h // 2, slice(prefix + t + 1))
-        scores_S = keys_BKSD[seen] @ q_BTHD[0, t, h] / math.sqrt(D)
-        best = scores_S.argsort(descending=True)[:budget]
-        wanted_D = scores_S[best].softmax(0) @ values_BKSD[seen][best]
-        torch.testing.assert_close(attended_BTHD[0, t, h], wanted_D)
 
 
 def test_the_expected_rate_is_that_of_many_draws_and_counts_a_last_block_that_is_cut():

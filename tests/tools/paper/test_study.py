@@ -1,50 +1,14 @@
 """The paper by command: a study loses nothing whenever it is stopped, and its report is whole."""
 
 import json
-import os
-import shutil
-import signal
 from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tools.paper import __main__ as program
-from tools.paper import report
-from tools.paper.item import PUBLISHED, Item, Shown, Table
 from tools.paper.items import ITEMS
 from tools.paper.scale import SCALES
-from tools.paper.texts import Text, load_texts
-
-
-class Visits(list):
-    """Cells that were measured, in order."""
-
-    def measure(self, lab, settings):
-        self.append((settings["what"], settings["n"]))
-        return {"by": {0.5: [settings["n"] ** 2, 1 / 3]}}
-
-
-@pytest.fixture
-def visits(monkeypatch, tmp_path):
-    """Two items that stand for all, in an empty folder."""
-    visits = Visits()
-
-    def cells(scale, what):
-        return [{"what": what, "n": n} for n in range(3)]
-
-    def show(done, scale):
-        rows = [[str(cell.settings["n"]), str(cell.values["by"]["0.5"])] for cell in done]
-        return Shown([Table(["n", "its square"], rows)], "Holds.", lambda axes: axes.plot([0, 1]))
-
-    items = []
-    for name in ("one", "two"):
-        items.append(Item(name, partial(cells, what=name), visits.measure, show, 2, 3))
-        monkeypatch.setitem(PUBLISHED, name, {"title": f"Figure {name}", "claim": "Up."})
-    for module in (program, report):
-        monkeypatch.setattr(module, "ITEMS", items)
-    monkeypatch.chdir(tmp_path)
-    return visits
 
 
 @pytest.fixture
@@ -59,58 +23,6 @@ def written() -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in files}
 
 
-def cell_files() -> list[Path]:
-    return sorted(Path("study").glob("cells/*/*.json"))
-
-
-@pytest.mark.parametrize(("number", "num_kept"), [(4, 0), (5, 1), (8, 3)])
-def test_a_study_killed_at_any_moment_says_the_same(visits, run, number, num_kept):
-    """When a file is put in its place, by a signal that nothing can handle. Three pages are written
-    first; three cells of an item are followed by a picture and three pages."""
-    replace, calls = Path.replace, []
-
-    def fatal(*args):
-        calls.append(args)
-        if len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
-        replace(*args)
-
-    child = os.fork()
-    if not child:
-        Path.replace = fatal
-        run("all")
-        os._exit(0)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
-    assert len(cell_files()) == num_kept
-    assert run("all").code == 0
-    assert len(visits) == 6 - num_kept
-    resumed = written()
-    shutil.rmtree("study")
-    run("all")
-    assert written() == resumed
-
-
-def test_a_damaged_cell_is_measured_again_with_a_warning(visits, run):
-    run("all")
-    before = written()
-    for file, content in zip(cell_files(), (b"{", b"[1, 2]", b"\xff\0"), strict=False):
-        file.write_bytes(content)
-    visits.clear()
-    done = run("all", "--quiet")
-    assert done.err.count(" is damaged: it is measured again\n") == 3
-    assert visits == [("one", 0), ("one", 1), ("one", 2)]
-    assert written() == before
-
-
-def test_cells_are_known_by_texts_model_and_scale(visits, run):
-    """A text of the same name with other content is another text."""
-    for content in ("a", "b"):
-        Path("it.txt").write_text(content)
-        run("one", "--texts", "it.txt")
-    run("one", "--texts", "it.txt", "--model", "other")
-    assert len(visits) == len(cell_files()) == 9
-
-
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_cells_are_json_and_each_is_measured_once(scale):
     """Else they would not be found again."""
@@ -122,7 +34,8 @@ def test_cells_are_json_and_each_is_measured_once(scale):
 
 @pytest.mark.slow
 def test_every_item_is_whole(run, tmp_path, monkeypatch):
-    """Every cell of every table is filled, every picture drawn."""
+    """Every cell of every table is filled, every picture drawn; cells that are lost are measured
+    again, and damaged ones, too."""
     monkeypatch.chdir(tmp_path)
     assert run("all").code == 0
     before = written()
@@ -132,24 +45,9 @@ def test_every_item_is_whole(run, tmp_path, monkeypatch):
     assert html.count("<img") == sum(name.endswith(".png") for name in before)
     rows = [line.partition(" | ")[2] for line in page.splitlines() if line.startswith("| ")]
     assert not any("|  |" in row for row in rows)
-
-
-LAYOUTS = {
-    "PG-19": {"metadata.csv": "9,X\n", "train/5.txt": "V", "test/9.txt": "B", "test/30.txt": "A"},
-    "NarrativeQA": {
-        "documents.csv": "document_id,set\n9,test\n1,train\n8,test\n30,test\n",
-        "tmp/9.content": "B",
-        "tmp/30.content": "A",
-    },
-    "JSON lines": {"30.txt": "A", "9.jsonl": '{"input": "B"}\n\n{"document": {"text": "A"}}'},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_texts_are_found_as_published_and_each_counts_once(tmp_path, layout):
-    for name, content in LAYOUTS[layout].items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(content)
-    texts = [Text("30", "A"), Text("9", "B")][:: -1 if layout == "NarrativeQA" else 1]
-    assert load_texts(str(tmp_path), 9) == texts
-    assert load_texts(str(tmp_path), 1) == texts[:1]
+    lost, damaged, *_ = Path("study").glob("cells/exactness/*.json")
+    lost.unlink()
+    damaged.write_bytes(b"[1, 2]")
+    done = run("all", "--quiet")
+    assert done.err.count(" is damaged: it is measured again\n") == 1
+    assert written() == before
