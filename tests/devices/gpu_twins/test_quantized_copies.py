@@ -127,17 +127,9 @@ def test_a_wrong_kernel_fails_the_test_of_every_boot(monkeypatch):
         check_kernels(tiny_model(CONFIG))
 
 
-@pytest.mark.parametrize(
-    ("device", "problem", "kernels"),
-    [("cuda", "", ""), ("cuda", "gcc not found", ""), ("cuda", "", "off"), ("cpu", "", "")],
-)
-def test_where_kernels_do_not_work_the_model_stays_as_it_is_and_a_line_says_why(
-    device, problem, kernels, caplog, monkeypatch
-):
-    check = Mock(side_effect=RuntimeError(problem) if problem else None)
-    monkeypatch.setenv("MINITRI_KERNELS", kernels)
-    monkeypatch.setattr(fused_modules, "check_kernels", check)
-    monkeypatch.setattr(Llama, "device", torch.device(device))
-    found = fuse_if_possible(tiny_model(CONFIG))
-    assert isinstance(found.layers, FusedLayers) is (device == "cuda" and not problem + kernels)
-    assert [problem in record.getMessage() for record in caplog.records] == [True] * bool(problem)
+def test_where_kernels_do_not_work_the_model_stays_as_it_is_and_a_line_says_so(caplog, monkeypatch):
+    monkeypatch.setattr(Llama, "device", torch.device("cuda"))
+    monkeypatch.setattr(fused_modules, "check_kernels", Mock(side_effect=RuntimeError))
+    model = tiny_model(CONFIG)
+    assert fuse_if_possible(model) is model
+    assert len(caplog.records) == 1
