@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, Idle, Request, SpeculationConfig
-from minitri.core import generation, runner, stack
+from minitri.core import generation, stack
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.errors import FaultError
 from tests.conftest import ends_of, tiny_engine
@@ -93,30 +93,3 @@ def test_a_row_for_which_memory_is_short_fails_alone(what, monkeypatch):
         num_read = run.stats.num_prefilled_tokens
         assert len(texts(run, [large])[0]) == 8
         assert run.stats.num_prefilled_tokens - num_read < 60
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_a_pass_for_which_memory_is_short_ends_its_rows_and_prefixes_stay(number, monkeypatch):
-    """The first pass of a text, one of the retrieval level, or one that verifies."""
-    passes, prompt = itertools.count(), [*range(60, 160)]
-    how = {"batch_size": 4, "reserve": 200, "method": "retrieval", **SIZES}
-    with tiny_engine() as engine:
-        with engine.open(**how) as run:
-            wanted = texts(run, [prompt])
-        with monkeypatch.context() as patching, engine.open(**how) as run:
-            short_of_memory(patching, runner, "probs_of_rows", lambda *_: next(passes) == number)
-            with pytest.raises(FaultError, match="cpu has run out of memory"):
-                texts(run, [[5, 6, 7], [8, 9]])
-        with engine.open(**how) as run:
-            assert texts(run, [prompt]) == wanted
-            assert run.stats.num_prefilled_tokens < 60
-
-
-@pytest.mark.parametrize("damaged", ["model", "draft"])
-def test_a_run_of_its_own_ends_and_names_the_damaged_model(damaged):
-    engine = tiny_engine()
-    model = engine.models.draft if damaged == "draft" else engine.model
-    model.norm.weight[-1] = torch.nan
-    object.__setattr__(model.config, "name", "the-damaged-one")
-    with pytest.raises(FaultError, match="^the-damaged-one computed logits.*dtype=float32"):
-        engine.complete([5, 6, 7], method="triforce", max_new_tokens=20, ignore_eos=True)

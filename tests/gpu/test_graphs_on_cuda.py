@@ -91,6 +91,7 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
             for _ in range(3):
                 rig.session.step()
     assert len(found) == rig.num_verdicts() - before
+    assert all(stage.seconds > 0 for stage in rig.stats.stages)
 
 
 @pytest.mark.takes(seconds=5, gib=2)

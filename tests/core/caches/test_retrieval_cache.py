@@ -44,7 +44,8 @@ class Bench:
         self.cache.observe(0, self._advance(count)[:, count - wanted :])
 
     def commit(self, count: int = 1) -> bool:
-        """Both caches read on; returns whether the retrieval cache was rebuilt."""
+        """Both caches read on, after guesses; returns whether the retrieval cache was rebuilt."""
+        self.cache.advance([count])
         was_rebuilt = self.cache.commit(0, self._advance(count))
         self.cache.prepare([True])
         return was_rebuilt
@@ -159,7 +160,7 @@ def test_slots_hold_what_the_policy_chose_and_every_token_committed_since(
 ):
     """Exactly, after every commit, asked by the latest queries: of one read, of several rounds, or
     of fewer than the window; budgets of one chunk, prompts that are no multiple of a chunk."""
-    sizes = {"num_sink_tokens": 3, "observation_window": window, "rebuild_stride": stride}
+    sizes = {"num_sink_tokens": 11, "observation_window": window, "rebuild_stride": stride}
     bench = Bench(name, budget=budget, chunk_size=chunk_size, **sizes)
     wanted, rng, num_builds = Definition(bench, name), random.Random(prompt), 0
     for count in (prompt // 2, prompt - prompt // 2):
