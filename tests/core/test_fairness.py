@@ -78,6 +78,7 @@ def test_a_short_prompt_waits_for_two_chunks_of_long_ones_at_most(num_long, num_
         run.until("read", long[0])
     before = run.until("token", run.ask(5))
     assert sum(number in long for _, number in before) <= 2
+    assert len(run.scheduler.unread) <= 2
 
 
 def test_texts_go_on_between_any_two_chunks():

@@ -53,7 +53,7 @@ def test_one_row_of_four_fails_alone_and_leaves_nothing(method, tree, damaged):
                 found = texts(run, [*sound[:place], sick, *sound[place:]])
                 error = found.pop(place)
                 assert isinstance(error, FaultError)
-                assert "computed logits that are not finite" in str(error)
+                assert f"{engine.config.name} computed logits that are not finite" in str(error)
                 assert found == alone[:3]
             model.embed_tokens.weight[SICK] = weight
             assert texts(run, [sick]) == [alone[3]]
@@ -66,7 +66,10 @@ SHORT = {  # what fails, and when
 }
 
 
-def short_of_memory(monkeypatch, owner, name, is_short) -> None:
+@pytest.mark.parametrize("what", SHORT)
+def test_a_row_for_which_memory_is_short_fails_alone(what, monkeypatch):
+    """The other goes on, and what had been read of it is kept."""
+    owner, name, is_short = SHORT[what]
     function = getattr(owner, name)
 
     def call(*given):
@@ -74,18 +77,12 @@ def short_of_memory(monkeypatch, owner, name, is_short) -> None:
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
         return function(*given)
 
-    monkeypatch.setattr(owner, name, call)
-
-
-@pytest.mark.parametrize("what", SHORT)
-def test_a_row_for_which_memory_is_short_fails_alone(what, monkeypatch):
-    """The other goes on, and what had been read of it is kept."""
     how = {"prefill_chunk": 16, "method": "retrieval", "coupled": True, **SIZES}
     with tiny_engine() as engine, engine.open(batch_size=2, reserve=200, **how) as run:
         sound, large = [5, 6, 7], [*range(60, 160)]
         alone = texts(run, [sound])
         with monkeypatch.context() as patching:
-            short_of_memory(patching, *SHORT[what])
+            patching.setattr(owner, name, call)
             text, error = texts(run, [sound, large], logprobs=[None, 5])
         assert [text] == alone
         assert isinstance(error, FaultError)
