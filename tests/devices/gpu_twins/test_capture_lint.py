@@ -1,4 +1,5 @@
-"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
+"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`.
+What is captured, and when."""
 
 from types import SimpleNamespace
 from unittest.mock import Mock
