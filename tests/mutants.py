@@ -109,6 +109,9 @@ test_matrix.py::test_the_text_is_the_autoregressive_one[triforce, plug-in-greedy
 devices/gpu_twins/test_offloaded_cache.py::test_every_conflict_is_put_in_order_by_events[retrieval-1-]
   a layer that is not waited for
     | core.offload.offloaded_cache:OffloadedFullCache.update_hosted: buffer.ready.wait() => pass
+devices/gpu_twins/test_capture_lint.py::test_captured_steps_hold_what_a_graph_can_hold_and_give_what_eager_ones_give[triforce-sampling6-how6]
+  rows of a captured step are not copied
+    | core.runner:ModelRunner._output: self.graphs.run(self.passes.probs, filtered_BNV).clone() => self.graphs.run(self.passes.probs, filtered_BNV)
 devices/parallel/test_split.py::test_shares_give_the_logits_of_the_whole[biases, a vocabulary of 321-2]
   a bias is added by every rank | devices.parallel.split:share: if ranks.rank == 0 => if True
 apps/serve/test_answer_parser.py::test_pieces_do_not_depend_on_where_a_text_is_cut

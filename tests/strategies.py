@@ -1,7 +1,7 @@
 """Random runs for property tests: prompts, a drafter and every setting at once.
 
 A `Case` holds numbers, not objects, so a failing one can be read and copied. What is drawn leans to
-small numbers, where the edges of blocks, chunks and windows meet; some settings are wrong.
+small numbers, where the edges of blocks, chunks and windows meet.
 """
 
 import functools
@@ -32,7 +32,10 @@ GRAMMARS = [
     Grammar("regex", "(She|she)( had| was|,){2,9}[.!]"),
     Grammar("lark", 'start: word (" " word)*\nword: /[a-z]{1,9}/'),
     Grammar("choice", '["She had", "She had been", "the sea", "日本"]'),
+    Grammar("choice", '["She had been forced into prudence in her youth -- or so they said!"]'),
 ]
+
+
 WRONG = {
     "method": ["triforc", None],
     "policy": ["lru", ["h2o"], object()],
@@ -57,7 +60,7 @@ WRONG = {
 
 @dataclass(frozen=True)
 class Case:
-    """A run: models, prompts and settings, right or wrong ones."""
+    """A run: models, prompts and settings."""
 
     drafter: str
     ids: list[list[int]]
@@ -113,9 +116,6 @@ def case_of(number: int) -> Case:
         "max_new_tokens": min(small(40, 80), max(MAX_PASSES // num_passes, 3)),
         "prefill_chunk": small(100, 3, MAX_COUNT),
     }
-    if rarely(20):
-        name = rng.choice([*WRONG])
-        settings[name] = rng.choice(WRONG[name])
     seed = small(2**31, 0, MAX_SEED - len(ids) + 1)
     return Case(drafter, ids, seed, settings, number)
 
@@ -132,7 +132,7 @@ def engine_of(drafter: str, *, is_exact: bool = True) -> Engine:
     """The engine with the drafter of a name in DRAFTERS, all with one target; unless `is_exact` the
     retrieval level has other weights."""
     engine = tiny_engine()
-    target, config = engine.model, replace(engine.config, eos_token_ids=(2,))
+    target, config = engine.model, replace(engine.config, eos_token_ids=(2, 300))
     target.config = config
     draft = engine.models.draft if drafter == "near copy" else None
     if drafter == "the target itself":

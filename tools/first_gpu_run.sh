@@ -106,8 +106,7 @@ call_weights() {
 call_engine() {
     tests "graphs, waits, offload" 200 tests/gpu/test_graphs_on_cuda.py \
         tests/gpu/test_offload_on_cuda.py
-    tests "engines and distributions" 320 tests/gpu/test_engine_on_cuda.py \
-        tests/gpu/test_distribution_on_cuda.py
+    tests "engines" 200 tests/gpu/test_engine_on_cuda.py
 }
 
 call_offload() {

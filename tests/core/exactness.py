@@ -43,14 +43,6 @@ def exactly(numbers) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
 
 
-def probs_after(runner, text: list[int], num_guesses: int = 0) -> Tensor:
-    """A runner's distributions (1, N + 1, V) after the last tokens of a text."""
-    certain, guesses = text[: len(text) - num_guesses], text[len(text) - num_guesses :]
-    q_BNV = torch.ones(1, num_guesses, 1)
-    proposal = Proposal.of([guesses], q_BNV, [["draft"]])
-    return runner.next_probs([certain], [True], proposal).probs_BNV
-
-
 class TableRunner:
     """Distributions for the tokens that have been read, at first all but the last of the prompt."""
 

@@ -71,13 +71,14 @@ class Run(Iterator[Event]):
 
 @pytest.mark.parametrize(("num_long", "num_chunks"), [(1, 1), (1, 2), (1, 4), (6, 1)])
 def test_a_short_prompt_waits_for_two_chunks_of_long_ones_at_most(num_long, num_chunks):
-    """And finds a place though more of them wait than there are places."""
+    """And finds a place, as long ones take half of them."""
     run = Run()
     long = [run.ask(350) for _ in range(num_long)]
     for _ in range(num_chunks):
         run.until("read", long[0])
     before = run.until("token", run.ask(5))
     assert sum(number in long for _, number in before) <= 2
+    assert len(run.scheduler.unread) <= 2
 
 
 def test_texts_go_on_between_any_two_chunks():

@@ -11,13 +11,12 @@ from safetensors.torch import load_file, save_file
 
 import minitri
 from minitri import Request
-from minitri.core.model.block import read_block
 from tests.conftest import ends_of, texts_of, write_hf_folder
-from tests.core.rigs import new_cache, random_prompt
+from tests.core.rigs import fresh_read, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
 from tests.files.test_checkpoint import as_gguf
 
-TOLERANCE = 3e-6
+TOLERANCE = 4e-6
 """Largest allowed difference of logits, as a share of the largest, float32."""
 MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11, "logits_scaling": 3.0}
 SCALES = {"embedding_scale": 6.0, "attention.scale": 0.11, "logit_scale": 3.0}
@@ -42,6 +41,26 @@ KINDS = {
     ),
 }
 """By family and variant: settings of a config.json, and keys of a GGUF file."""
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {**YARN, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+OWN = {"attention_factor": 1.3, "beta_fast": 16.0, "beta_slow": 2.0}
+VARIANTS = {
+    "MHA": {"num_key_value_heads": 4},
+    "GQA": {},
+    "tied": {"tie_word_embeddings": True},
+    "attention bias": {"attention_bias": True},
+    "Mistral": {"model_type": "mistral", "sliding_window": None, "head_dim": 32},
+    "Qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 64},
+    "Qwen3": {"model_type": "qwen3", "head_dim": 32},
+    "Qwen3, bias": {"model_type": "qwen3", "head_dim": 16, "attention_bias": True},
+    "own head dim": {"head_dim": 32},
+    "theta": {"rope_theta": 500000.0},
+    "linear": {"rope_scaling": {"rope_type": "linear", "factor": 4.0}},
+    "llama3": {"rope_scaling": LLAMA3},
+    "yarn": {"rope_scaling": YARN},
+    "yarn, own factor": {"rope_scaling": {**YARN, **OWN}},
+}
+"""Other settings of a config.json, by what is said of them."""
 WAYS = [
     ("draft", {"method": "naive"}),
     ("suffix", {"method": "retrieval"}),
@@ -78,13 +97,28 @@ def load(path, **options) -> minitri.Engine:
     return minitri.load(str(path), dtype="float32", device="cpu", **options)
 
 
-def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_path):
+def check_logits(path, *sources):
+    """What each source gives is what `transformers` gives of a folder, in chunks of any size."""
     from transformers import AutoModelForCausalLM
 
-    tokens = torch.randint(0, 320, (1, 150), generator=torch.Generator().manual_seed(1))
+    tokens = random_prompt(tiny_config(vocab_size=320), 150)
     reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
     with torch.inference_mode():
-        wanted = reference(tokens).logits
+        wanted = reference(torch.tensor([tokens])).logits[0]
+    for source in sources:
+        model = load(source).model
+        for size in (150, 64, 17, 1):
+            difference = (fresh_read(model, tokens, size)[1] - wanted).abs().max()
+            assert difference < TOLERANCE * wanted.abs().max(), source
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_transformers_one_shot_chunked_and_incremental(variant, tmp_path):
+    path = write_hf_folder(tmp_path / "model", **VARIANTS[variant])
+    check_logits(path, path)
+
+
+def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_path):
     family = kind.split(",")[0]
     changes = {f"{family}.{key}": value for key, value in KINDS[kind][1].items()}
     if "," in kind:
@@ -92,14 +126,7 @@ def test_logits_equal_those_of_transformers_and_of_a_gguf_file(kind, path, tmp_p
             name = key.removesuffix("_factor")
             changes[f"rope_factors_{name}.weight"] = np.array(values, np.float32)
     file = as_gguf(path, tmp_path / "x.gguf", architecture=family, changes=changes)
-    for source in (path, file):
-        model = load(source).model
-        cache, parts = new_cache(model.config, capacity=150), []
-        for block in tokens.split((100, 19, 1, 30), 1):
-            parts.append(model.logits(read_block(model, block.tolist(), cache)))
-            cache.advance([block.shape[1]])
-        difference = (torch.cat(parts, 1) - wanted).abs().max()
-        assert difference < TOLERANCE * wanted.abs().max(), source
+    check_logits(path, path, file)
 
 
 def test_no_stage_batch_tree_or_snapshot_changes_the_text(path, draft, monkeypatch, tmp_path):

@@ -91,6 +91,7 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
             for _ in range(3):
                 rig.session.step()
     assert len(found) == rig.num_verdicts() - before
+    assert all(stage.seconds > 0 for stage in rig.stats.stages)
 
 
 @pytest.mark.takes(seconds=5, gib=2)
@@ -99,12 +100,11 @@ def test_the_clock_measures_what_the_device_took():
     clock, seconds = clock_of(torch.device("cuda")), []
     a = torch.randn(8192, 8192, device="cuda")
     a @ a  # in which libraries are loaded
-    for num in (2, 20):
-        started = clock.now()
-        for _ in range(num):
-            a @ a
-        clock.since(started, seconds.append)
+    started = clock.now()
+    for _ in range(20):
+        a @ a
+    clock.since(started, seconds.append)
     assert not seconds
     torch.cuda.synchronize()
     clock.settle()
-    assert seconds[1] > 3 * seconds[0] > 0
+    assert seconds[0] > 0.02  # of 22 * 10^12 operations

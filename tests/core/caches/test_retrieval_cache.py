@@ -11,10 +11,10 @@ import torch
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.policies import NEIGHBOR
 from minitri.core.caches.retrieval import RetrievalCache
+from minitri.core.decoding.verification import Proposal
 from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SamplingParams, SpeculationConfig
-from tests.core.exactness import probs_after
 from tests.core.policies import policy_of
 from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config, tiny_model
 
@@ -44,7 +44,8 @@ class Bench:
         self.cache.observe(0, self._advance(count)[:, count - wanted :])
 
     def commit(self, count: int = 1) -> bool:
-        """Both caches read on; returns whether the retrieval cache was rebuilt."""
+        """Both caches read on, after guesses; returns whether the retrieval cache was rebuilt."""
+        self.cache.advance([count])
         was_rebuilt = self.cache.commit(0, self._advance(count))
         self.cache.prepare([True])
         return was_rebuilt
@@ -159,7 +160,7 @@ def test_slots_hold_what_the_policy_chose_and_every_token_committed_since(
 ):
     """Exactly, after every commit, asked by the latest queries: of one read, of several rounds, or
     of fewer than the window; budgets of one chunk, prompts that are no multiple of a chunk."""
-    sizes = {"num_sink_tokens": 3, "observation_window": window, "rebuild_stride": stride}
+    sizes = {"num_sink_tokens": 11, "observation_window": window, "rebuild_stride": stride}
     bench = Bench(name, budget=budget, chunk_size=chunk_size, **sizes)
     wanted, rng, num_builds = Definition(bench, name), random.Random(prompt), 0
     for count in (prompt // 2, prompt - prompt // 2):
@@ -219,7 +220,8 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
         rig.start()
         text = [*rig.sequences[0], 7, 9]
         chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
-        probs_BNV = probs_after(rig.runners["retrieval"], text, 2)
+        guesses = Proposal.of([text[-2:]], torch.ones(1, 2, 1), [["draft"]])
+        probs_BNV = rig.runners["retrieval"].next_probs([text[:-2]], [True], guesses).probs_BNV
         block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))
         hidden_BTE = target.forward(block, chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)

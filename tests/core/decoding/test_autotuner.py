@@ -118,15 +118,20 @@ def test_a_measured_cost_moves_slowly_and_first_rounds_do_not_count():
     assert seconds == pytest.approx([0.1, 0.1, 0.12, 0.12 + 0.2 * 0.12])
 
 
+def slow_reader(rate, use_clock, *, draft=COSTS["draft"], slope=12 * SLOPE) -> Autotuner:
+    """One that has seen no drafter read, and guesses accepted at this rate."""
+    prior = lambda stage, n: draft * (1 + slope * n) if stage == "draft" else COSTS[stage]  # noqa: E731
+    tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
+    for _ in range(60):
+        tuner.note_round("target", 0, COSTS["target"])
+        tuner.note_acceptance("draft", 10, round(10 * rate))
+    return tuner
+
+
 @pytest.mark.parametrize("use_clock", [True, False])
 def test_the_price_of_reading_a_window_makes_trials_of_a_drafter_rare(use_clock):
     def trials(slope):
-        costs = {**COSTS, "draft": 0.2}
-        prior = lambda stage, n: costs[stage] * (1 + slope * n * (stage == "draft"))  # noqa: E731
-        tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
-        for _ in range(60):
-            tuner.note_round("target", 0, costs["target"])
-            tuner.note_acceptance("draft", 10, 1)
+        tuner = slow_reader(0.1, use_clock, draft=0.2, slope=slope)
         return [n for n in range(3000) if tuner.choose() == NAIVE]
 
     often, rarely = trials(0.0), trials(0.01)
@@ -138,14 +143,11 @@ def test_the_price_of_reading_a_window_makes_trials_of_a_drafter_rare(use_clock)
 
 @pytest.mark.parametrize("use_clock", [True, False])
 def test_a_drafter_reads_its_window_only_if_the_rest_of_the_text_can_win_more(use_clock):
-    """However long it was not used: a trial would cost five steps of the target."""
-    prior = lambda stage, n: COSTS[stage] * (1 + SLOPE * n * (1 + 11 * (stage == "draft")))  # noqa: E731
+    """However long it was not used: a trial would cost five steps of the target. Of few tokens that
+    it has missed it makes one near the end, too."""
 
-    def first_trial(num_new, rate):
-        tuner = Autotuner([AR, NAIVE], prior, use_clock=use_clock)
-        for _ in range(60):
-            tuner.note_round("target", 0, COSTS["target"])
-            tuner.note_acceptance("draft", 10, round(10 * rate))
+    def first_trial(num_new, rate, tuner=None):
+        tuner = tuner or slow_reader(rate, use_clock)
         for n in range(num_new):
             tuner.num_left = num_new - n
             if tuner.choose() == NAIVE:
@@ -156,3 +158,8 @@ def test_a_drafter_reads_its_window_only_if_the_rest_of_the_text_can_win_more(us
     assert first_trial(16, 0.0) is None
     assert first_trial(1000, 0.5) == 0
     assert 0 < first_trial(3000, 0.0) < 3000
+    tuner = slow_reader(0.5, use_clock)
+    for plan, num_tested, rate in ((NAIVE, 10**6, 0.0), (AR, 10**9, 0.5)):
+        assert tuner.choose() == plan
+        tuner.note_acceptance("draft", num_tested, round(num_tested * rate))
+    assert first_trial(16, 0.5, tuner) is not None

@@ -108,18 +108,17 @@ def offloaded(
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes that travel between the device and the host memory of a cache."""
+    """Counts the bytes that travel to the device from the host memory of a cache."""
 
     def __init__(self, cache: OffloadedFullCache) -> None:
         super().__init__()
         self.host = cache.host_LBSPKD
-        self.to_device = self.to_host = 0
+        self.to_device = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten.copy_.default:
             start = self.host.data_ptr()
             is_host = [start <= it.data_ptr() < start + self.host.nbytes for it in args[:2]]
-            self.to_host += is_host[0] * args[0].nbytes
             self.to_device += is_host[1] * args[0].nbytes
             assert not any(is_host) or all(it.is_contiguous() for it in args[:2])
         return func(*args, **(kwargs or {}))

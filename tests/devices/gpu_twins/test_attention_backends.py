@@ -1,7 +1,6 @@
 """Every backend for short blocks equals the oracle. On a CPU Triton's interpreter runs ours, and
 FlashAttention has a stand-in."""
 
-import mmap
 from contextlib import suppress
 from functools import partial
 from unittest.mock import Mock
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minitri.core import settings
 from minitri.core.errors import InputError
 from minitri.core.model.attention import attend_math
 from minitri.devices.cpu.kernels import load_kernels
@@ -85,31 +83,16 @@ def forgets_rules(*inputs):
     return attend_masked(*inputs[:4])
 
 
-ABSENT = NotImplementedError("range must be a power of 2")
-
-
-@pytest.mark.parametrize(
-    ("wanted", "made", "chosen"),
-    [
-        ("auto", attend_masked, "triton"),
-        ("auto", ABSENT, "math"),
-        ("flash", attend_masked, "flash"),
-        ("triton", forgets_rules, "attention=triton .*attention=auto"),
-    ],
-)
-def test_our_kernel_is_the_default_and_what_is_asked_for_works_or_is_refused(
-    wanted, made, chosen, monkeypatch, caplog
+def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was_asked_for(
+    monkeypatch, caplog
 ):
-    monkeypatch.setattr(attention_backends, "make_backend", Mock(side_effect=[made] * 2))
-    config = tiny_config(num_heads=2, num_kv_heads=1)
-    choose = partial(choose_attention, CPU, torch.float16, config, wanted=wanted)
-    if chosen not in settings.BACKENDS:
-        with pytest.raises(InputError, match=chosen):
-            choose()
-        return
-    assert choose().name == chosen
-    assert ("range must be a power of 2" in caplog.text) == (made is ABSENT)
-    assert bool(caplog.records) == (chosen == "math")
+    choose = partial(choose_attention, CPU, torch.float16, tiny_config())
+    for number, (backend, name) in enumerate(((attend_masked, "triton"), (forgets_rules, "math"))):
+        monkeypatch.setattr(attention_backends, "make_backend", lambda name, made=backend: made)
+        assert choose().name == name
+        assert len(caplog.records) == number
+    with pytest.raises(InputError, match="attention=triton .*attention=auto"):
+        choose(wanted="triton")
 
 
 def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
@@ -122,16 +105,6 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     assert not call.kwargs["enable_gqa"]
 
 
-def sparse(num: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, of which none takes memory before it is written."""
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0x4000)
-    try:
-        memory = mmap.mmap(-1, num * dtype.itemsize, flags=flags)
-    except OSError as error:
-        pytest.skip(f"this system lends no sparse memory: {error}")
-    return torch.frombuffer(memory, dtype=dtype)
-
-
 FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real size, or of heads
     "rows": ((0, 3, 70, 1, 17, 66), 32 * 122_880 * 128, 31 * 122_880 * 128, 128),
     "slots": ((36,), 128, 128, 1 << 26),
@@ -141,13 +114,16 @@ FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real
 @needs_triton
 @pytest.mark.skipif(ON_GPU, reason="sparse memory is the host's")
 @pytest.mark.parametrize("where", FAR)
-def test_kernels_reach_rows_and_slots_that_are_far_apart(where):
-    """They begin after 2^31 numbers, in the middle of more memory: a wrong offset finds zeros, not
-    a fault."""
+def test_kernels_reach_rows_and_slots_that_are_far_apart(where, tmp_path):
+    """They begin after 2^31 numbers, in the middle of more memory, that of a sparse file: a wrong
+    offset finds zeros, not a fault."""
     prefixes, *strides = FAR[where]
     q, *near, lengths = random_case(2, prefixes, 4, 2, 128, S=80, dtype=torch.float16)
-    far = [sparse(3 << 33, torch.float16)[1 << 33 :] for _ in near]
+    make = partial(torch.from_file, shared=True, size=3 << 33, dtype=torch.float16)
+    far = [make(str(tmp_path / name))[1 << 33 :] for name in ("keys", "values")]
     far = [it.as_strided(near[0].shape, (*strides, 1)) for it in far]
+    for file in tmp_path.iterdir():
+        file.unlink()
     for ours, theirs in zip(far, near, strict=True):
         ours.copy_(theirs)
     found = [flash_decoding.attend_short_block(q, *far, torch.tensor(lengths))]

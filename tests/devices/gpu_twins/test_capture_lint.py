@@ -1,14 +1,20 @@
-"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`."""
+"""The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`.
+What is captured, and when."""
 
-from contextlib import suppress
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
+import torch
 
-from minitri.core.settings import SamplingParams
+from minitri.core.errors import InputError
+from minitri.core.graphs import filters_of
+from minitri.core.settings import GenerationConfig, SamplingParams, StepPlan
 from tests.conftest import tiny_model
 from tests.core.rigs import GREEDY, Rig, near_copy, tiny_config
 from tests.devices.gpu_twins.capture_lint import CaptureError, LintedPool
-from tests.devices.gpu_twins.conftest import PROMPTS, TWINS, as_on_a_gpu
+from tests.devices.gpu_twins.conftest import PROMPTS, TWINS, CpuPool, as_on_a_gpu
+from tests.engine.test_switching_plans import AR, forced
 from tests.mutation import Mutant, mutated
 
 CONFIG = tiny_config(num_layers=2)
@@ -81,12 +87,34 @@ def test_every_rule_is_tripped_by_a_change(message, lengths_on_the_device):
         tokens(LintedPool(), **GAMMAS)
 
 
-def test_an_output_that_outlives_the_next_step_is_noticed(lengths_on_the_device):
-    """Distributions that are views of a step's buffer."""
-    new = "self.graphs.run(self.passes.probs, filtered_BNV)"
-    how = {"sampling": WARM, "coupled": True, **GAMMAS}
-    plain, found = tokens(None, **how), None
-    mutant = Mutant("rows not copied", "core.runner:ModelRunner._output", f"{new}.clone()", new)
-    with mutated(mutant), suppress(ArithmeticError):
-        found = tokens(LintedPool(), **how)
-    assert found != plain
+def test_a_capture_that_fails_is_one_line_and_a_closed_pool_captures_nothing():
+    pool = CpuPool()
+    with pytest.raises(InputError, match="not permitted.* cuda_graphs=False"):
+        pool.run(Mock(side_effect=RuntimeError("not permitted")), torch.zeros(1))
+    pool.is_open = False
+    assert pool.run(torch.neg, torch.ones(1)) == -1
+    assert pool.num_graphs == 0
+
+
+def test_filters_of_several_kinds_are_refused_where_they_would_be_captured():
+    wanted = [SamplingParams(0.6), SamplingParams(0.6, top_p=0.9)]
+    on_gpu, on_cpu = (SimpleNamespace(device=torch.device(name)) for name in ("cuda", "cpu"))
+    with pytest.raises(InputError, match="of one kind"):
+        filters_of(wanted, on_gpu, GenerationConfig())
+    assert filters_of([SamplingParams(), wanted[1]], on_gpu, GenerationConfig()) == wanted[1]
+    assert filters_of(wanted, on_cpu, GenerationConfig()) == wanted[0]
+    assert filters_of(wanted, on_gpu, GenerationConfig(cuda_graphs=False)) == wanted[0]
+
+
+@pytest.mark.parametrize("tree", ["", "1x2"])
+def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
+    tree, lengths_on_the_device, monkeypatch
+):
+    """It reads a whole block into a window that is nearly full, and goes on guessing after it."""
+    target, found = as_on_a_gpu(tiny_model(CONFIG)), []
+    settings = {"num_recent_tokens": 20, "budget": 240, "gamma1": 2, "gamma2": 12, "tree": tree}
+    settings |= {"draft": as_on_a_gpu(near_copy(target, 0.0)), "num_new": 110}
+    for graphs in (None, CpuPool()):
+        forced(monkeypatch, [*[AR] * 12, StepPlan("triforce", 2, 12, tree)])
+        found.append(Rig(target, PROMPTS[:1], graphs=graphs, **settings).run())
+    assert found[0] == found[1]

@@ -225,15 +225,6 @@ def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
         assert_same(ours, exact)
 
 
-@pytest.mark.parametrize("on_chip", [0, 2])
-def test_nothing_travels_twice(on_chip):
-    """To the host every token once per layer; to the device nothing."""
-    full, hosted = offloaded(on_chip, 1), CONFIG.num_layers - on_chip
-    with Traffic(full) as traffic:
-        list(prefill(tiny_model(CONFIG), PROMPT, full, 0, chunk=16))
-    assert (traffic.to_host, traffic.to_device) == (hosted * 199 * TOKEN, 0)
-
-
 @pytest.mark.parametrize(
     ("window", "chunk", "length"),
     [(1, 16, 65), (16, 16, 65), (16, 7, 200), (48, 16, 3), (48, 16, 200), (200, 64, 200)],

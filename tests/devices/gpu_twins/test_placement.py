@@ -1,26 +1,19 @@
-"""Bytes are those that would be allocated, placements fit, and a plan can be checked by hand; host
-memory that caches borrow, one after another."""
+"""Bytes are those that would be allocated, and placements fit; host memory that caches borrow."""
 
 import functools
 import json
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from unittest.mock import Mock
 
 import pytest
 import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps import plan
-from minitri.core import roofline
 from minitri.core.memory import Models, allocate
-from minitri.core.model.execution import Execution
 from minitri.core.offload import allocation
-from minitri.core.offload.allocation import allocate_full_cache
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
-from minitri.core.roofline import Workload, copy_bytes, num_weights, weights_per_pass
+from minitri.core.roofline import num_weights, weights_per_pass
 from minitri.core.shape import MemoryShape
 from minitri.files.named_models import MODELS
 from tests.conftest import tiny_model
@@ -71,13 +64,12 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
     assert needs.on_host(1) == cache.host_LBSPKD.nbytes
 
 
-def seven_b(context: int = 124928, speculation=TRIFORCE, num_gpus: int = 1, **changes):
-    shape = MemoryShape((context,), SamplingParams(), GenerationConfig(1), speculation)
-    return Demand(SEVEN_B.share(num_gpus), DRAFT, shape, **changes)
+SHAPE = MemoryShape((124928,), SamplingParams(), GenerationConfig(1), TRIFORCE)
+NEEDS = Demand(SEVEN_B, DRAFT, SHAPE)
 
 
 def test_an_engine_places_as_many_layers_as_fit():
-    needs, offload = seven_b(), functools.partial(GenerationConfig, offload=True)
+    needs, offload = NEEDS, functools.partial(GenerationConfig, offload=True)
 
     def chosen(generation, device_gib, host_gib=256):
         return choose_on_chip(needs, generation, device_gib * GIB, host_gib * GIB)
@@ -106,56 +98,7 @@ def test_what_fits_in_a_plan_fits_at_boot(call):
     assert (code, found["on_chip"]) == (0, 1)
     assert {row["on_chip"] for row in found["placements"] if row["fits"]} == {0, 1}
     offload = GenerationConfig(offload=True)
-    assert choose_on_chip(seven_b(), offload, 24 * GIB - CONTEXT, 256 * GIB) == 1
-
-
-@pytest.mark.parametrize(
-    ("device_gib", "host_gib", "problem"), [(16, 64, "got 16.0"), (141, 2, "and 2.00")]
-)
-def test_what_does_not_fit_is_refused_before_it_is_allocated(
-    device_gib, host_gib, problem, monkeypatch
-):
-    """By the free memory of a card, of which weights have taken a part, and of the host."""
-    offload = GenerationConfig(16, offload=True, on_chip=0)
-    shape = MemoryShape((122_880,), SamplingParams(), offload, TRIFORCE)
-    needs = Demand(SEVEN_B, DRAFT, shape)
-    free = device_gib * GIB - needs.num_weight_bytes
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 141 * GIB))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(allocation, "free_host_bytes", lambda: host_gib * GIB)
-    where = {"device": torch.device("cuda"), "dtype": torch.bfloat16, "execution": Execution()}
-    with pytest.raises(InputError, match=problem):
-        allocate_full_cache(SimpleNamespace(config=SEVEN_B, **where), needs)
-
-
-def test_two_gpus_share_weights_and_kv_but_not_the_drafter():
-    sizes = [{}, {"num_gpus": 2}, {"num_gpus": 2, "copy_bits": 4}]
-    one, two, copied = (seven_b(**size).parts(32) for size in sizes)
-    norms = (2 * SEVEN_B.num_layers + 1) * SEVEN_B.hidden_size * 2
-    assert two["weights"] - norms == (one["weights"] - norms) / 2
-    assert two["full KV cache"] == one["full KV cache"] / 2
-    guessing = [parts["weights that only propose"] for parts in (one, two, copied)]
-    assert guessing[0] == guessing[1] == guessing[2] - copy_bytes(SEVEN_B.share(2), 4)
-    with pytest.raises(InputError, match="cannot be split over 3 ranks"):
-        seven_b(num_gpus=3)
-
-
-@pytest.mark.parametrize("machine", [roofline.CPU, roofline.GPU])
-def test_nominal_costs_count_weights_layers_slots_and_guesses(machine):
-    """What the autotuner expects, by hand; hosted KV counts where the link is slower."""
-    work = Workload(SEVEN_B, DRAFT, 10**6, 4096)
-    costs = functools.partial(work.seconds, machine)
-    alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer
-    alone += 2 * weights_per_pass(SEVEN_B) / machine.weight_bytes_per_second
-    slot = 512 * 1024 / machine.kv_bytes_per_second
-    whole = alone + 10**6 * slot
-    assert costs("retrieval", 0) == pytest.approx(alone + 4096 * slot)
-    assert costs("target", 0) == pytest.approx(whole)
-    assert costs("target", 5) == pytest.approx(whole * (1 + 5 * machine.share_per_extra_token))
-    assert costs("draft", 0) < 0.1 * alone
-    assert replace(work, draft=None).seconds(machine, "draft", 0) == 0
-    hosted = replace(work, hosted_share=1.0).seconds(machine, "target", 0)
-    assert hosted == pytest.approx(max(whole, 10**6 * 512 * 1024 / 25e9))
+    assert choose_on_chip(NEEDS, offload, 24 * GIB - CONTEXT, 256 * GIB) == 1
 
 
 class Borrower: ...
@@ -176,20 +119,6 @@ def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
     host.lend(Borrower(), (50,), torch.uint8)
     host.lend(host, (80,), torch.uint8)
     assert host.num_free_bytes == 0
-
-
-@pytest.mark.parametrize("error", [0, 2])
-def test_locked_memory_is_unlocked_and_what_cannot_be_locked_is_lent(error, monkeypatch, caplog):
-    """One line says what that costs; on a GPU, see `tests/gpu/test_offload_on_cuda.py`."""
-    cuda = Mock()
-    cuda.cudart().cudaHostRegister.return_value = error
-    monkeypatch.setattr(torch, "cuda", cuda)
-    monkeypatch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
-    host = HostMemory(torch.device("cuda"))
-    host.lend(Borrower(), (500, 400), torch.float32).fill_(1)
-    host.clear()
-    assert cuda.cudart().cudaHostUnregister.called is (error == 0)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * bool(error)
 
 
 def test_memory_that_caches_files_is_free(tmp_path, monkeypatch):

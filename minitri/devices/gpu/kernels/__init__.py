@@ -19,7 +19,7 @@ def problem_with(check: Callable[[], None]) -> str:
         with warnings.catch_warnings(action="ignore"):  # of compilers about their own code
             check()
     except Exception as failure:  # a compiler of kernels may raise anything
-        return shorten(failure, 80)
+        return shorten(failure, 80) or repr(failure)
     return ""
 
 
