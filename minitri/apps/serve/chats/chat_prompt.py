@@ -20,6 +20,7 @@ from minitri.apps.serve.chats.answer_parser import (
     ToolFormat,
 )
 from minitri.core.errors import shorten
+from minitri.core.fields import refuse
 from minitri.text.matcher import schema_text
 
 GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
@@ -33,9 +34,16 @@ class ChatPrompt:
     def __init__(self, asked: Conversation, engine: Engine) -> None:
         """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
+        names = [*asked.callable_functions]
+        if not names and asked.tool_choice not in ("auto", "none"):
+            refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
         offered = asked.tools if asked.tool_choice != "none" else ()
-        tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
-        turns = read_turns(asked.messages)
+        tools = [
+            {"type": tool.type, "function": tool.model_dump(exclude={"type", "strict"})}
+            for tool in offered
+        ]
+        turns = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+        turns += read_turns(asked.messages)
         goes_on = asked.continue_final_message
         self._begun = turns.pop()["content"] if goes_on else ""
         template = tokenizer.chat_template
@@ -49,27 +57,24 @@ class ChatPrompt:
         encode = tokenizer.encode_marked
         self.token_ids = encode(self.text) + encode(self._begun)
         self._thinks = self.text.rstrip().endswith(THINK)
-        self._names = [*asked.callable_functions]
-        self._form = form if self._names else None
-        tags = [THINK, END_THINK, *((form.opening, form.closing) if self._names else ())]
+        self._form = form if names else None
+        tags = [THINK, END_THINK, *((form.opening, form.closing) if names else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
         self.grammar = None
-        if self._names and not goes_on:
+        if names:
             thoughts = {"thinks": self._thinks, "may_think": THINK in source}
             self.grammar = Grammar("lark", calls_grammar(asked, form, controls, **thoughts))
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
-        made = AnswerParser(self._form, self._names, thinks=self._thinks)
+        made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
 
 
 def read_turns(messages: Sequence[Message]) -> list[Json]:
     """Checks a request's messages, for a template; an `InputError` names the bad one."""
-    if not messages:
-        raise InputError("messages is empty; send one at least")
     turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for number, message in enumerate(messages):
