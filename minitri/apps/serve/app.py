@@ -87,13 +87,13 @@ class Service:
 
     @property
     def app(self) -> Starlette:
+        schemas = {path: kind.model_json_schema() for path, (kind, _) in ENDPOINTS.items()}
         routes = [
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
-            Route("/", self.page),
-            Route("/docs", self.docs),
+            Route("/", HTMLResponse(PAGE, headers=HEADERS), methods=["GET"]),
+            Route("/docs", JSONResponse(schemas), methods=["GET"]),
         ]
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
@@ -167,16 +167,12 @@ class Service:
         """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
-        if num > share:
-            message = f"this asks for {num} texts, and {share} may run or wait; ask for less"
-            raise ApiError(400, "invalid_request", message)
-        got = f"this asks for {num} texts, and {self.num_open} run or wait"
+        num_own = self.clients.count(client)
+        got = f"{num} texts are too many next to {self.num_open}, of which {num_own} are yours"
+        message = f"{got} (at most {self.max_open}, and {share}); try later, or ask for less"
         if self.num_open + num > self.max_open:
-            message = f"{got}, of at most {self.max_open}; try later"
             raise ApiError(503, "queue_full", message)
-        num_running = self.clients.count(client)
-        if num_running + num > share:
-            message = f"{got}, {num_running} of them yours, of at most {share}; try later"
+        if num_own + num > share:
             raise ApiError(429, "rate_limit_exceeded", message)
         self.clients += [client] * num
         try:
@@ -186,36 +182,17 @@ class Service:
                 self.clients.remove(client)
 
     async def models(self, request: Request) -> Response:
-        """All names of the model, or the one in the path."""
+        """All names of the model."""
         self.access.admit(request)
-        about = {
-            "object": "model",
-            "created": 0,
-            "owned_by": "minitri",
-            "max_model_len": self.protocol.context,
-        }
-        if name := request.path_params.get("name"):
-            self.protocol.check_model(name)
-            return JSONResponse({"id": name, **about})
+        about = {"object": "model", "created": 0, "owned_by": "minitri"}
+        about["max_model_len"] = self.protocol.context
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def page(self, request: Request) -> Response:
-        """A chat for people, as a client of the endpoints."""
-        self.access.check_site(request.headers)
-        return HTMLResponse(PAGE, headers=HEADERS)
-
-    async def health(self, request: Request) -> Response:
-        self.access.check_site(request.headers)
+    async def health(self, _: Request) -> Response:
         problem = self.worker.problem
         content = {"status": problem or "ok", "requests": self.num_open}
         return JSONResponse(content, 503 if problem else 200)
-
-    async def docs(self, request: Request) -> Response:
-        """The endpoints by their paths, with the JSON schemas of their bodies."""
-        self.access.check_site(request.headers)
-        pairs = ENDPOINTS.items()
-        return JSONResponse({path: kind.model_json_schema() for path, (kind, _) in pairs})
 
 
 class Server(uvicorn.Server):

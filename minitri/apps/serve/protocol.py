@@ -40,7 +40,12 @@ class Protocol:
     def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
-        asked = self.parsed(body, kind)
+        with explain("the body is no object of JSON", "send an object"):
+            content = {**json.loads(body)}
+        asked = checked(kind, content, lenient=self.lenient)
+        if asked.model not in ("", *self.names):
+            message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
+            raise ApiError(404, "model_not_found", message)
         if isinstance(asked, TextBody):
             chat = None
             given = split_prompts(asked.prompt)
@@ -89,17 +94,3 @@ class Protocol:
             text = f"{got}; shorten the prompt, or lower max_tokens"
             raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
-
-    def parsed(self, body: bytes, kind: type[Asked]) -> Asked:
-        """The fields of a body. Raises `InputError`, and `ApiError` for another model."""
-        with explain("the body is no object of JSON", "send an object"):
-            content = {**json.loads(body)}
-        asked = checked(kind, content, lenient=self.lenient)
-        self.check_model(asked.model or self.names[0])
-        return asked
-
-    def check_model(self, name: str) -> None:
-        """Raises `ApiError` for another model's name."""
-        if name not in self.names:
-            message = f"model {shorten(repr(name), 60)} is not served; use {self.names[0]}"
-            raise ApiError(404, "model_not_found", message)

@@ -74,10 +74,10 @@ class ChatPrompt:
 
 
 def read_turns(messages: Sequence[Message]) -> list[Json]:
-    """Checks a request's messages, for a template; an `InputError` names the bad one."""
+    """A request's messages, for a template."""
     turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
-    for number, message in enumerate(messages):
+    for message in messages:
         given = message.model_dump(exclude={"name"})
         kept = ("role", "content")
         turn = {name: value for name, value in given.items() if value or name in kept}
@@ -86,10 +86,7 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
             call["id"] = short_id(call["id"])
         if message.role == "tool":
             call_id = message.tool_call_id
-            if call_id not in names:
-                got = f"messages[{number}].tool_call_id is {shorten(repr(call_id), 60)}"
-                raise InputError(f"{got}, which no message before it calls; send the id of a call")
-            turn |= {"tool_call_id": short_id(call_id), "name": names[call_id]}
+            turn |= {"tool_call_id": short_id(call_id), "name": names.get(call_id, "")}
         turns.append(turn)
     return turns
 
@@ -116,14 +113,9 @@ def calls_grammar(
     `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
     at its end, and whether the answer `may_think`. Raises `InputError`."""
     functions = asked.callable_functions
-
-    def tag(text: str) -> str:
-        return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
-
     return TEMPLATES.get_template(f"{form.name}.lark").render(
         form=form,
         controls=controls,
-        tag=tag,
         functions={name: schema_of(function) for name, function in functions.items()},
         is_auto=asked.tool_choice == "auto",
         is_parallel=asked.parallel_tool_calls and asked.tool_choice not in functions,
