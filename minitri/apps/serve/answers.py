@@ -112,7 +112,7 @@ class Choice:
         self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
         self._tokenizer = engine.tokenizer
         self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
-        self._has_role = False  # the message so far
+        self._role: Json = {"role": "assistant"}  # until it is sent
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """A text, or a part of it."""
@@ -135,10 +135,8 @@ class Choice:
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """Pieces as a part of a message; the first one has the role."""
-        message: Json = {"content": ""}
-        if not self._has_role:
-            message["role"] = "assistant"
-            self._has_role = True
+        message = {**self._role, "content": ""}
+        self._role = {}
         calls: list[Json] = []
         for kind, text, name in pieces:
             if kind == "call":

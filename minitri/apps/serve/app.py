@@ -32,7 +32,6 @@ from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.apps.serve.responses import ResponseWriter
-from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
@@ -99,11 +98,24 @@ class Service:
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers: Any = dict.fromkeys(handled, refuse)
-        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
+        return Starlette(
+            routes=routes,
+            middleware=[cors],
+            exception_handlers=handlers,
+            max_body_size=max(1 << 16, 32 * self.protocol.context),  # 8 times what most texts take
+        )
 
     async def complete(self, request: Request) -> Response:
         """Answer to a body. Its texts count from before their prompt is tokenized."""
-        client, body = await self._asked(request)
+        client = self.access.admit(request)
+        media_type = request.headers.get("content-type", "")
+        if not media_type.lower().startswith("application/json"):  # no page sends that unasked
+            raise ApiError(415, "unsupported_media_type", "send the body as application/json")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.body()
+        except TimeoutError:
+            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
         salt = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
@@ -141,26 +153,6 @@ class Service:
             finally:
                 job.is_cancelled = True
                 log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
-
-    async def _asked(self, request: Request) -> tuple[str, bytes]:
-        """Client and body of a request. Raises `ApiError`."""
-        client = self.access.admit(request)
-        kind = request.headers.get("content-type", "")
-        if not kind.lower().startswith("application/json"):  # which a web page cannot send unasked
-            message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
-            raise ApiError(415, "unsupported_media_type", message)
-        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        message = f"the body has more than {limit} bytes; shorten the prompt"
-                        raise ApiError(413, "request_too_large", message)
-        except TimeoutError:
-            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
-        return client, bytes(body)
 
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:

@@ -10,10 +10,10 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from minitri.apps.cli.report import Json
 from minitri.core.errors import InputError, shorten
 from minitri.files.hf_config import without_null
 
-Json = dict[str, Any]
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 ADVICE: Json = FIELDS["advice"]
 """Advice by the type of pydantic's error, where pydantic's words are meant for Python."""

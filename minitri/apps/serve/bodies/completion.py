@@ -11,7 +11,8 @@ from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
-from minitri.apps.serve.bodies.chat_body import Body, Conversation, Json, Many, Message
+from minitri.apps.cli.report import Json
+from minitri.apps.serve.bodies.chat_body import Body, Conversation, Many, Message
 from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.settings import MAX_ROWS
 from minitri.files.hf_config import without_null

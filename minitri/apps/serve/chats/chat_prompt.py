@@ -11,7 +11,8 @@ from pathlib import Path
 import jinja2
 
 from minitri import Engine, Grammar, InputError
-from minitri.apps.serve.bodies.chat_body import Conversation, Function, Json, Message
+from minitri.apps.cli.report import Json
+from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
 from minitri.apps.serve.chats.answer_parser import (
     END_THINK,
     FORMATS,
