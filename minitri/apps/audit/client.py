@@ -68,9 +68,7 @@ class Client:
 
     def call(self, path: str, body: Json | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
-        advice = (
-            "check the URL, the key, http_proxy, no_proxy, and if it takes 8 requests at a time"
-        )
+        advice = "check the URL, the key, proxies, and if it takes 8 requests at a time"
         with explain(f"{self.url}{path} cannot be had", advice):
             method = "GET" if body is None else "POST"
             answer = self.http.request(method, self.url + path, json=body)

@@ -1,7 +1,7 @@
 """Access control: API keys, and requests that a web page makes a browser send.
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
-header Host shows. Those of other sites a browser asks first (CORS), as bodies are of JSON.
+header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS).
 """
 
 import functools

@@ -23,6 +23,7 @@ SEEN = [  # format, text, thought, content, calls
     ("hermes", f"a <tool_ b <tool_call{TOOL}", "", "a <tool_ b <tool_call", [WEATHER]),
     ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA_NOW}", "", "", [WEATHER, CLOCK]),
     ("llama3", f"<think>so</think>\n{LLAMA_NOW};\n{LLAMA}", "so", "", [CLOCK, WEATHER]),
+    ("hermes", f"\n{TOOL}", "", "", [WEATHER]),
     ("llama3", f'{{"answer": 42}} {LLAMA}', "", f'{{"answer": 42}} {LLAMA}', []),
     ("llama3", f"Look: <|python_tag|>{LLAMA}", "", "Look: ", [WEATHER]),
     ("mistral", f"Yes.[TOOL_CALLS] [{CALL}, {NOW}]", "", "Yes.", [WEATHER, CLOCK]),

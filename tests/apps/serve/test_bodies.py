@@ -57,11 +57,14 @@ ANSWERED = [  # path and body, parts of the answer to it where the model says "Y
     (chat({**YES, "refusal": None, "annotations": []}, USER), {"object": "chat.completion"}),
     (chat(tools=[TOOL], tool_choice=TOOL, parallel_tool_calls=False), {"model": "tiny"}),
     (text(**SAMPLING), {"choices": answer("Yes.")}),
+    (text(structured_outputs={"json": '{"type": "object"}', "regex": None}), {}),
+    (text(response_format={"type": "json_object", "schema": {"required": ["a"]}}), {}),
     (response(), {"object": "response", "status": "completed", "error": None}),
     (response(input=ITEMS, tools=[TOOL | TOOL["function"]]), {"status": "completed"}),
 ]
 REFUSED = [  # path and body, the field that the error names, and a word of what it says
     (text(prompt=""), "prompt", "token"),
+    (chat({"content": "a"}), "messages.1.role is missing", "give it"),
     (text(prompt=[1, 320]), "320", "0 to 319"),
     (text(prompt=[5] * 4090, max_tokens=7), "max_tokens", "4096"),
     (text(max_tokens="3"), "max_tokens is '3'", "whole number"),
@@ -198,6 +201,6 @@ def test_the_endpoints_are_listed_with_the_schemas_of_their_bodies(server):
     schemas = server.http.get("/docs").json()
     assert {*schemas} == {TEXT, CHAT, RESPONSE}
     for (path, body), _ in ANSWERED:
-        assert {*body} <= {*schemas[path]["properties"], *NOTHING}
+        assert {*body} <= {*schemas[path]["properties"], *NOTHING, "structured_outputs"}
     for schema in schemas.values():
         assert all("description" in field for field in schema["properties"].values())

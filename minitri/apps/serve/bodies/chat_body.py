@@ -62,8 +62,9 @@ def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     except pydantic.ValidationError as error:
         problem = error.errors()[-1]  # of a union's kinds the last, a list
     place = ".".join(map(str, problem["loc"]))
-    advice = ADVICE.get(problem["type"], problem["msg"])
-    raise InputError(f"{shorten(place, 80)} is {shorten(repr(problem['input']), 60)}; {advice}")
+    got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
+    advice = ADVICE.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
 
 class Part(Body, extra="ignore"):

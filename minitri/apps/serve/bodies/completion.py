@@ -38,6 +38,8 @@ def read_form(form: Json | None) -> Grammar | None:
     match given:
         case {"type": "text"}:
             return None
+        case {"json": str(text)}:
+            return Grammar("json_schema", text)
         case (
             {"type": "json_object" | "json_schema", "schema": schema}
             | {"type": "json_schema", "json_schema": {"schema": schema}}

@@ -18,7 +18,7 @@ from minitri.text.text_stream import overlap
 THINK = "<think>"
 END_THINK = "</think>"
 START = '{"name": "'
-HEAD = re.compile(START + '([^"]+)", "(?:arguments|parameters)": ')
+HEAD = re.compile(re.escape(START) + '([^"]+)", "(?:arguments|parameters)": ')
 DECODER = json.JSONDecoder(strict=False)
 
 
@@ -71,8 +71,9 @@ class AnswerParser:
             yield from self._take("")
             yield from self._pass_to(END_THINK, "reasoning_content")
             yield from self._take("")
-        form = self._form
-        taken = (yield from self._take(START)) if form and form.is_bare else ""
+        taken = ""
+        if form := self._form:
+            taken = yield from self._take(START if form.is_bare else form.opening)
         if not taken:
             taken = yield from self._pass_to(form.opening if form else "", "content")
         while not self._is_last:
