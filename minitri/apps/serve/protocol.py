@@ -37,8 +37,8 @@ class Protocol:
     context: int  # tokens of a prompt and its answer, at most
     lenient: bool = False  # whether unknown fields are ignored
 
-    def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
-        """The call that a body asks for. Prompts share the cache only with those of the same salt.
+    def read(self, body: bytes, kind: type[Asked], client: str = "", owner: str = "") -> Call:
+        """The call that a body asks for. Prompts share the cache only with those of the same owner.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
         with explain("the body is no object of JSON", "send an object"):
             content = {**json.loads(body)}
@@ -63,7 +63,7 @@ class Protocol:
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
-                owner=salt,
+                owner=owner,
                 client=client,
                 shown=chat.shown if chat is not None else (),
             )
