@@ -21,10 +21,10 @@ ROOMS = {
     "files": (1_800, {"core", "devices", "text", "files"}),
     "trees": (380, {"core", "trees"}),
     "": (820, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_450, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "apps": (4_190, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
-goal for apps is 4,200 lines, for all 16,000 and 110,000 tokens."""
+goal for all is 16,000 lines and 110,000 tokens."""
 ENTRIES = {"generate.py", "__main__.py"}
 """Start programs, so they alone import `apps` from above."""
 FOREIGN = ("tokenizers", "sentencepiece", "safetensors", "jinja2", "huggingface_hub", "numpy")

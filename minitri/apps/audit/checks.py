@@ -64,11 +64,11 @@ def audit(client: Client, num_tokens: int) -> Iterator[Json]:
         likelihood, learned, copied = departures(bursts, power, beyond=is_whole and power == 1)
         if T == 1:
             is_copied = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
-            yield row_of("independence", copied, COPIED * is_copied)
+            yield row("independence", COPIED * is_copied, **figures(copied))
             if is_copied:
                 return
         worst = min(likelihood, learned, key=lambda test: test.p_value)
-        yield row_of(f"texts, T={T:g}", worst, DEPARTED * (worst.p_value < LEAST_P))
+        yield row(f"texts, T={T:g}", DEPARTED * (worst.p_value < LEAST_P), **figures(worst))
 
 
 def row(check: str, fault: str, **figures: float) -> Json:
@@ -99,10 +99,9 @@ def check_greedy(client: Client) -> Json:
     return row("greedy", fault, statistic=worst, num_tokens=len(places))
 
 
-def row_of(check: str, test: Martingale, fault: str) -> Json:
-    """A row of the audit's report on a statistical test."""
-    figures = {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
-    return row(check, fault, **figures)
+def figures(test: Martingale) -> dict[str, float]:
+    """Figures of a statistical test, for a row."""
+    return {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
 
 
 def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:

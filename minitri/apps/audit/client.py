@@ -2,7 +2,6 @@
 
 import operator
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -15,7 +14,6 @@ KINDS = [(f"/{kind}completions", num_top) for kind in ("", "chat/") for num_top 
 """Endpoints, each with the number of top log-probabilities to request."""
 NEUTRAL = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True}
 """Fields that switch filters off, in the spelling of several servers; left out if refused."""
-LOCAL = re.compile(r"https?://(localhost|127\.|\[::1\])", re.IGNORECASE)  # where no proxy leads
 NUM_NEW = 32
 """Tokens of an answer."""
 BURST = 8
@@ -70,7 +68,7 @@ class Client:
 
     def call(self, path: str, body: Json | None = None) -> Any:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
-        advice = "check the URL, the key, http_proxy, and if it takes 8 requests at a time"
+        advice = "check the URL, the key, proxies, and if it takes 8 requests at a time"
         with explain(f"{self.url}{path} cannot be had", advice):
             method = "GET" if body is None else "POST"
             answer = self.http.request(method, self.url + path, json=body)
@@ -105,9 +103,8 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     import httpx  # with 100 ms of imports, which --help does not need
 
     headers = {b"Authorization": os.fsencode(f"Bearer {key}")} if key else {}  # for this host alone
-    how: Json = {"timeout": 600, "trust_env": not LOCAL.match(url), "follow_redirects": True}
     with explain(f"{url} cannot be asked", "check http_proxy, https_proxy and all_proxy"):
-        http = httpx.Client(headers=headers, **how)
+        http = httpx.Client(headers=headers, timeout=600, follow_redirects=True)
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http)
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]

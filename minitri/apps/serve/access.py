@@ -1,14 +1,14 @@
 """Access control: API keys, and requests that a web page makes a browser send.
 
-A page can do so under a name of its own that leads to this machine (DNS rebinding), or as a page of
-another site; the headers Host and Origin show it.
+A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
+header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS).
 """
 
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +57,12 @@ class Access:
 
     def admit(self, request: "Request") -> str:
         """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
-        self.check_site(request.headers)
+        host = request.headers.get("host", "localhost")
+        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
+        names = ("localhost", self.host, *self.allowed_host)
+        if not (is_address or host.partition(":")[0].lower() in names):
+            got = f"it is for host {shorten(host, 60)}"
+            raise ApiError(403, "forbidden", f"{got}; see --allowed-host")
         if not self.digests:
             return request.client.host if request.client else ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
@@ -65,18 +70,6 @@ class Access:
         if scheme.lower() != "bearer" or digest not in self.digests:
             raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
         return f"key {digest}"
-
-    def check_site(self, headers: Mapping[str, str]) -> None:
-        """Raises `ApiError` where a page of another site makes a browser ask."""
-        host = headers.get("host", "localhost")
-        origin = headers.get("origin", f"http://{host}")
-        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
-        names = ("localhost", self.host, *self.allowed_host)
-        is_known = is_address or host.partition(":")[0].lower() in names
-        is_same_site = origin.partition("://")[2] == host or origin in self.allow_origin
-        if not (is_known and is_same_site):
-            got = f"it is for host {shorten(host, 60)}, by a page of {shorten(origin, 60)}"
-            raise ApiError(403, "forbidden", f"{got}; see --allowed-host and --allow-origin")
 
 
 def digest_of(key: bytes) -> str:

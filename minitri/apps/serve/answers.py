@@ -110,10 +110,9 @@ class Choice:
         self._asked = call.asked
         self._is_chat = call.chat is not None
         self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
-        self._num_calls = 0
         self._tokenizer = engine.tokenizer
         self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
-        self._has_role = False  # the message so far
+        self._role: Json = {"role": "assistant"}  # until it is sent
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """A text, or a part of it."""
@@ -123,37 +122,27 @@ class Choice:
             choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
+        message: Json = {}
         if self._is_chat:
-            pieces = self.parser.push(text, is_last=end is not None)
-            choice["delta" if asked.stream else "message"] = self._message(pieces)
+            message = self._message(self.parser.push(text, is_last=end is not None))
+            choice["delta" if asked.stream else "message"] = message
         else:
             choice["text"] = text
         reason = end.finish_reason if end is not None else None
         if reason in ("eos", "stop"):
-            reason = "tool_calls" if self._num_calls else "stop"
+            reason = "tool_calls" if "tool_calls" in message else "stop"
         return choice | {"finish_reason": reason}
 
     def _message(self, pieces: Sequence[Piece]) -> Json:
         """Pieces as a part of a message; the first one has the role."""
-        message: Json = {"content": ""}
-        if not self._has_role:
-            message["role"] = "assistant"
-            self._has_role = True
+        message = {**self._role, "content": ""}
+        self._role = {}
         calls: list[Json] = []
-        for kind, text in pieces:
+        for kind, text, name in pieces:
             if kind == "call":
-                call = {
-                    "index": self._num_calls,
-                    "id": new_id("call_"),
-                    "type": "function",
-                    "function": {"name": text, "arguments": ""},
-                }
-                calls.append(call)
-                self._num_calls += 1
-            elif kind == "arguments":
-                if not calls:  # more of a call in an earlier piece
-                    calls.append({"index": self._num_calls - 1, "function": {"arguments": ""}})
-                calls[-1]["function"]["arguments"] += text
+                function = {"name": name, "arguments": text}
+                call = {"index": len(calls), "id": new_id("call_"), "type": "function"}
+                calls.append({**call, "function": function})
             else:
                 message[kind] = message.get(kind, "") + text
         if calls:

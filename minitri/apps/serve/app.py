@@ -32,7 +32,6 @@ from minitri.apps.serve.connections import Connection
 from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
 from minitri.apps.serve.responses import ResponseWriter
-from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
@@ -87,27 +86,40 @@ class Service:
 
     @property
     def app(self) -> Starlette:
+        schemas = {path: kind.model_json_schema() for path, (kind, _) in ENDPOINTS.items()}
         routes = [
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/models", self.models),
-            Route("/v1/models/{name:path}", self.models),
             Route("/health", self.health),
-            Route("/", self.page),
-            Route("/docs", self.docs),
+            Route("/", HTMLResponse(PAGE, headers=HEADERS), methods=["GET"]),
+            Route("/docs", JSONResponse(schemas), methods=["GET"]),
         ]
         sites = self.access.allow_origin
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers: Any = dict.fromkeys(handled, refuse)
-        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
+        return Starlette(
+            routes=routes,
+            middleware=[cors],
+            exception_handlers=handlers,
+            max_body_size=max(1 << 16, 32 * self.protocol.context),  # 8 times what most texts take
+        )
 
     async def complete(self, request: Request) -> Response:
         """Answer to a body. Its texts count from before their prompt is tokenized."""
-        client, body = await self._asked(request)
-        salt = client if self.access.digests and not self.access.share_prefixes else ""
+        client = self.access.admit(request)
+        media_type = request.headers.get("content-type", "")
+        if not media_type.lower().startswith("application/json"):  # no page sends that unasked
+            raise ApiError(415, "unsupported_media_type", "send the body as application/json")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                body = await request.body()
+        except TimeoutError:
+            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
+        owner = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
-            call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
+            call = await asyncio.to_thread(self.protocol.read, body, kind, client, owner)
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
         media_type = "text/event-stream" if call.asked.stream else "application/json"
         return Answer(self._pieces(call, writer, client), media_type=media_type)
@@ -142,41 +154,17 @@ class Service:
                 job.is_cancelled = True
                 log.info("%s: %s after %.1f s", writer.id, outcome, time.monotonic() - started)
 
-    async def _asked(self, request: Request) -> tuple[str, bytes]:
-        """Client and body of a request. Raises `ApiError`."""
-        client = self.access.admit(request)
-        kind = request.headers.get("content-type", "")
-        if not kind.lower().startswith("application/json"):  # which a web page cannot send unasked
-            message = f"the body's type is {shorten(repr(kind), 60)}; send application/json"
-            raise ApiError(415, "unsupported_media_type", message)
-        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
-        body = bytearray()
-        try:
-            async with asyncio.timeout(BODY_SECONDS):
-                async for part in request.stream():
-                    body += part
-                    if len(body) > limit:
-                        message = f"the body has more than {limit} bytes; shorten the prompt"
-                        raise ApiError(413, "request_too_large", message)
-        except TimeoutError:
-            raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
-        return client, bytes(body)
-
     @contextlib.contextmanager
     def _counted(self, client: str, num: int) -> Iterator[None]:
         """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
-        if num > share:
-            message = f"this asks for {num} texts, and {share} may run or wait; ask for less"
-            raise ApiError(400, "invalid_request", message)
-        got = f"this asks for {num} texts, and {self.num_open} run or wait"
+        num_own = self.clients.count(client)
+        got = f"{num} texts are too many next to {self.num_open}, of which {num_own} are yours"
+        message = f"{got} (at most {self.max_open}, and {share}); try later, or ask for less"
         if self.num_open + num > self.max_open:
-            message = f"{got}, of at most {self.max_open}; try later"
             raise ApiError(503, "queue_full", message)
-        num_running = self.clients.count(client)
-        if num_running + num > share:
-            message = f"{got}, {num_running} of them yours, of at most {share}; try later"
+        if num_own + num > share:
             raise ApiError(429, "rate_limit_exceeded", message)
         self.clients += [client] * num
         try:
@@ -186,36 +174,17 @@ class Service:
                 self.clients.remove(client)
 
     async def models(self, request: Request) -> Response:
-        """All names of the model, or the one in the path."""
+        """All names of the model."""
         self.access.admit(request)
-        about = {
-            "object": "model",
-            "created": 0,
-            "owned_by": "minitri",
-            "max_model_len": self.protocol.context,
-        }
-        if name := request.path_params.get("name"):
-            self.protocol.check_model(name)
-            return JSONResponse({"id": name, **about})
+        about = {"object": "model", "created": 0, "owned_by": "minitri"}
+        about["max_model_len"] = self.protocol.context
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 
-    async def page(self, request: Request) -> Response:
-        """A chat for people, as a client of the endpoints."""
-        self.access.check_site(request.headers)
-        return HTMLResponse(PAGE, headers=HEADERS)
-
-    async def health(self, request: Request) -> Response:
-        self.access.check_site(request.headers)
+    async def health(self, _: Request) -> Response:
         problem = self.worker.problem
         content = {"status": problem or "ok", "requests": self.num_open}
         return JSONResponse(content, 503 if problem else 200)
-
-    async def docs(self, request: Request) -> Response:
-        """The endpoints by their paths, with the JSON schemas of their bodies."""
-        self.access.check_site(request.headers)
-        pairs = ENDPOINTS.items()
-        return JSONResponse({path: kind.model_json_schema() for path, (kind, _) in pairs})
 
 
 class Server(uvicorn.Server):

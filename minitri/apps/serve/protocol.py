@@ -7,15 +7,16 @@ from typing import NamedTuple
 from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.chat_body import checked
-from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
+from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody, read_form
 from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
-from minitri.core.fields import changed
+from minitri.core.fields import changed, refuse
 from minitri.files.hf_config import without_null
 from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
 from minitri.text.rows import text_filters
 
 Asked = TextBody | ChatBody | ResponseBody
+STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
 
 
 class Call(NamedTuple):
@@ -34,19 +35,23 @@ class Protocol:
     names: list[str]  # of the model; answers have the first
     sampling: SamplingParams  # where a client says nothing
     context: int  # tokens of a prompt and its answer, at most
-    lenient: bool = False  # whether unknown fields are ignored, with a warning
+    lenient: bool = False  # whether unknown fields are ignored
 
-    def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
-        """The call that a body asks for. Prompts share the cache only with those of the same salt.
+    def read(self, body: bytes, kind: type[Asked], client: str = "", owner: str = "") -> Call:
+        """The call that a body asks for. Prompts share the cache only with those of the same owner.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
-        asked = self.parsed(body, kind)
-        end_user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        with explain("the body is no object of JSON", "send an object"):
+            content = {**json.loads(body)}
+        asked = checked(kind, content, lenient=self.lenient)
+        if asked.model not in ("", *self.names):
+            message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
+            raise ApiError(404, "model_not_found", message)
         if isinstance(asked, TextBody):
             chat = None
             given = split_prompts(asked.prompt)
             prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
-            chat = ChatPrompt(asked.conversation(lenient=self.lenient), self.engine)
+            chat = ChatPrompt(asked, self.engine)
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked, chat)
         seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
@@ -58,7 +63,7 @@ class Protocol:
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
-                owner=f"{salt}/{end_user}" if salt else "",
+                owner=owner,
                 client=client,
                 shown=chat.shown if chat is not None else (),
             )
@@ -69,37 +74,23 @@ class Protocol:
     def sampling_of(self, asked: Asked, chat: ChatPrompt | None) -> SamplingParams:
         """Sampling of each text. A grammar is compiled here, in the thread that reads the request,
         so that a wrong one is refused and no step of others waits. Raises `InputError`."""
-        forms = asked.forms
-        if chat is not None and chat.grammar is not None:
-            forms["tools"] = chat.grammar
-        if len(forms) > 1:
-            got = " is given with ".join([*forms][:2])
-            raise InputError(f"{got}, another form of the answer; leave one of them out")
-        grammar = next(iter(forms.values()), self.sampling.grammar)
+        form = read_form(asked.response_format)
+        calls = chat.grammar if chat is not None else None
+        if form and calls:
+            raise InputError("response_format is given with tools; leave one of them out")
+        grammar = form or calls or self.sampling.grammar
         sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": grammar})
         text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
         return sampling
 
     def generation_of(self, asked: Asked, num_prompt_tokens: int) -> GenerationConfig:
         """When each text ends. Raises `ApiError` if the context has no room for it."""
+        if sum(map(len, asked.stop)) > STOP_CHARACTERS:
+            refuse(asked, "stop", f"it must have at most {STOP_CHARACTERS} characters in all")
         room = self.context - num_prompt_tokens
-        num_new = asked.length or max(1, min(room, asked.default_length))
+        num_new = asked.max_tokens or max(1, min(room, asked.default_length))
         if num_new > room:
             got = f"{num_prompt_tokens} + {num_new} tokens exceed {self.context}"
             text = f"{got}; shorten the prompt, or lower max_tokens"
             raise ApiError(400, "context_length_exceeded", text)
         return GenerationConfig(num_new, asked.stop, asked.ignore_eos, asked.num_logprobs)
-
-    def parsed(self, body: bytes, kind: type[Asked]) -> Asked:
-        """The fields of a body. Raises `InputError`, and `ApiError` for another model."""
-        with explain("the body is no object of JSON", "send an object"):
-            content = {**json.loads(body)}
-        asked = checked(kind, content, lenient=self.lenient)
-        self.check_model(asked.model or self.names[0])
-        return asked
-
-    def check_model(self, name: str) -> None:
-        """Raises `ApiError` for another model's name."""
-        if name not in self.names:
-            message = f"model {shorten(repr(name), 60)} is not served; use {self.names[0]}"
-            raise ApiError(404, "model_not_found", message)

@@ -93,12 +93,11 @@ class ResponseWriter(Writer):
 
     def _add(self, pieces: Sequence[Piece]) -> Iterator[bytes]:
         """Events about pieces of the answer."""
-        for piece, text in pieces:
+        for piece, text, name in pieces:
             if piece == "call":
                 call_id = new_id("call_")
-                yield from self._open("function_call", call_id=call_id, name=text, arguments="")
-            elif piece == "arguments":
-                self._items[-1]["arguments"] += text
+                yield from self._open("function_call", call_id=call_id, name=name, arguments="")
+                self._items[-1]["arguments"] = text
                 yield self._item_event("function_call_arguments.delta", delta=text)
             else:
                 kind, part, others = ITEMS[piece]

@@ -48,7 +48,7 @@ class ServeFlags:
     """Tie random numbers to seed and position: a seed gives one text, alone and with other
     requests; without it fewer guesses are rejected at a temperature above 0."""
     ignore_unknown_fields: bool = False
-    """Ignore fields of requests that this server does not know, with a warning for each name."""
+    """Ignore fields of requests that this server does not know."""
 
 
 def build_parser() -> arguments.OneLineParser:

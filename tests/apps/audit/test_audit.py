@@ -91,8 +91,7 @@ class Moved(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_key_is_for_the_server_alone_and_no_proxy_is_asked_for_this_machine(call, monkeypatch):
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+def test_a_key_is_for_the_server_alone(call):
     with HTTPServer(("127.0.0.1", 0), Moved) as moved, ThreadPoolExecutor(1) as thread:
         thread.submit(moved.serve_forever, 0.01)
         url = f"http://127.0.0.1:{moved.server_port}"

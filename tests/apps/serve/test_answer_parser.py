@@ -7,56 +7,47 @@ import pytest
 
 from minitri.apps.serve.chats.answer_parser import FORMATS, AnswerParser, Piece
 
-NAMES = ["get_weather", "get_time", "now"]
-ARGUMENTS = '{"city": "Köln \\u00e9 \\"}{[", "days": [1, {"a": 2}]}'
+ARGUMENTS = '{"city": "Köln \\u00e9 \\"}{[", "days": [1, {"name": "x", "arguments": {}}]}'
 CALL = f'{{"name": "get_weather", "arguments": {ARGUMENTS}}}'
 NOW = '{"name": "now", "arguments": {}}'
-WEATHER, CLOCK = ("get_weather", ARGUMENTS), ("now", "{}")
+WEATHER, CLOCK = Piece("call", ARGUMENTS, "get_weather"), Piece("call", "{}", "now")
 TOOL = f"<tool_call>\n{CALL}\n</tool_call>"
-LLAMA, LLAMA_NOW = (it.replace('"arguments"', '"parameters"') for it in (CALL, NOW))
-WITH_ID = CALL[:-1] + ', "id": "VvvODy9mT"}'
+LLAMA, LLAMA_NOW = (it.replace('"arguments": {', '"parameters": {', 1) for it in (CALL, NOW))
 SEEN = [  # format, text, thought, content, calls
-    ("hermes", f"Yes.\n{TOOL} Or <tool_call>{NOW}", "", "Yes.\nOr ", [WEATHER, CLOCK]),
+    ("hermes", f"Yes.\n{TOOL}\n<tool_call>{NOW}", "", "Yes.\n", [WEATHER, CLOCK]),
     ("hermes", f"<think>\n<tool_call>?\n</think>\n\n{TOOL}", "<tool_call>?\n", "", [WEATHER]),
     ("hermes", "<think>\n\n</think>\n\nYes <think>.", "", "Yes <think>.", []),
     ("hermes", "<think>it never ends </thi", "it never ends </thi", "", []),
-    ("hermes", f"<tool_call>{CALL[:50]}", "", "", [("get_weather", CALL[37:50])]),
-    ("hermes", f"<tool_call>{CALL}</tool_c", "", "</tool_c", [WEATHER]),
+    ("hermes", f"<tool_call>{CALL[:50]}", "", "", [Piece("call", CALL[37:50], "get_weather")]),
     ("hermes", '<tool_call>{"name": "rm", "arg', "", '<tool_call>{"name": "rm", "arg', []),
-    ("hermes", f"<tool_call> no {TOOL}", "", "<tool_call> no ", [WEATHER]),
     ("hermes", f"a <tool_ b <tool_call{TOOL}", "", "a <tool_ b <tool_call", [WEATHER]),
-    ("hermes", '<tool_call>{"type": "function", "name": "now", "parameters": {}}', "", "", [CLOCK]),
     ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA_NOW}", "", "", [WEATHER, CLOCK]),
     ("llama3", f"<think>so</think>\n{LLAMA_NOW};\n{LLAMA}", "so", "", [CLOCK, WEATHER]),
-    ("llama3", f"{LLAMA}; that is it", "", "; that is it", [WEATHER]),
+    ("hermes", f"\n{TOOL}", "", "", [WEATHER]),
     ("llama3", f'{{"answer": 42}} {LLAMA}', "", f'{{"answer": 42}} {LLAMA}', []),
     ("llama3", f"Look: <|python_tag|>{LLAMA}", "", "Look: ", [WEATHER]),
-    ("mistral", f"Yes.[TOOL_CALLS] [{WITH_ID}, {NOW}] Done", "", "Yes.Done", [WEATHER, CLOCK]),
-    ("mistral", f"[TOOL_CALLS]{NOW}", "", f"[TOOL_CALLS]{NOW}", []),
+    ("mistral", f"Yes.[TOOL_CALLS] [{CALL}, {NOW}]", "", "Yes.", [WEATHER, CLOCK]),
     ("mistral", "[TOOL_CALLS] [3]", "", "[TOOL_CALLS] [3]", []),
 ]
 
 
 def parsed(form: str | None, cuts: list[str]) -> list[Piece]:
-    """All pieces; those of one kind that follow each other are put together."""
-    parser = AnswerParser(FORMATS[form] if form else None, NAMES)
+    """All pieces; texts of one kind that follow each other are put together."""
+    parser = AnswerParser(FORMATS[form] if form else None)
     pieces = [piece for text in cuts for piece in parser.push(text)]
-    assert all(text for _, text in pieces)
     merged: list[Piece] = []
-    for kind, text in [*pieces, *parser.push("", is_last=True)]:
+    for kind, text, name in [*pieces, *parser.push("", is_last=True)]:
+        assert text or name
         if merged and merged[-1].kind == kind != "call":
             text = merged.pop().text + text
-        merged.append(Piece(kind, text))
+        merged.append(Piece(kind, text, name))
     return merged
 
 
 @pytest.mark.parametrize(("form", "text", "thought", "content", "calls"), SEEN)
 def test_an_answer_is_thought_content_and_calls(form, text, thought, content, calls):
-    texts = dict.fromkeys(("reasoning_content", "content", "call", "arguments"), "")
-    for kind, part in parsed(form, [text]):
-        texts[kind] += part
-    names, arguments = ("".join(parts) for parts in zip(("", ""), *calls, strict=True))
-    assert [*texts.values()] == [thought, content, names, arguments]
+    texts = [Piece("reasoning_content", thought), Piece("content", content)]
+    assert parsed(form, [text]) == [*(piece for piece in texts if piece.text), *calls]
 
 
 def test_pieces_do_not_depend_on_where_a_text_is_cut():
@@ -80,7 +71,7 @@ def test_pieces_do_not_depend_on_where_a_text_is_cut():
 
 @pytest.mark.parametrize("form", [*FORMATS, None])
 def test_only_what_may_begin_a_tag_waits(form):
-    parser = AnswerParser(FORMATS[form] if form else None, NAMES)
+    parser = AnswerParser(FORMATS[form] if form else None)
     text = "It is <b>5</b> < 7 [see {1}] and [TOOLS] <|x|> \\ end"
     tag = FORMATS[form].opening if form else ""
     num_passed = 0
@@ -94,6 +85,6 @@ def test_a_long_answer_takes_as_long_as_its_characters():
     """A parser that reads characters again and again would take hours here."""
     text = json.dumps({"text": 'x}\\"' * 10_000})
     pieces = parsed("hermes", [*f'<tool_call>{{"name": "now", "arguments": {text}}}'])
-    assert pieces == [Piece("call", "now"), Piece("arguments", text)]
+    assert pieces == [Piece("call", text, "now")]
     for start in ("", '{"name" ', "<think>"):
         assert len(parsed("llama3", [start, *[" "] * 30_000, "x"])) == 1

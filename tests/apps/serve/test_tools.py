@@ -44,15 +44,12 @@ def family(ask, use_template, request):
     return request.param
 
 
-def test_calls_are_sent_whole_and_in_pieces(ask, family):
+def test_calls_are_those_of_the_text_whole_and_as_a_stream(ask, family):
     look = "" if family == "llama3" else "I look.\n"
     wanted = [("get_weather", ARGUMENTS), ("now", "{}")][: 1 + bool(SAID[family][1])]
     state = ChatCompletionStreamState()  # the client's own helper
-    num_pieces = 0
     for chunk in ask(look + "".join(SAID[family]), stream=True):
         state.handle_chunk(chunk)
-        num_pieces += any(it.function.arguments for it in chunk.choices[0].delta.tool_calls or ())
-    assert num_pieces > 5
     whole = ask(look + "".join(SAID[family]))
     for choice in (whole.choices[0], state.get_final_completion().choices[0]):
         assert (choice.finish_reason, choice.message.content or "") == ("tool_calls", look)

@@ -3,32 +3,25 @@
 What a client sends is not converted: true is no number. What is wrong is one line for the client.
 """
 
-import functools
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
+from minitri.apps.cli.report import Json
 from minitri.core.errors import InputError, shorten
-from minitri.core.fields import refuse
-from minitri.core.log import log
 from minitri.files.hf_config import without_null
 
-NAME = r"\A(?!(auto|none|required)\Z)[a-zA-Z0-9_.-]{1,64}\Z"
-"""A function's name, which is no value of `tool_choice`."""
-Json = dict[str, Any]
 FIELDS = json.loads(Path(__file__).with_name("fields.json").read_text("utf-8"))
 ADVICE: Json = FIELDS["advice"]
-"""Advice by the name of a field, or else by the type of pydantic's error, where pydantic's words
-are meant for Python."""
+"""Advice by the type of pydantic's error, where pydantic's words are meant for Python."""
 NEUTRAL: Json = FIELDS["neutral"]
 """Values of unknown fields that ask for nothing, as null does in all fields. In others false, 0 and
 what is empty may ask for something."""
 IGNORED: list[str] = FIELDS["ignored"]
 """Unknown fields that change no answer."""
-MAX_WARNINGS = 100
 T = TypeVar("T")
 Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
@@ -42,59 +35,36 @@ class Body(pydantic.BaseModel):
         extra="forbid",
         frozen=True,
         allow_inf_nan=False,
-        regex_engine="python-re",
         use_attribute_docstrings=True,
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_unasked(cls, given: Any, info: pydantic.ValidationInfo) -> Any:
-        """Leaves out what asks for nothing; of unknown fields all, with a warning for each name,
-        if the context is true."""
+    def _drop_unasked(cls, given: Any) -> Any:
+        """Leaves out what asks for nothing."""
         if not isinstance(given, dict):
             return given
-        kept = without_null(given)
-        for name in kept.keys() - cls.model_fields.keys():
-            is_neutral = name in IGNORED or kept[name] in NEUTRAL.get(name, ())
-            if not is_neutral and info.context and warn_of.cache_info().currsize < MAX_WARNINGS:
-                warn_of(name[:60])
-            if is_neutral or info.context:  # else pydantic decides
-                del kept[name]
-        return kept
+        return {
+            name: value
+            for name, value in without_null(given).items()
+            if name not in IGNORED and value not in NEUTRAL.get(name, ())
+        }
 
 
 B = TypeVar("B", bound=Body)
 
 
-@functools.cache
-def warn_of(name: str) -> None:
-    """Warns of an unknown field, once for each name."""
-    log.warning("the field %r is ignored: this server does not know it", name)
-
-
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
-    """The content as a model; unknown fields are refused, or if `lenient` ignored with a warning.
-    Raises `InputError` for the first thing that is wrong."""
+    """The content as a model; unknown fields are refused, or ignored if `lenient`. Raises
+    `InputError`."""
     try:
-        return kind.model_validate(content, context=lenient)
+        return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
-        problem = error.errors()[0]
-    cause = problem.get("ctx", {}).get("error")
-    if isinstance(cause, InputError):
-        raise cause
-    words = problem["msg"].replace("Input should be", "it must be").removeprefix("Value error, ")
-    advice = ADVICE.get(problem["type"], words)
-    place = ""
-    for step in problem["loc"]:
-        place += f"[{step}]" if isinstance(step, int) else f".{step}"
-        if step == "[key]" or isinstance(content, str):
-            break
-        content = content.get(step) if isinstance(content, dict) else content[step]
-        if step in ADVICE and problem["type"] != "extra_forbidden":
-            advice = ADVICE[step]
-            break
-    got = "missing" if content is None else shorten(repr(content), 60)
-    raise InputError(f"{shorten(place[1:], 60)} is {got}; {advice}")
+        problem = error.errors()[-1]  # of a union's kinds the last, a list
+    place = ".".join(map(str, problem["loc"]))
+    got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
+    advice = ADVICE.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
 
 class Part(Body, extra="ignore"):
@@ -130,9 +100,9 @@ def joined(content: str | tuple[Part, ...]) -> str:
 class Message(Body):
     """Message of a chat."""
 
-    role: str = Field(min_length=1)
+    role: str
     content: Annotated[str | Many[Part], AfterValidator(joined)] = ""
-    """A text, or parts of type text; may be left out by the role assistant."""
+    """A text, or parts of type text."""
     name: Any = None
     """Ignored."""
     reasoning_content: str = ""
@@ -142,18 +112,12 @@ class Message(Body):
     tool_call_id: str = ""
     """Id of the call whose result a message of the role tool is."""
 
-    @model_validator(mode="after")
-    def _check_role(self) -> Self:
-        is_whole = "content" in self.model_fields_set and not self.tool_calls
-        if self.role != "assistant" and not is_whole:
-            raise ValueError("give a content; only the role assistant has tool_calls")
-        return self
-
 
 class Function(Body, extra="ignore"):
     """Function that an answer may call."""
 
-    name: str = Field(pattern=NAME)
+    type: Literal["function"] = "function"
+    name: str = Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")
     description: str = ""
     parameters: Json = Field({"type": "object", "properties": {}})
     """JSON Schema of its arguments."""
@@ -161,11 +125,12 @@ class Function(Body, extra="ignore"):
     """Refuse the request if arguments cannot be held to the whole schema."""
 
 
-class Tool(Body, extra="ignore"):
-    """Tool of a chat."""
-
-    type: Literal["function"]
-    function: Function
+def functions_of(tools: object) -> object:
+    """The functions in the tools of a chat or of a response."""
+    if not isinstance(tools, list):
+        return tools
+    given = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
+    return [tool.get("function", tool) for tool in given]
 
 
 def choice_of(choice: object) -> object:
@@ -179,13 +144,17 @@ def choice_of(choice: object) -> object:
 class Conversation(Body):
     """Messages of a chat, and which functions the answer may call."""
 
-    messages: Many[Message] = ()
+    instructions: str = ""
+    """A message of the system, before the others."""
+    messages: Many[Message] = Field(min_length=1)
     """The conversation. Answers may have tool_calls, and messages of the role tool the tool_call_id
     of one."""
     continue_final_message: bool = False
-    """Go on with the text of the last message."""
-    tools: Many[Tool] = ()
-    """Functions that the answer may call."""
+    """Go on with the text of the last message, without calls."""
+    tools: Annotated[
+        Many[Function], BeforeValidator(functions_of, json_schema_input_type=Many[Json])
+    ] = ()
+    """Functions that the answer may call; tools of other types are left out."""
     tool_choice: Annotated[str, BeforeValidator(choice_of, json_schema_input_type=str | Json)] = (
         "auto"
     )
@@ -193,19 +162,9 @@ class Conversation(Body):
     parallel_tool_calls: bool = True
     """Whether it may call several."""
 
-    @model_validator(mode="after")
-    def _check_tools(self) -> Self:
-        if len({tool.function.name for tool in self.tools}) < len(self.tools):
-            raise InputError("tools has two functions of one name; give each a name of its own")
-        if self.tool_choice not in ("auto", "none"):
-            if not self.callable_functions:
-                refuse(self, "tool_choice", ADVICE["tool_choice"])
-            if self.continue_final_message:
-                refuse(self, "tool_choice", "leave it out for an answer that goes on")
-        return self
-
     @property
     def callable_functions(self) -> dict[str, Function]:
         """Functions that may be called, by their names."""
-        functions = {tool.function.name: tool.function for tool in self.tools}
+        offered = () if self.continue_final_message else self.tools
+        functions = {function.name: function for function in offered}
         return {n: f for n, f in functions.items() if self.tool_choice in ("auto", "required", n)}

@@ -11,7 +11,8 @@ from pathlib import Path
 import jinja2
 
 from minitri import Engine, Grammar, InputError
-from minitri.apps.serve.bodies.chat_body import Conversation, Function, Json, Message
+from minitri.apps.cli.report import Json
+from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
 from minitri.apps.serve.chats.answer_parser import (
     END_THINK,
     FORMATS,
@@ -20,6 +21,7 @@ from minitri.apps.serve.chats.answer_parser import (
     ToolFormat,
 )
 from minitri.core.errors import shorten
+from minitri.core.fields import refuse
 from minitri.text.matcher import schema_text
 
 GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
@@ -33,9 +35,16 @@ class ChatPrompt:
     def __init__(self, asked: Conversation, engine: Engine) -> None:
         """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
+        names = [*asked.callable_functions]
+        if not names and asked.tool_choice not in ("auto", "none"):
+            refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
         offered = asked.tools if asked.tool_choice != "none" else ()
-        tools = [tool.model_dump(exclude={"function": {"strict"}}) for tool in offered]
-        turns = read_turns(asked.messages)
+        tools = [
+            {"type": tool.type, "function": tool.model_dump(exclude={"type", "strict"})}
+            for tool in offered
+        ]
+        turns = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
+        turns += read_turns(asked.messages)
         goes_on = asked.continue_final_message
         self._begun = turns.pop()["content"] if goes_on else ""
         template = tokenizer.chat_template
@@ -49,30 +58,27 @@ class ChatPrompt:
         encode = tokenizer.encode_marked
         self.token_ids = encode(self.text) + encode(self._begun)
         self._thinks = self.text.rstrip().endswith(THINK)
-        self._names = [*asked.callable_functions]
-        self._form = form if self._names else None
-        tags = [THINK, END_THINK, *((form.opening, form.closing) if self._names else ())]
+        self._form = form if names else None
+        tags = [THINK, END_THINK, *((form.opening, form.closing) if names else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
         self.grammar = None
-        if self._names and not goes_on:
+        if names:
             thoughts = {"thinks": self._thinks, "may_think": THINK in source}
             self.grammar = Grammar("lark", calls_grammar(asked, form, controls, **thoughts))
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
-        made = AnswerParser(self._form, self._names, thinks=self._thinks)
+        made = AnswerParser(self._form, thinks=self._thinks)
         made.push(self._begun)
         return made
 
 
 def read_turns(messages: Sequence[Message]) -> list[Json]:
-    """Checks a request's messages, for a template; an `InputError` names the bad one."""
-    if not messages:
-        raise InputError("messages is empty; send one at least")
+    """A request's messages, for a template."""
     turns: list[Json] = []
     names: dict[str, str] = {}  # of functions, by the ids of their calls
-    for number, message in enumerate(messages):
+    for message in messages:
         given = message.model_dump(exclude={"name"})
         kept = ("role", "content")
         turn = {name: value for name, value in given.items() if value or name in kept}
@@ -81,10 +87,7 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
             call["id"] = short_id(call["id"])
         if message.role == "tool":
             call_id = message.tool_call_id
-            if call_id not in names:
-                got = f"messages[{number}].tool_call_id is {shorten(repr(call_id), 60)}"
-                raise InputError(f"{got}, which no message before it calls; send the id of a call")
-            turn |= {"tool_call_id": short_id(call_id), "name": names[call_id]}
+            turn |= {"tool_call_id": short_id(call_id), "name": names.get(call_id, "")}
         turns.append(turn)
     return turns
 
@@ -111,14 +114,9 @@ def calls_grammar(
     `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
     at its end, and whether the answer `may_think`. Raises `InputError`."""
     functions = asked.callable_functions
-
-    def tag(text: str) -> str:
-        return f"<[{controls[text]}]>" if text in controls else json.dumps(text)
-
     return TEMPLATES.get_template(f"{form.name}.lark").render(
         form=form,
         controls=controls,
-        tag=tag,
         functions={name: schema_of(function) for name, function in functions.items()},
         is_auto=asked.tool_choice == "auto",
         is_parallel=asked.parallel_tool_calls and asked.tool_choice not in functions,
