@@ -265,9 +265,9 @@ class Engine(AbstractContextManager["Engine"]):
         self._pool.snapshot = held
         return len(held.tokens)
 
-    def open_kv_store(self, url: str, num_bytes: int) -> None:
+    def open_kv_store(self, folder: str, num_bytes: int) -> None:
         """Shares K and V of prompts with other engines until `release`: see `KVStore`."""
-        self._pool.store = KVStore(url, num_bytes, origin_of(self.model))
+        self._pool.store = KVStore(folder, num_bytes, origin_of(self.model))
 
     def release(self) -> None:
         """Frees the caches and graphs that are kept between runs."""

@@ -23,13 +23,11 @@ from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.choose import attention_for, kernels_for
 from minitri.devices.cpu.build import identity
 from minitri.devices.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
-from minitri.devices.cpu.kernels import Kernels
 from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.split import SplitLlama, share
 from minitri.files.families import read_table, unfused
-from minitri.files.gguf.blocks import FORMS
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder, is_there, lacking
 from minitri.files.snapshots import fingerprint_of
@@ -64,67 +62,46 @@ def load_model(
     config: ModelConfig,
     runtime: Runtime,
     *,
-    target: Llama | None = None,
+    lender: Llama | None = None,
     in_blocks: bool = False,
-    must_keep: bool = False,
     progress: bool = False,
 ) -> Llama:
-    """Loads a model from its files, ready to run. Raises `InputError` if they do not fit `config`.
-    `target` lends its embedding table to a drafter without one. With `in_blocks`, matrices stay
-    quantized as a GGUF file stores them, some at least if `must_keep`. `progress` draws a bar on
-    standard error."""
-    kernels = kernels_for(runtime.device, config) if runtime.ranks.count == 1 else None
-    model = build(config, runtime, target, kernels)
-    packed = keep_blocks(model, checkpoint, kernels, must_keep) if in_blocks else {}
-    fingerprint = fingerprint_of(checkpoint.files, sorted(packed))
-    model.execution = replace(model.execution, fingerprint=fingerprint)
-    fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
-    if target is not None and config.draft_of is not None:
-        check_drafter(model, target, checkpoint.path)
-    if not model.execution.is_row_invariant and can_pack(model.dtype, model.device):
-        pack_linears(model)
-    model = fuse_if_possible(model).eval()
-    if isinstance(model, SplitLlama):
-        model.add_up()
-    return model
+    """Loads a model from its files, ready to run, on the compiled CPU kernels if there are such.
 
-
-def build(
-    config: ModelConfig, runtime: Runtime, target: Llama | None, kernels: Kernels | None
-) -> Llama:
-    """A model with empty weights, on the compiled CPU kernels if there are such. Raises
-    `InputError` if the weights do not fit into memory."""
+    `lender` is the target whose embedding table a drafter without one borrows. With `in_blocks`,
+    matrices that a GGUF file stores in blocks for kernels stay quantized. `progress` draws a bar on
+    standard error. Raises `InputError` if the files do not fit `config`, or the weights memory."""
     dtype, device, ranks = runtime.dtype, runtime.device, runtime.ranks
     make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
-    lender = target if config.draft_of is not None else None
     attend = attention_for(device, dtype, config, runtime.attention)
     advice = "use a smaller model or dtype, or check the sizes in the config"
     # A size in the config may be larger than any tensor can be.
     with explain(f"the weights of {config.name} do not fit on {device}", advice):
         model = make(config, dtype=dtype, device=device, target=lender, attend=attend)
+    kernels = kernels_for(device, config) if ranks.count == 1 else None
     computed_by = device.type
+    packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
     if kernels is not None:
         use_kernels(model, kernels)
         computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
-    model.execution = replace(model.execution, computed_by=computed_by)
+        if in_blocks and isinstance(checkpoint, GgufFile):
+            forms = checkpoint.quantized()
+            split_projections(model, forms, kernels)
+            packed = keep_quantized(model, placements(model), forms)
+    model.execution = replace(
+        model.execution,
+        computed_by=computed_by,
+        fingerprint=fingerprint_of(checkpoint.files, sorted(packed)),
+    )
+    fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
+    if lender is not None:
+        check_drafter(model, lender, checkpoint.path)
+    if not model.execution.is_row_invariant and can_pack(dtype, device):
+        pack_linears(model)
+    model = fuse_if_possible(model).eval()
+    if isinstance(model, SplitLlama):
+        model.add_up()
     return model
-
-
-def keep_blocks(
-    model: Llama, checkpoint: Checkpoint, kernels: Kernels | None, must_keep: bool
-) -> dict[str, Tensor]:
-    """Makes those matrices quantized, and empty, that a GGUF file stores in blocks for kernels.
-    Returns the tensors to fill by their names in the file. Raises `InputError` if there are none
-    and `must_keep`."""
-    kept: dict[str, Tensor] = {}
-    if kernels is not None and isinstance(checkpoint, GgufFile):
-        forms = checkpoint.quantized()
-        split_projections(model, forms, kernels)
-        kept = keep_quantized(model, placements(model), forms)
-    if must_keep and not kept:
-        needs = f"a GGUF file with matrices of {', '.join(FORMS)}, and the compiled kernels"
-        raise InputError(f"weights=native needs {needs}; leave it out")
-    return kept
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:
@@ -188,18 +165,15 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
     rows of its LM head are different tokens."""
     config = model.config
     lent = target.config
-    similarity = 0.0
-    if (config.vocab_size, config.hidden_size) == (lent.vocab_size, lent.hidden_size):
-        rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
-        sample = model.embedding_sample.float()
-        similarity = float(F.cosine_similarity(rows, sample, dim=-1).median())
-    if not similarity > MIN_SIMILARITY:
-        raise InputError(
-            f"the drafter {config.name} was made for {shorten(config.draft_of)}, whose embeddings "
-            f"are not those of {lent.name}; use another, or draft=suffix"
-        )
     assert isinstance(model.lm_head, TrimmedHead)
     ids = model.lm_head.token_ids
-    if not 0 <= ids.min() <= ids.max() < config.vocab_size or len(ids.unique()) < len(ids):
-        got = f"{path}: lm_head.token_ids are not {len(ids)} different tokens"
-        raise InputError(f"{got} of {config.vocab_size}; make or download it again")
+    fits = (config.vocab_size, config.hidden_size) == (lent.vocab_size, lent.hidden_size)
+    if fits and 0 <= ids.min() <= ids.max() < config.vocab_size and len(ids.unique()) == len(ids):
+        rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
+        sample = model.embedding_sample.float()
+        if F.cosine_similarity(rows, sample, dim=-1).median() > MIN_SIMILARITY:
+            return
+    raise InputError(
+        f"the drafter {path} was made for {shorten(config.draft_of)}, whose embeddings are not "
+        f"those of {lent.name}, or its tokens are damaged; use another, or draft=suffix"
+    )

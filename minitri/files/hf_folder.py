@@ -64,8 +64,7 @@ class Folder:
         """The tokenizer in the folder. Raises all kinds of errors for missing or damaged files."""
         settings = self.tokenizer_config
         kind = str(settings.get("tokenizer_class"))
-        file = self.path / "tokenizer.json"
-        if is_there(file):
+        if is_there(file := self.path / "tokenizer.json"):
             pipeline = tokenizers.Tokenizer.from_file(str(file))
             pipeline.no_truncation()
             pipeline.no_padding()
@@ -75,8 +74,7 @@ class Folder:
                     if hasattr(step, "add_prefix_space"):
                         step.add_prefix_space = settings.get("add_prefix_space") is True
             return pipeline
-        model = self.path / "tokenizer.model"
-        if is_there(model):
+        if is_there(model := self.path / "tokenizer.model"):
             is_legacy = settings.get("legacy", not kind.startswith("LlamaTokenizer"))
             space = "always" if is_legacy else "first"
             has_space = settings.get("add_prefix_space") is not False

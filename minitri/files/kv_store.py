@@ -1,14 +1,17 @@
-"""The KV store: K and V of prompts in a folder that engines share, at any URL of fsspec.
+"""The KV store: K and V of prompts in a local folder that engines share, by NFS for example.
 
 A block is a snapshot of `BLOCK` tokens of a text. Its name is a digest of all facts on which its
-bits depend, with all earlier tokens, and of the text's owner. Errors are logged, and prompts are
-then read as without a store. Everybody who can write to the folder is trusted.
+bits depend, with all earlier tokens, and of the text's owner. Links and special files in the place
+of a block are refused. Errors are logged, and prompts are then read as without a store. Everybody
+who can write to the folder is trusted.
 Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
 """
 
 import contextlib
 import hashlib
 import os
+import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,23 +31,20 @@ WAITING_BYTES = 2**30  # most bytes of blocks that wait to be written; others ar
 class KVStore:
     """A store of K and V for one model, in blocks in a shared folder."""
 
-    def __init__(self, url: str, num_bytes: int, origin: Origin) -> None:
-        """Opens the store at `url`. Beyond `num_bytes` the least recently used blocks are deleted
-        (on a remote store: the oldest). Raises `InputError`."""
-        problem = f"kv_store is {shorten(url, 90)}, which cannot be opened"
-        with explain(problem, "name a folder, or pip install 'minitri[store]' and what is missing"):
-            from fsspec.core import url_to_fs
-
-            self._fs, self._folder = url_to_fs(url, use_listings_cache=False)
-            self._fs.makedirs(self._folder, exist_ok=True)
-        self._is_local = "local" in self._fs.protocol
+    def __init__(self, folder: str, num_bytes: int, origin: Origin) -> None:
+        """Opens the store in `folder`. Beyond `num_bytes` the least recently used blocks are
+        deleted. Raises `InputError`."""
+        with explain(f"kv_store is {shorten(folder, 90)}, which cannot be opened", "name a folder"):
+            if "://" in folder:
+                raise ValueError("it is a URL")
+            self._folder = Path(folder).expanduser().absolute()
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._num_bytes = num_bytes
         self._origin = origin
         libraries = ("ONEDNN_", "DNNL_", "MKL_")  # their settings may change the bits
         settings = sorted(pair for pair in os.environ.items() if pair[0].startswith(libraries))
         # Hashed into the name of every block.
         self._root = f"{origin.manifest} {origin.computed_by} {torch.__version__} {settings}"
-        self._known = set[str]()  # paths of blocks that exist
         self._block_bytes = BLOCK * origin.config.kv_values_per_token * origin.dtype.itemsize
         self._waiting: list[Future[None]] = []  # to be written
         self._last_reason = ""
@@ -55,7 +55,7 @@ class KVStore:
         num_held = held.num_shared(tokens, owner)
         blocks: list[FullCache] = []
         with self._warning():
-            if any(map(self._fs.exists, paths[num_held // BLOCK :][:1])):
+            if any(map(os.path.lexists, paths[num_held // BLOCK :][:1])):
                 for path in paths:
                     blocks.append(self._read(path))
         if (num_stored := len(blocks) * BLOCK) <= num_held:
@@ -67,13 +67,13 @@ class KVStore:
     def write(self, source: HeldRow) -> None:
         """Writes the blocks of a prompt that the store lacks, in another thread."""
         paths = self._paths(source.tokens, source.owner)
-        for path in reversed(paths) if self._is_local else ():  # the first block becomes the newest
+        for path in reversed(paths):  # the first block becomes the newest
             with contextlib.suppress(OSError):
-                os.utime(path)
+                os.utime(path, follow_symlinks=False)
         for i, path in enumerate(paths):
             self._waiting = [job for job in self._waiting if not job.done()]
             has_room = len(self._waiting) * self._block_bytes <= WAITING_BYTES
-            if path not in self._known and has_room:
+            if has_room and not os.path.lexists(path):
                 with self._warning():
                     pair = source.full.tokens(source.b, i * BLOCK, (i + 1) * BLOCK)
                     keys, values = (slots.to("cpu", copy=True)[:, None] for slots in pair)
@@ -85,45 +85,47 @@ class KVStore:
         """Waits until all blocks are written; later blocks are dropped."""
         self.writer.shutdown()
 
-    def _paths(self, tokens: list[int], owner: str | None) -> list[str]:
+    def _paths(self, tokens: list[int], owner: str | None) -> list[Path]:
         """Paths of all whole blocks of an owner's text, stored or not."""
         digests = [f"{self._root} {owner}"]
         for end in range(BLOCK, len(tokens) + 1, BLOCK):
             text = f"{digests[-1]} {tokens[end - BLOCK : end]}"
             digests.append(hashlib.sha256(text.encode()).hexdigest())
-        return [f"{self._folder}/{digest}.kvblock" for digest in digests[1:]]
+        return [self._folder / f"{digest}.kvblock" for digest in digests[1:]]
 
-    def _read(self, path: str) -> FullCache:
-        """Reads a block. Raises `FileNotFoundError`, or `InputError` for one of another name, which
-        would have other tokens."""
-        self._known.discard(path)
-        name = Path(path).name
+    def _read(self, path: Path) -> FullCache:
+        """Reads a block. Raises `FileNotFoundError`, or `InputError` for a damaged one, or one of
+        another name, which would have other tokens; this is deleted, so it is written again."""
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise OSError(f"{path} is no regular file; delete it")
         with tempfile.TemporaryDirectory() as folder:
-            self._fs.get_file(path, f"{folder}/{name}")
-            row, note = read_snapshot(f"{folder}/{name}", self._origin)
-        if note != name:
-            raise InputError(f"{name} is another block; it is written anew")
-        self._known.add(path)
+            # Mapped in place, a file that another machine deletes would end the process.
+            copy = shutil.copyfile(path, f"{folder}/{path.name}")
+            try:
+                row, note = read_snapshot(copy, self._origin)
+                if note != path.name:
+                    raise InputError(f"{path.name} is another block; it is written anew")
+            except InputError:
+                path.unlink()
+                raise
         return row.full
 
-    def _write(self, path: str, block: HeldRow) -> None:
-        with self._warning(), tempfile.TemporaryDirectory() as folder:
-            file = path if self._is_local else f"{folder}/block"
-            write_snapshot(file, block, self._origin, Path(path).name)
-            if not self._is_local:
-                self._fs.pipe_file(path, Path(file).read_bytes())
-            self._known.add(path)
+    def _write(self, path: Path, block: HeldRow) -> None:
+        with self._warning():
+            write_snapshot(str(path), block, self._origin, path.name)
             self._make_room()
 
     def _make_room(self) -> None:
         """Deletes the oldest eighth of blocks and unfinished files if all exceed `num_bytes`."""
-        files = self._fs.ls(self._folder, detail=True)
-        ours = [file for file in files if file["name"].endswith((".kvblock", ".unfinished"))]
-        if sum(file["size"] for file in ours) > self._num_bytes:
-            paths = sorted((file["name"] for file in ours), key=self._fs.modified)
-            for path in paths[: 1 + len(paths) // 8]:
-                self._fs.rm_file(path)
-                self._known.discard(path)
+        ours = [
+            (file.stat().st_mtime, file.stat().st_size, file.path)
+            for file in os.scandir(self._folder)
+            if file.name.endswith((".kvblock", ".unfinished"))
+            and file.is_file(follow_symlinks=False)
+        ]
+        if sum(size for _, size, _ in ours) > self._num_bytes:
+            for _, _, name in sorted(ours)[: 1 + len(ours) // 8]:
+                Path(name).unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ from minitri.core.model.execution import Ranks
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import free_host_bytes
 from minitri.devices.choose import (
-    attention_name,
     choose_device,
     choose_dtype,
     drafter_in_few_bits,
@@ -35,11 +34,8 @@ from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 class WeightPlan(NamedTuple):
     """The form of a model's weights in memory, decided once before they are read."""
 
-    target: Literal["dense", "blocks"]
-    """Dense: in one number type. Blocks: quantized, as a GGUF file stores them."""
-    proposer: str
-    """Weights that guess with the retrieval cache. same: the target's. blocks: the blocks in its
-    GGUF file. int4, int8: a quantized copy."""
+    target: Literal["dense", "blocks"]  # in one number type, or quantized as in a GGUF file
+    proposer: str  # guesses with the retrieval cache: same, blocks, or a copy in int4 or int8
 
 
 class OpenModel:
@@ -84,10 +80,11 @@ class OpenModel:
         return model, proposer
 
     def load_drafter(self, target: Llama) -> Llama:
-        """Loads the model as a drafter; `target` lends its embedding table if it has none."""
+        """Loads the model as a drafter, one without an embedding table with that of `target`."""
         # A drafter is whole on every rank.
         self._runtime = replace(self._runtime, ranks=Ranks())
-        model = self._load(target, in_blocks=self._plan().target == "blocks")
+        lender = target if self.config.draft_of is not None else None
+        model = self._load(lender, in_blocks=self._plan().target == "blocks")
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
@@ -96,19 +93,15 @@ class OpenModel:
         log.debug("%s: %s", self.config.name, plan)
         return plan
 
-    def _load(self, target: Llama | None = None, *, in_blocks: bool = False) -> Llama:
-        model = load_model(
+    def _load(self, lender: Llama | None = None, *, in_blocks: bool = False) -> Llama:
+        return load_model(
             self.checkpoint,
             self.config,
             self._runtime,
-            target=target,
+            lender=lender,
             in_blocks=in_blocks,
-            must_keep=self.choice.weights == "native",
             progress=self._progress,
         )
-        facts = (model.dtype, attention_name(model.attend), self.config.rope.describe())
-        log.debug("%s: %s, attention %s, RoPE %s", self.config.name, *facts)
-        return model
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
@@ -140,14 +133,18 @@ def plan_weights(
 ) -> WeightPlan:
     """Decides the forms of a model's weights. By default matrices of a GGUF file stay quantized
     if the CPU kernels decode fastest so, which have no pairs of this dtype, or, with a line in the
-    log, if `free_bytes` do not suffice for dense ones and a copy."""
+    log, if `free_bytes` do not suffice for dense ones and a copy. Raises `InputError` if they are
+    to stay so and cannot."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if kernels and proposer == "auto" else "same"
+    if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
+        if choice.weights == "native":
+            needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
+            raise InputError(f"weights=native needs {needs}; leave it out")
+        return WeightPlan("dense", proposer)
     if choice.weights == "native":
         return WeightPlan("blocks", proposer)
-    if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
-        return WeightPlan("dense", proposer)
     has_copy = proposer == "int4" and checkpoint.has_at_most(6)
     dense = WeightPlan("dense", "blocks" if has_copy else proposer)
     if choice.weights == "dense":

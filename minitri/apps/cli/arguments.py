@@ -68,8 +68,7 @@ class SharedFlags:
     num_samples: int = between(2048, 0, 10**6)
     """Tokens per method in the statistical test; 0 leaves it out."""
     kv_store: str | None = None
-    """Folder, or URL of fsspec such as s3://bucket/kv, that shares the KV cache of prompts between
-    runs."""
+    """Folder, on a shared disk for example, by which runs share the KV cache of prompts."""
     kv_store_size: float = between(10.0, 0.001)
     """Most GiB in the --kv-store; the least recently used entries are deleted."""
 

@@ -53,8 +53,8 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
         raise InputError("--bitwise needs kernels (a C++ compiler) and no --tree; leave it out")
     if (file := vars(args).get("load_kv")) is not None:
         log.debug("KV snapshot: %d tokens", engine.load_kv(file))
-    if (url := vars(args).get("kv_store")) is not None:
-        engine.open_kv_store(url, int(args.kv_store_size * GIB))
+    if (folder := vars(args).get("kv_store")) is not None:
+        engine.open_kv_store(folder, int(args.kv_store_size * GIB))
     return engine
 
 

@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import fsspec
 import pytest
 from safetensors.torch import load_file
 
@@ -33,39 +32,35 @@ def other(folder):
     return minitri.load(folder, dtype="float32", device="cpu")
 
 
-def ask(engine, prompt, url, size=LARGE):
+def ask(engine, prompt, folder, size=LARGE):
     """The text of an engine that has nothing but the store, and how many tokens it did not read."""
     engine.release()
-    engine.open_kv_store(str(url), size)
+    engine.open_kv_store(str(folder), size)
     answer = say(engine, prompt)
     engine.release()
     return answer
 
 
-def blocks(url) -> list[str]:
+def blocks(folder) -> list[Path]:
     """The paths of all blocks."""
-    fs, folder = fsspec.core.url_to_fs(str(url))
-    return [path for path in fs.ls(folder, detail=False) if path.endswith(".kvblock")]
+    return [*Path(folder).glob("*.kvblock")]
 
 
 def by_tokens(folder) -> dict[tuple[int, ...], Path]:
-    return {tuple(load_file(path)["tokens"].tolist()): Path(path) for path in blocks(folder)}
+    return {tuple(load_file(path)["tokens"].tolist()): path for path in blocks(folder)}
 
 
-@pytest.mark.parametrize("place", ["{}/store", "memory://kv-store{}"])
-def test_what_one_replica_reads_another_does_not(
-    engine, other, prompt, text, place, tmp_path, caplog
-):
+def test_what_one_replica_reads_another_does_not(engine, other, prompt, text, tmp_path, caplog):
     """Three blocks of 32 tokens; the last 16 tokens are always read."""
-    url = place.format(tmp_path)
-    assert ask(engine, prompt, url) == (text, 0)
-    assert len(blocks(url)) == 119 // BLOCK
-    assert ask(other, prompt, url) == (text, 3 * BLOCK)
+    folder = tmp_path / "new" / "store"
+    assert ask(engine, prompt, folder) == (text, 0)
+    assert len(blocks(folder)) == 119 // BLOCK
+    assert ask(other, prompt, folder) == (text, 3 * BLOCK)
     longer = [*prompt, 3, 4, 5] * 2
-    assert ask(engine, longer, url)[1] == 3 * BLOCK
+    assert ask(engine, longer, folder)[1] == 3 * BLOCK
     other.release()
-    assert ask(engine, longer, url) == (say(other, longer)[0], 7 * BLOCK)
-    assert ask(engine, [7, *prompt], url)[1] == 0
+    assert ask(engine, longer, folder) == (say(other, longer)[0], 7 * BLOCK)
+    assert ask(engine, [7, *prompt], folder)[1] == 0
     assert not caplog.records
 
 
@@ -107,6 +102,40 @@ def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text
     assert "\n" not in record.message
     assert block.read_bytes() == whole
     assert ask(engine, prompt, tmp_path) == (text, 3 * BLOCK)
+
+
+def test_a_block_that_somebody_removed_is_written_again(engine, other, prompt, text, tmp_path):
+    """Also by an engine that has read it."""
+    ask(engine, prompt, tmp_path)
+    other.release()
+    other.open_kv_store(str(tmp_path), LARGE)
+    assert say(other, prompt) == (text, 3 * BLOCK)
+    before = {path: path.read_bytes() for path in blocks(tmp_path)}
+    for path in before:
+        path.unlink()
+    say(other, prompt)
+    other.release()
+    assert {path: path.read_bytes() for path in blocks(tmp_path)} == before
+
+
+def test_a_link_or_pipe_in_the_place_of_a_block_is_not_followed(
+    engine, other, prompt, text, tmp_path, caplog
+):
+    """Neither to a whole block, nor to where nothing is; nor are its times changed."""
+    ask(engine, prompt, tmp_path / "store")
+    first = by_tokens(tmp_path / "store")[tuple(prompt[:BLOCK])]
+    far = first.rename(tmp_path / "far")
+    os.utime(far, (1, 1))
+    for target in (far, tmp_path / "nothing", None):
+        caplog.clear()
+        first.symlink_to(target) if target else os.mkfifo(first)
+        assert ask(other, prompt, tmp_path / "store") == (text, 0)
+        assert "no regular file; delete it" in caplog.text
+        first.unlink()
+    assert far.stat().st_mtime == 1
+    assert not (tmp_path / "nothing").exists()
+    assert ask(engine, prompt, tmp_path / "store") == (text, 0)
+    assert ask(engine, prompt, tmp_path / "store") == (text, 3 * BLOCK)
 
 
 def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, caplog):
@@ -160,10 +189,10 @@ def test_what_was_used_last_stays(engine, other, tmp_path):
     os.utime(unfinished, (1, 1))
     for seconds, prompt in enumerate((used, old), 2):
         ask(engine, prompt, tmp_path)
-        for path in set(blocks(tmp_path)):
+        for path in blocks(tmp_path):
             os.utime(path, (seconds, seconds))
     assert ask(other, used, tmp_path)[1] == 3 * BLOCK
-    size = Path(blocks(tmp_path)[0]).stat().st_size
+    size = blocks(tmp_path)[0].stat().st_size
     ask(engine, new, tmp_path, size=7 * size)
     assert len(blocks(tmp_path)) <= 7
     assert ask(other, used, tmp_path)[1] == ask(other, new, tmp_path)[1] == 3 * BLOCK
@@ -196,7 +225,7 @@ def test_a_run_that_goes_on_after_its_store_was_closed_ends_well(engine, tmp_pat
     assert not blocks(tmp_path)
 
 
-def test_a_url_that_cannot_be_opened_is_one_line(engine):
-    for url, word in (("nonsense://x", "nonsense"), ("/dev/null/x", "Not a")):
+def test_a_folder_that_cannot_be_opened_is_one_line(engine):
+    for folder, word in (("s3://bucket/kv", "a URL"), ("/dev/null/x", "Not a")):
         with refused("kv_store is", "cannot be opened", word):
-            engine.open_kv_store(url, LARGE)
+            engine.open_kv_store(folder, LARGE)
