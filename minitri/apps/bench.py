@@ -65,7 +65,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags that `minitri bench` and `tools/bench/` share."""
-    arguments.add_flags(parser, *arguments.MODEL, "coupled", "json")
+    arguments.add_comparing_flags(parser)
+    arguments.add_flags(parser, "coupled")
     arguments.add_fields(parser, BenchFlags)
     add = parser.add_argument
     text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
@@ -75,9 +76,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     number: dict[str, Any] = {"type": arguments.whole, "metavar": "N"}
     add("--prompt-tokens", dest="max_prompt_tokens", help="of each prompt", **number)
     add("--new-tokens", dest="max_new_tokens", help="to generate", **number)
-    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
-    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
-    arguments.add_flags(parser, *arguments.MEMORY)
     parser.set_defaults(method="auto", ignore_eos=True)
     parser.set_defaults(max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64)
 

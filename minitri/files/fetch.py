@@ -57,9 +57,8 @@ def locate_config(model: str) -> Located:
 
     repo = repository_of(model)
     with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
-        return Located(
-            model, Path(hf_hub_download(**of_revision(repo), filename="config.json")).parent
-        )
+        file = hf_hub_download(**of_revision(repo), filename="config.json")
+    return Located(model, Path(file).parent)
 
 
 def repository_of(model: str) -> str:

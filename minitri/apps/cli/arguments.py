@@ -227,6 +227,13 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
 
 
+def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of a program that compares methods, but for their names."""
+    add_flags(parser, *MODEL, "json", *MEMORY)
+    add_flags(parser, "draft", *SIZES, title="speculation")
+    add_flags(parser, *SAMPLING, "seed", title="sampling")
+
+
 def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:
     """Raises `InputError` for flags with bad values: those of `SETTINGS`, and of `own` classes."""
     for settings in (*SETTINGS, *own):

@@ -37,14 +37,12 @@ def build_parser() -> arguments.OneLineParser:
         "--temperature 0.6 --top-p 0.9 --num-samples 20000",
         description="Does speculation change the text, or its distribution, on your weights?",
     )
-    arguments.add_flags(parser, *arguments.MODEL)
+    arguments.add_comparing_flags(parser)
     arguments.add_prompt_flags(parser)
     choices = ("auto", *METHODS[2:])
     text = "may be given several times (default: naive, retrieval, triforce)"
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
-    arguments.add_flags(parser, "num_samples", "json", *arguments.MEMORY)
-    arguments.add_flags(parser, "draft", *arguments.SIZES, title="speculation")
-    arguments.add_flags(parser, *arguments.SAMPLING, "seed", title="sampling")
+    arguments.add_flags(parser, "num_samples")
     parser.set_defaults(
         max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
     )

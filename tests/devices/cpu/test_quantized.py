@@ -17,7 +17,7 @@ from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import Tiles, tiled_slots
-from minitri.files.gguf.blocks import FORMS, is_exact, repack
+from minitri.files.gguf.blocks import FORMS, repack
 from minitri.files.gguf.container import StoredTensor
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
@@ -68,7 +68,7 @@ def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
         repack(matrix, kernels, packed_NX, order)
         unpacked = kernels.dequantize(packed_NX, E, form, torch.float32)[:70]
         assert torch.equal(unpacked, wanted[order])
-        if is_exact(matrix):
+        if kind not in ("Q4_0", "Q5_0"):  # which lose signs of zeros
             assert torch.equal(unpacked.view(torch.int32), wanted[order].view(torch.int32))
 
 
