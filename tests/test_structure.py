@@ -21,7 +21,7 @@ ROOMS = {
     "files": (1_800, {"core", "devices", "text", "files"}),
     "trees": (380, {"core", "trees"}),
     "": (820, {"core", "devices", "text", "files", "trees", ""}),
-    "apps": (4_190, {"core", "devices", "text", "files", "trees", "", "apps"}),
+    "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
 """Of each folder of the package, "" being its top: the most lines, and the rooms it may import. The
 goal for all is 16,000 lines and 110,000 tokens."""

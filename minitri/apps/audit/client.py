@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 from minitri.apps.cli.report import Json
 from minitri.core.errors import InputError, explain, shorten
@@ -104,7 +105,8 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
 
     headers = {b"Authorization": os.fsencode(f"Bearer {key}")} if key else {}  # for this host alone
     with explain(f"{url} cannot be asked", "check http_proxy, https_proxy and all_proxy"):
-        http = httpx.Client(headers=headers, timeout=600, follow_redirects=True)
+        is_far = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")  # by a proxy
+        http = httpx.Client(headers=headers, timeout=600, trust_env=is_far, follow_redirects=True)
     client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http)
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]

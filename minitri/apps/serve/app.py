@@ -116,10 +116,10 @@ class Service:
                 body = await request.body()
         except TimeoutError:
             raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
-        owner = client if self.access.digests and not self.access.share_prefixes else ""
+        salt = client if self.access.digests and not self.access.share_prefixes else ""
         kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
-            call = await asyncio.to_thread(self.protocol.read, body, kind, client, owner)
+            call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
         media_type = "text/event-stream" if call.asked.stream else "application/json"
         return Answer(self._pieces(call, writer, client), media_type=media_type)

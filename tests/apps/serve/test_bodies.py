@@ -76,6 +76,9 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(response_format={"type": "xml"}), "the form is {'type': 'xml'}", "/docs"),
     (text(structured_outputs={"regex": "a", "json": {}}), "the form is {'regex': 'a'", "/docs"),
     (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "leave it out"),
+    (text(response_format={"type": "text", "regex": "a"}), "the form is", "/docs"),
+    (text(response_format={"type": "json_object", "schema": {}, "x": 1}), "the form is", "/docs"),
+    (response(input=[USER | {"reasoning": "hm"}]), "reasoning is", "leave it out"),
     ((CHAT, {"messages": []}), "messages", "at least"),
     (chat({"role": "user", "content": [{"type": "image_url"}]}), "messages.1.content", "text"),
     (

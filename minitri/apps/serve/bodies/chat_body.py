@@ -56,11 +56,11 @@ B = TypeVar("B", bound=Body)
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     """The content as a model; unknown fields are refused, or ignored if `lenient`. Raises
-    `InputError`."""
+    `InputError` about the innermost problem, of a union's kinds about the last, a list."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
-        problem = error.errors()[-1]  # of a union's kinds the last, a list
+        problem = sorted(error.errors(), key=lambda problem: len(problem["loc"]))[-1]
     place = ".".join(map(str, problem["loc"]))
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
     advice = ADVICE.get(problem["type"], problem["msg"].removeprefix("Value error, "))

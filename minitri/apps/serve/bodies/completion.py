@@ -20,6 +20,8 @@ from minitri.files.hf_config import without_null
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = str | Many[str]
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+GRAMMARS = {"json": "json_schema", "regex": "regex", "grammar": "lark"}  # by vLLM's names
+NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
 FORMS = ("response_format", "structured_outputs", AliasPath("text", "format"))
 
 
@@ -32,28 +34,25 @@ def like(name: str) -> Any:
 
 def read_form(form: Json | None) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `InputError`."""
-    given = without_null(form or {"type": "text"})
-    if "type" not in given and len(given) != 1:
-        given = {}
-    match given:
-        case {"type": "text"}:
+    given = without_null({"type": "text"} if form is None else form)
+    kind = given.pop("type", None)
+    if kind == "json_schema":
+        if isinstance(inner := given.get("json_schema"), dict) and len(given) == 1:
+            given = without_null(inner)
+        given = {name: value for name, value in given.items() if name not in NOTES}
+    match kind, *given.items():
+        case ["text"]:
             return None
-        case {"json": str(text)}:
-            return Grammar("json_schema", text)
-        case (
-            {"type": "json_object" | "json_schema", "schema": schema}
-            | {"type": "json_schema", "json_schema": {"schema": schema}}
-            | {"json": schema}
-        ):
-            return Grammar("json_schema", json.dumps(schema))
-        case {"type": "json_object"}:
+        case ["json_object"]:
             return Grammar("json_object")
-        case {"choice": texts}:
+        case ["json_object", ("schema", dict(schema))]:
+            return Grammar("json_schema", json.dumps({"type": "object", **schema}))
+        case ["json_schema", ("schema", schema)] | [None, ("json", dict(schema))]:
+            return Grammar("json_schema", json.dumps(schema))
+        case [None, ("choice", texts)]:
             return Grammar("choice", json.dumps(texts))
-        case {"regex": str(text)}:
-            return Grammar("regex", text)
-        case {"grammar": str(text)}:
-            return Grammar("lark", text)
+        case [None, (("json" | "regex" | "grammar") as name, str(text))]:
+            return Grammar(GRAMMARS[name], text)
     raise InputError(f"the form is {shorten(repr(form), 60)}; see /docs for what it may be")
 
 
@@ -102,6 +101,12 @@ class Fields(Body):
     """In a stream, add how much of the prompt is read, and which model guessed each token."""
     speculation: bool = True
     """Let tokens be guessed; the answer's distribution stays the same."""
+    safety_identifier: str = ""
+    """The end user. With keys, cached prompts are shared only where this is the same."""
+    user: str = ""
+    """The end user, if there is no safety_identifier."""
+    prompt_cache_key: str = ""
+    """The end user, if there is no user."""
     response_format: Json | None = Field(None, validation_alias=AliasChoices(*FORMS))
     """Form of the answer: of type text, json_object, or json_schema, with a schema; or in vLLM's
     words, also as structured_outputs: json (a schema), regex, choice, or grammar (Lark). At
@@ -139,7 +144,7 @@ class ChatBody(Fields, Conversation):
         return self.top_logprobs or (0 if self.logprobs else None)
 
 
-def messages_of(items: object) -> object:
+def messages_of(items: Any) -> object:
     """Messages of a chat from the input of a response; calls that follow one another are of one
     message. Raises `ValueError`."""
     if isinstance(items, str):
@@ -156,8 +161,9 @@ def messages_of(items: object) -> object:
                 messages[-1].setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": call_id, "output": content}:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            case {"role": role, "content": content}:
-                messages.append({"role": role, "content": content})
+            case {"role": _, "content": _}:
+                about = ("type", "id", "status")
+                messages.append({name: v for name, v in item.items() if name not in about})
             case _:
                 raise ValueError("give a text, or a list of messages and calls")
     return messages
