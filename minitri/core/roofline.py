@@ -133,6 +133,9 @@ class Workload:
         num_weights = weights_per_pass(config)
         weight_bytes = self.pass_bytes.get(stage) or num_weights * self.itemsize
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
+        if slots and config.window:
+            seen = min(config.window * self.batch_size, self.num_tokens)
+            slots += (seen - slots) * len(config.sliding_layers) // config.num_layers
         kv_bytes = slots * self.target.kv_values_per_token * self.itemsize
         attention = 4 * config.num_heads * config.head_dim * config.num_layers * slots
         return PassCost(

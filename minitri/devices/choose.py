@@ -67,7 +67,7 @@ def attention_for(
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:
     """The compiled CPU kernels if they support this device and model, else None."""
-    is_known = not (config.norms_after or config.joint_norm) and config.head_dim <= MAX_HEAD_DIM
+    is_known = config.has_kernels and config.head_dim <= MAX_HEAD_DIM
     return load_kernels() if device.type == "cpu" and is_known else None
 
 

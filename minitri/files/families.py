@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minitri.core.config import ModelConfig
+from minitri.core.errors import shorten
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,17 +22,38 @@ def read_table(name: str) -> dict[str, Any]:
 
 
 FAMILIES = read_table("family")
+WINDOWS = read_table("window")
+TYPES = ("full_attention", "sliding_attention")
 
 
 def family_fields(kind: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields of `ModelConfig` that a family sets by itself. Wrong settings raise any error."""
-    fields = FAMILIES[kind] | {"unrotated_layers": ()}
+    layers = range(given["num_hidden_layers"])
+    fields = FAMILIES[kind] | {"sliding_layers": _sliding_layers(kind, given, layers)}
     if kind == "smollm3":
-        layers = range(given["num_hidden_layers"])[:1000]  # more are refused later
         every = given.get("no_rope_layer_interval", 4)
         rotates = given.get("no_rope_layers", [(layer + 1) % every for layer in layers])
         fields["unrotated_layers"] = tuple(layer for layer in layers if not rotates[layer])
+    if kind == "gemma3_text":
+        fields["embedding_scale"] = given["hidden_size"] ** 0.5
+        fields["score_scale"] = given["query_pre_attn_scalar"] ** -0.5
     return fields
+
+
+def _sliding_layers(kind: str, given: Mapping[str, Any], layers: range) -> tuple[int, ...]:
+    """Those of the `layers` that have a sliding window: all from one on, or all but each n-th, if a
+    list of types does not say it."""
+    options = WINDOWS.get(kind, {"use_sliding_window": False})
+    options = {key: given.get(key, default) for key, default in options.items()}
+    is_on = given["sliding_window"] is not None and options.get("use_sliding_window", True)
+    first = options.get("max_window_layers", 0)
+    every = options.get("sliding_window_pattern", len(layers) + 1)
+    wanted = [TYPES[is_on and i >= first and (i + 1) % every != 0] for i in layers]
+    types = given.get("layer_types", wanted)
+    is_free = is_on and "layer_types" in options and len(types) == len(layers)
+    if types != wanted and not (is_free and {*types} <= {*TYPES}):
+        raise ValueError(f"layer_types is {shorten(types, 200)}, not {shorten(wanted, 200)}")
+    return tuple(i for i in layers if types[i] == TYPES[True])
 
 
 def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tuple[str, Tensor]]":
@@ -39,6 +61,8 @@ def as_llama(name: str, tensor: "Tensor", config: ModelConfig) -> "Iterator[tupl
     names = read_table("output_norm") if config.norms_after else {}
     name = ".".join(names.get(word, word) for word in name.split("."))
     rows = rotary_rows(name, tensor.shape, config)
+    if config.wide_norms and "norm" in name:  # weights are stored less 1
+        tensor = tensor.float() + 1
     yield from unfused(name, tensor if rows is None else tensor[rows], config)
 
 

@@ -12,7 +12,7 @@ from minitri.core.config import ModelConfig, RopeConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.core.settings import SamplingParams
-from minitri.files.families import FAMILIES, family_fields, read_table
+from minitri.files.families import FAMILIES, WINDOWS, family_fields, read_table
 
 _TRAINED = "original_max_position_embeddings"
 _KEYS = read_table("field")
@@ -31,17 +31,15 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         raise InputError(f"{got}; use one of a kind that minitri runs: {', '.join(FAMILIES)}")
     with explain(f"the config of {name} holds a wrong value", "get the original"):
         given = read_table("family_default").get(kind, {}) | without_null(settings)
-        window = given.get("sliding_window", 0)
-        is_idle = kind == "phi3" and window >= given["max_position_embeddings"]
-        if given.get("use_sliding_window") is False or is_idle:
-            given.pop("sliding_window", None)
-        layer_types = ["full_attention"] * len(given.get("layer_types", ()))
-        require(given, _ONLY | {"layer_types": layer_types, "sliding_window": None}, name)
+        # Unlike other nulls this one says that there is no window.
+        given["sliding_window"] = settings.get("sliding_window", given.get("sliding_window"))
+        may_have = kind in WINDOWS or given.get("use_sliding_window") is False
+        only = {} if may_have else {"sliding_window": None}
+        require(given, _ONLY | only | read_table(f"config_only_{kind}"), name)
         if kind in ("llama", "granite", "olmo2", "phi3"):
             given.setdefault("num_key_value_heads", given.get("num_attention_heads"))
         eos = given.get("eos_token_id", [])  # one or several
-        fields = _fields(ModelConfig, given) | family_fields(kind, given)
-        fields |= {"name": name, "rope": RopeConfig()}
+        fields = _fields(ModelConfig, given) | {"name": name, "rope": RopeConfig()}
         fields["eos_token_ids"] = tuple(eos) if isinstance(eos, list) else (eos,)
         config = ModelConfig(**{"head_dim": 2, **fields})
         head_dim = fields.get("head_dim", config.hidden_size // config.num_heads)
@@ -49,11 +47,19 @@ def read_config(settings: Mapping[str, Any], name: str) -> ModelConfig:
         if ends != config.eos_token_ids:
             text = "%s: eos_token_id is %s, and there are %d tokens; other ends are left out"
             log.warning(text, name, shorten(eos, 60), config.vocab_size)
+        window_rope = None
+        if kind == "gemma3_text":
+            ropes = given.get("rope_parameters", {})  # in newer files by types of layers
+            local = {"rope_theta": given["rope_local_base_freq"], "rope_scaling": {}}
+            local["rope_parameters"] = ropes.get("sliding_attention", {})
+            window_rope = _read_rope(given | local, head_dim, name)
+            given["rope_parameters"] = ropes.get("full_attention", ropes)
         length, rope = config.context_length, _read_rope(given, head_dim, name)
         if rope.kind == "yarn":  # files may keep the context of before
             length = max(length, int(rope.factor * (rope.original_context or 0)))
         changes = {"head_dim": head_dim, "context_length": length, "eos_token_ids": ends}
-        return dataclasses.replace(config, rope=rope, **changes)
+        changes |= {"rope": rope, "window_rope": window_rope, **family_fields(kind, given)}
+        return dataclasses.replace(config, **changes)
 
 
 def without_null(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def write_gguf(
         _add_words(writer, words, pre)
     add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add[bool] = writer.add_bool
+    add[list] = writer.add_array
     add[np.ndarray] = writer.add_tensor
     for key, value in (changes or {}).items():
         writer.kv_data[0].pop(key, None)
@@ -110,6 +111,8 @@ def write_gguf(
     for name, tensor in weights.items():
         values = tensor.float().numpy()
         part = name.split(".")[-2]
+        if architecture == "gemma3" and "norm" in part:
+            values = values + 1
         if architecture in PAIRED and part in heads:
             halves = values.reshape(heads[part], 2, -1, *values.shape[1:])
             values = np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))

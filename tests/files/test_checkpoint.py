@@ -74,20 +74,6 @@ def test_every_format_loads_to_the_same_model(layout, folder, tmp_path):
     assert torch.equal(logits(load(target)), logits(load(folder)))
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [("mistral", {"sliding_window": None}), ("qwen2", {}), ("qwen3", {"attention_bias": True})],
-)
-def test_a_gguf_file_of_a_relative_is_the_same_model(kind, changes, tmp_path):
-    folder = write_hf_folder(tmp_path / "model", model_type=kind, head_dim=32, **changes)
-    architecture = "llama" if kind == "mistral" else kind
-    path = as_gguf(folder, tmp_path / "x.gguf", architecture=architecture)
-    ours, theirs = load(folder), load(path)
-    weights = (dict(engine.model.named_parameters()) for engine in (ours, theirs))
-    torch.testing.assert_close(*weights, rtol=0, atol=0)
-    assert theirs.config.head_norm == ours.config.head_norm == (kind == "qwen3")
-
-
 YARN = RopeConfig(kind="yarn", factor=4.0, original_context=128, beta_fast=16.0, beta_slow=2.0)
 TRAINED = {"original_context_length": 128, "yarn_beta_fast": 16.0, "yarn_beta_slow": 2.0}
 

@@ -3,6 +3,7 @@
 import functools
 import json
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from urllib.request import Request, urlopen
 
@@ -186,12 +187,29 @@ KEYS = {
 }
 
 
+def llama_cpp_server(path: Path, num_tokens: int = 256) -> Callable[..., dict]:
+    """A function that sends requests about a GGUF file to llama.cpp, and returns the answers."""
+    llama_cpp = pytest.importorskip("xllamacpp", reason="llama.cpp is not installed")
+    params = llama_cpp.CommonParams()
+    params.model.path = str(path)
+    params.n_ctx, params.n_parallel, params.verbosity = num_tokens, 1, -1
+    params.cpuparams.n_threads = 1
+    params.warmup = params.fit_params = False
+    server = llama_cpp.Server(params)
+
+    def ask(what: str, **body: object) -> dict:
+        data = json.dumps({"parse_special": True, **body}).encode()
+        kind = {"content-type": "application/json"}
+        return json.load(urlopen(Request(f"{server.listening_address}/{what}", data, kind)))
+
+    return ask
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("pre", ["", *WORDS])
 def test_gguf_reads_as_in_llama_cpp(pre, tmp_path):
     """Ids of prompts and texts, and the tokens that end an answer; "" is sentencepiece. Without ids
     llama.cpp ends byte-level texts at token 11, a letter: that is left out."""
-    llama_cpp = pytest.importorskip("xllamacpp", reason="llama.cpp's tokenizer is not installed")
     words = byte_level_tokenizer()
     words.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|end|>", "<pad>"])
     words.add_special_tokens(["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"])
@@ -209,17 +227,7 @@ def test_gguf_reads_as_in_llama_cpp(pre, tmp_path):
         weights = placements(tiny_model(config))
         path = write_gguf(tmp_path / f"{case}.gguf", config, words, weights, "F32", changes, pre)
         ours = load_tokenizer(GgufFile(path), GgufFile(path).config("x"))
-        params = llama_cpp.CommonParams()
-        params.model.path = str(path)
-        params.n_ctx, params.n_parallel, params.verbosity = 256, 1, -1
-        params.warmup = params.fit_params = False
-        server = llama_cpp.Server(params)
-
-        def ask(what: str, server=server, **body: object) -> dict:
-            data = json.dumps({"parse_special": True, **body}).encode()
-            kind = {"content-type": "application/json"}
-            return json.load(urlopen(Request(f"{server.listening_address}/{what}", data, kind)))
-
+        ask = llama_cpp_server(path)
         for text in PROMPTS:
             ids = ask("tokenize", content=text, add_special=True)["tokens"]
             ids = ids[1:] if ids[:2] == [1, 1] else ids

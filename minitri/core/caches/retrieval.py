@@ -7,7 +7,8 @@ V of committed tokens overwrite the least important slots, so output can be of a
 A row in use is rebuilt when half of it is overwritten, and after `rebuild_stride` tokens. Chunks
 are scored for queries of the latest tokens (an observation window, as in SnapKV), of which the
 target's verification pass has just computed the last: a rebuild needs no pass of its own. If the
-full cache is in host memory, `select` rebuilds layer by layer.
+full cache is in host memory, `select` rebuilds layer by layer. Layers with a sliding window have no
+budget: they hold the window, see `attention.py`.
 
 Legend: L layers, B batch, S slots, K KV heads, H query heads, D head dim, T tokens, N chunks, C
 chunks that are kept, M tokens of a chunk, W observation window, R = W H / K.
@@ -56,7 +57,11 @@ class RetrievalCache(Cache):
         self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)
         self._settings = speculation
         self.max_budget = max(budgets)
-        slots = round_up_to_stride(self.max_budget + speculation.room)
+        self._window = min(model.config.window, full.capacity)
+        self._windowed = model.config.sliding_layers if self._window else ()
+        plain = [layer for layer in range(L) if layer not in self._windowed]
+        self._plain = plain if self._window else slice(None)
+        slots = round_up_to_stride(max(self.max_budget, self._window) + speculation.room)
         small = (L, B, K, slots, D)
         make_slots = model.execution.make_slots or plain_slots
         super().__init__(*make_slots(small, model.dtype, model.device))
@@ -106,6 +111,7 @@ class RetrievalCache(Cache):
             for layer, pair in enumerate(self._full.layers(b)):
                 self._select(layer, b, known, queries_LTHD[layer, 0], *pair)
         if row.is_planned:
+            self._copy_window(b)
             M = self._settings.chunk_size
             held = known // M * M  # tokens after the last whole chunk are copied by `prepare`
             self.rows[b] = RetrievedRow(row.budget, 0, held, known, is_used=False)
@@ -116,7 +122,18 @@ class RetrievalCache(Cache):
     def prepare(self, active: Sequence[bool]) -> None:
         for b, is_active in enumerate(active):
             if is_active:
+                self._copy_window(b)
                 self._copy_committed(b)
+
+    def keep_path(self, b: int, path: list[int]) -> None:
+        if not self._window:
+            super().keep_path(b, path)
+            return
+        froms, tos = torch.tensor([path, [*range(1, len(path) + 1)]]).to(self.device)
+        for layer in range(len(self.keys)):
+            start = (self.num_tokens if layer in self._windowed else self.lengths)[b]
+            for slots in (self.keys[layer, b], self.values[layer, b]):
+                slots[:, (start + tos) % self.capacity] = slots[:, (start + froms) % self.capacity]
 
     def of_rows(self, rows: slice) -> Self:
         part = super().of_rows(rows)
@@ -135,6 +152,8 @@ class RetrievalCache(Cache):
     ) -> None:
         """Fills row b's slots of a layer with the best chunks of its first `end` tokens, best last,
         for the observed queries and `query_HD`; sinks and recent tokens are always kept."""
+        if layer in self._windowed:
+            return
         M = self._settings.chunk_size
         K = self.keys.shape[2]
         N, C = end // M, self.rows[b].budget // M
@@ -165,7 +184,19 @@ class RetrievalCache(Cache):
             count = min(end - start, row.budget - slot)
             exact = self._full.tokens(b, start, start + count)
             for small, exact_LKTD in zip((self.keys, self.values), exact, strict=True):
-                small[:, b, :, slot : slot + count] = exact_LKTD
+                small[self._plain, b, :, slot : slot + count] = exact_LKTD[self._plain]
             row.num_overwritten += 0 if is_free else count
             row.num_committed += count
             self.hold(b, min(used + count, row.budget), row.num_committed)
+
+    def _copy_window(self, b: int) -> None:
+        """Copies row b's new exact K and V in layers with a sliding window."""
+        end = self._full.lengths[b]
+        start = max(self.rows[b].num_committed, end - self._window)
+        if start == end:
+            return
+        slots_T = torch.arange(start, end, device=self.device) % self.capacity
+        exact = self._full.tokens(b, start, end)
+        for small, exact_LKTD in zip((self.keys, self.values), exact, strict=True):
+            for layer in self._windowed:
+                small[layer, b][:, slots_T] = exact_LKTD[layer]

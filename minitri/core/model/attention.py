@@ -4,13 +4,16 @@ A forward pass has T new tokens per row, whose keys and values are in the cache 
 the row's prefix: prefill, decoding, verification and trees are one call with different T and rules.
 The rule is causal (None) or a (T, T) boolean tensor, True where a query (row) may see a key of the
 block (column). `Attend` is the contract, `attend_math` the oracle of all tests.
-Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
+In layers with a sliding window, a cache has the token of position p in slot p modulo S.
+Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens, N tokens
+that a block sees through its windows, R = G T.
 """
 
 import math
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Attend = Callable[..., Tensor]
@@ -60,3 +63,38 @@ def block_rule(T: int, rule_TT: Tensor | None, device: torch.device) -> Tensor:
     if rule_TT is not None:
         return rule_TT
     return torch.ones(T, T, dtype=torch.bool, device=device).tril_()
+
+
+class Window:
+    """Attention in layers with a sliding window, in which a query sees the latest tokens alone."""
+
+    def __init__(
+        self, positions_BT: Tensor, rule_TT: Tensor | None, size: int, reach: int, num_slots: int
+    ) -> None:
+        """Windows of `size` tokens, of which at most `reach` are cached. `slots_BN` has the slots
+        of all tokens that the block sees, its own last."""
+        T = positions_BT.shape[1]
+        steps_N = torch.arange(-min(reach, size - 1), T, device=positions_BT.device)
+        tokens_BN = positions_BT[:, :1] + steps_N  # negative ones are before the text
+        self.slots_BN = tokens_BN.clamp(min=0) % num_slots
+        tokens_BN[:, -T:] = positions_BT  # in a tree siblings share a position
+        sees_BTN = positions_BT.unsqueeze(2) - tokens_BN.unsqueeze(1) < size
+        sees_BTN[:, :, -T:] &= block_rule(T, rule_TT, positions_BT.device)
+        self._sees_BTN = sees_BTN & (tokens_BN >= 0).unsqueeze(1)
+
+    def attend(
+        self, q_BTHD: Tensor, keys_BKSD: Tensor, values_BKSD: Tensor, *_lengths: object
+    ) -> Tensor:
+        """An `Attend`, whose other arguments the window has: lengths and rule."""
+        T, H = q_BTHD.shape[1:3]
+        K = keys_BKSD.shape[1]
+
+        def seen(slots_BKSD: Tensor) -> Tensor:  # (B, K, N, D)
+            rows = zip(slots_BKSD, self.slots_BN, strict=True)
+            return torch.stack([row_KSD.index_select(1, slots_N) for row_KSD, slots_N in rows])
+
+        q_BKRD = q_BTHD.transpose(1, 2).unflatten(1, (K, -1)).flatten(2, 3)
+        sees_B1RN = self._sees_BTN.repeat(1, H // K, 1).unsqueeze(1)
+        k_BKND, v_BKND = map(seen, (keys_BKSD, values_BKSD))
+        out_BKRD = F.scaled_dot_product_attention(q_BKRD, k_BKND, v_BKND, sees_B1RN)
+        return out_BKRD.unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)

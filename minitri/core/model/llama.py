@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import RMSNorm
 
 from minitri.core.config import ModelConfig
-from minitri.core.model.attention import Attend, attend_math
+from minitri.core.model.attention import Attend, Window, attend_math
 from minitri.core.model.cache import BlockKV, Cache
 from minitri.core.model.execution import Execution
 from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
@@ -63,6 +63,7 @@ class Llama(nn.Module):
         """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
         super().__init__()
         self.config = config
+        self.dtype = dtype
         self.attend = attend
         self.execution = Execution()
         V = config.vocab_size
@@ -71,7 +72,7 @@ class Llama(nn.Module):
             if target is None and not config.tie_word_embeddings:
                 self.embed_tokens = Table.empty(E, V, dtype=dtype)
             self.layers = Layers(Layer(config, dtype, i) for i in range(config.num_layers))
-            self.norm = RMSNorm(E, config.rms_norm_eps, dtype=dtype)
+            self.norm = make_norm(E, config, dtype)
             self.lm_head: Linear | TrimmedHead
             if config.head_size is None:
                 head = TiedHead if config.tie_word_embeddings else Linear
@@ -82,14 +83,14 @@ class Llama(nn.Module):
                 self.register_buffer("embedding_sample", sample)
         self.requires_grad_(False)
         self.lent_embedding = target.embed if target is not None else None
-        self.rope = Rope(config.rope, config.head_dim, device)
+        D = config.head_dim
+        self.rope = Rope(config.rope, D, device)
+        self.window_rope = Rope(config.window_rope or config.rope, D, device)
         if config.score_scale is not None:  # attention divides by sqrt(head_dim)
-            self.rope.scale *= math.sqrt(config.score_scale * math.sqrt(config.head_dim))
+            for rope in (self.rope, self.window_rope):
+                rope.scale *= math.sqrt(config.score_scale * math.sqrt(D))
+        self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.num_bytes = sum(weight.nbytes for weight in self.parameters())
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.norm.weight.dtype
 
     @property
     def device(self) -> torch.device:
@@ -110,14 +111,28 @@ class Llama(nn.Module):
         computed like long ones: to the bit, K and V do not depend on the chunks."""
         rotary = self.rope.at(block.positions_BT)
         shared = Pass(block, rotary, cache, self.attend, rule_TT, queries_LBTHD, is_prompt)
-        return self.norm(self.layers.forward(self.embed(block.tokens_BT), shared))
+        return self.norm(self.layers.forward(self.embed(block.tokens_BT), self.windowed(shared)))
+
+    def windowed(self, shared: "Pass") -> "Pass":
+        """A pass with what layers with a sliding window need, if there are any."""
+        if not (size := self.config.window):
+            return shared
+        block, reach = shared.block, shared.cache.capacity
+        if block.slots_BT is None:  # else a graph may hold the pass: no shape follows lengths
+            reach = max(shared.cache.next_positions)
+        positions_BT = block.positions_BT
+        window = Window(positions_BT, shared.rule_TT, size, reach, shared.cache.capacity)
+        block = replace(block, slots_BT=window.slots_BN[:, -positions_BT.shape[1] :])
+        rotary = self.window_rope.at(positions_BT)
+        inside = replace(shared, block=block, rotary=rotary, attend=window.attend)
+        return replace(shared, in_windows=inside)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., E) of token ids (...)."""
         if self.lent_embedding is not None:
             return self.lent_embedding(tokens).to(self.dtype)
         table = self.lm_head if isinstance(self.lm_head, TiedHead) else self.embed_tokens
-        rows, scale = table.rows(tokens), self.config.embedding_scale
+        rows, scale = table.rows(tokens), self.embedding_scale
         return rows if scale == 1 else rows * scale
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -143,6 +158,7 @@ class Pass:
     rule_TT: Tensor | None  # which token sees which, see `attention.py`
     queries_LBTHD: Tensor | None  # to be filled with rotated queries
     is_prompt: bool = False  # compute a short block like a long one
+    in_windows: "Pass | None" = None  # of layers with a sliding window, if they differ
 
 
 class Layers(nn.ModuleList):
@@ -156,21 +172,20 @@ class Layers(nn.ModuleList):
 
 
 class Layer(nn.Module):
-    """Transformer block with norms before attention and MLP, or after both."""
+    """Transformer block with norms before attention and MLP, after both, or before and after."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, number: int) -> None:
         super().__init__()
 
         def norm(*, is_there: bool) -> Any:
-            size = (config.hidden_size, config.rms_norm_eps)
-            return RMSNorm(*size, dtype=dtype) if is_there else nn.Identity()
+            return make_norm(config.hidden_size, config, dtype) if is_there else nn.Identity()
 
-        after = config.norms_after
+        before, after = config.norms_before, config.norms_after
         self.residual_scale = config.residual_scale
-        self.input_layernorm = norm(is_there=not after)
+        self.input_layernorm = norm(is_there=before)
         self.self_attn = Attention(config, dtype, number)
         self.attention_output_norm = norm(is_there=after)
-        self.post_attention_layernorm = norm(is_there=not after)
+        self.post_attention_layernorm = norm(is_there=before)
         self.mlp = MLP(config, dtype)
         self.mlp_output_norm = norm(is_there=after)
 
@@ -190,6 +205,7 @@ class Attention(nn.Module):
         E = config.hidden_size
         D = config.head_dim
         self.rotates = number not in config.unrotated_layers
+        self.has_window = number in config.sliding_layers
         self.heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
         self.head_dim = D
         bias = config.attention_bias
@@ -198,16 +214,17 @@ class Attention(nn.Module):
         self.o_proj = Linear.empty(self.heads[0] * D, E, bias=has_bias, dtype=dtype)
         self.q_norm = self.k_norm = None
         if config.head_norm or config.joint_norm:
-            norm = JointNorm if config.joint_norm else RMSNorm
             widths = [D * num if config.joint_norm else D for num in self.heads[:2]]
-            self.q_norm, self.k_norm = (norm(n, config.rms_norm_eps, dtype=dtype) for n in widths)
+            self.q_norm, self.k_norm = (make_norm(width, config, dtype) for width in widths)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
+        if self.has_window and shared.in_windows is not None:
+            shared = shared.in_windows
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
         if self.q_norm is not None and self.k_norm is not None:
-            raw_BTKD = self.k_norm(raw_BTKD)
-            heads = torch.cat((self.q_norm(raw_q_BTHD), raw_BTKD), 2)
+            raw_BTKD = norm_heads(self.k_norm, raw_BTKD)
+            heads = torch.cat((norm_heads(self.q_norm, raw_q_BTHD), raw_BTKD), 2)
         rotated = heads[:, :, : sum(self.heads[:2])]
         if self.rotates:
             rotated = shared.rotary.rotate(rotated)
@@ -222,22 +239,33 @@ class Attention(nn.Module):
         return self.o_proj(shared.attend(q_BTHD, keys_BKSD, values_BKSD, *lengths).flatten(2))
 
 
-class JointNorm(RMSNorm):
-    """RMSNorm of all heads of a token together."""
+def make_norm(width: int, config: ModelConfig, dtype: torch.dtype) -> RMSNorm:
+    """The model's kind of RMSNorm over `width` numbers."""
+    kind, dtype = (WideNorm, torch.float32) if config.wide_norms else (RMSNorm, dtype)
+    return kind(width, config.rms_norm_eps, dtype=dtype)
 
-    def forward(self, x_BTXD: Tensor) -> Tensor:
-        return super().forward(x_BTXD.flatten(2)).view(x_BTXD.shape)
+
+class WideNorm(RMSNorm):
+    """RMSNorm that rounds its product with the float32 weights alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+def norm_heads(norm: RMSNorm, x_BTXD: Tensor) -> Tensor:
+    """Norm of each head, or of all heads of a token together, as wide as its weights are."""
+    return norm(x_BTXD.flatten(2).unflatten(2, (-1, len(norm.weight)))).view(x_BTXD.shape)
 
 
 class MLP(nn.Module):
-    """SwiGLU with a fused gate and up projection."""
+    """SwiGLU, or GeGLU, with a fused gate and up projection."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         inner = config.intermediate_size
         self.gate_up_proj = Linear.empty(config.hidden_size, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, config.hidden_size, dtype=dtype)
-        self.gate = gate
+        self.gate = gate_by_gelu if config.geglu else gate
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         return self.down_proj(self.gate(self.gate_up_proj(x_BTE)))
@@ -247,3 +275,9 @@ def gate(gate_up: Tensor) -> Tensor:
     """SiLU of the first half of the last dimension times the second half."""
     gates, ups = gate_up.chunk(2, dim=-1)
     return F.silu(gates) * ups
+
+
+def gate_by_gelu(gate_up: Tensor) -> Tensor:
+    """As `gate`, with GELU approximated by tanh."""
+    gates, ups = gate_up.chunk(2, dim=-1)
+    return F.gelu(gates, approximate="tanh") * ups

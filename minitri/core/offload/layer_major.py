@@ -45,7 +45,7 @@ def read_by_layers(
             rotary = model.rope.at(block.positions_BT)  # not kept, as all chunks exist at once
             cache = HostedRow(full, b, starts[i])
             shared = Pass(block, rotary, cache, model.attend, None, queries[i])
-            chunks_BTE[i] = layer.forward(chunks_BTE[i], number, shared)
+            chunks_BTE[i] = layer.forward(chunks_BTE[i], number, model.windowed(shared))
             num_layers += 1
             if num_layers % L == 0 and num_layers < L * len(blocks):
                 yield starts[num_layers // L]

@@ -77,7 +77,8 @@ class Demand:
         speculation = self.shape.speculation
         num_bytes = 0
         if self.shape.uses_retrieval:
-            slots = round_up_to_stride(max(self.shape.budgets) + speculation.room)
+            window = min(config.window, self.shape.capacity)
+            slots = round_up_to_stride(max(*self.shape.budgets, window) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
             num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim

@@ -36,7 +36,7 @@ class GgufFile:
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored, self.files = read_parts(path)
         require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
-        self._architecture = self.metadata.get("general.architecture")
+        self._architecture: Any = self.metadata.get("general.architecture")
         names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
@@ -63,6 +63,7 @@ class GgufFile:
             settings = read_table("gguf_default") | without_null(given)
             if "rope.scaling.factor" in settings:
                 settings.setdefault("rope.scaling.type", "linear")
+            settings.setdefault("attention.head_count_kv", settings.get("attention.head_count"))
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
                 settings = read_table("gguf_llama") | settings
             ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
@@ -72,10 +73,14 @@ class GgufFile:
                 stretch[f"{kind}_factor"] = self._numbers(f"rope_factors_{kind}.weight")
             if stretch["long_factor"]:
                 stretch["attention_factor"] = settings.pop("rope.scaling.attn_factor", None)
+            family = read_table("gguf_family").get(self._architecture, self._architecture)
+            scalar = read_table("gguf_scalar").get(str(settings.get("block_count")))
             config = read_config(
                 {
                     **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
-                    "model_type": self._architecture,
+                    "model_type": family,
+                    "sliding_window": settings.get("attention.sliding_window") or None,
+                    "query_pre_attn_scalar": scalar or settings.get("attention.key_length"),
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,
@@ -85,10 +90,9 @@ class GgufFile:
                 },
                 name,
             )
-            window = settings.get("attention.sliding_window", 0)
-            if self._architecture == "phi3" and window >= config.context_length:
-                del settings["attention.sliding_window"]
-            require(settings, read_table("gguf_only"), self.path.name)
+            window = config.sliding_window if config.sliding_layers else 0
+            only = read_table("gguf_only") | {"attention.sliding_window": window}
+            require(settings, only, self.path.name)
             rope = config.rope
             if divisors := self._numbers("rope_freqs.weight"):
                 rope = replace(rope, frequency_divisors=divisors)

@@ -16,7 +16,7 @@ from minitri.core.model.llama import Block
 from minitri.core.prefill import prefill
 from minitri.core.settings import SamplingParams, SpeculationConfig
 from tests.core.policies import policy_of
-from tests.core.rigs import Rig, new_cache, random_prompt, tiny_config, tiny_model
+from tests.core.rigs import Rig, near_copy, new_cache, random_prompt, tiny_config, tiny_model
 
 CONFIG = tiny_config()
 L, K, H, D = CONFIG.num_layers, CONFIG.num_kv_heads, CONFIG.num_heads, CONFIG.head_dim
@@ -225,6 +225,20 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
         block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))
         hidden_BTE = target.forward(block, chosen)
     assert torch.allclose(probs_BNV, target.logits(hidden_BTE).softmax(-1), atol=1e-6)
+
+
+def test_layers_with_a_window_read_all_of_it_whatever_the_budget():
+    """All guesses of a model that has no other layers are accepted, after rebuilds too."""
+    target = tiny_model(tiny_config(sliding_window=40, sliding_layers=(0, 1)))
+    prompts = [random_prompt(target.config, length) for length in (150, 61)]
+    small = {"budget": 16, "rebuild_stride": 9, "chunk_size": 4, "num_recent_tokens": 40}
+    draft = near_copy(target, 0.1)
+    for how in ({"method": "retrieval"}, {"method": "triforce", "tree": "3x2", "gamma2": 8}):
+        rig = Rig(target, prompts, draft=draft, **how, **small)
+        assert rig.run() == Rig(target, prompts, method="autoregressive").run()
+        top = rig.stats.levels[-1]
+        assert rig.stats.num_rebuilds > 2
+        assert top.num_accepted_tokens == top.num_tested_tokens > 30
 
 
 def test_the_default_budget_is_a_quarter_of_the_prompt_within_limits():

@@ -1,6 +1,7 @@
 """The steps that a GPU captures hold nothing that a graph cannot hold; see `capture_lint.py`.
 What is captured, and when."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -20,11 +21,12 @@ from tests.mutation import Mutant, mutated
 CONFIG = tiny_config(num_layers=2)
 WARM = SamplingParams(0.8, top_k=20, top_p=0.9, min_p=0.01)
 GAMMAS = {"gamma1": 2, "gamma2": 3}
+WINDOWED = {"changes": {"sliding_window": 20, "sliding_layers": (1,)}}
 
 
-def tokens(pool, method="triforce", *, lookup=False, **how):
+def tokens(pool, method="triforce", *, lookup=False, changes=None, **how):
     """Tokens, tested and accepted guesses; as on a GPU if steps run in a pool."""
-    target = tiny_model(CONFIG)
+    target = tiny_model(replace(CONFIG, **changes or {}))
     draft = near_copy(target, 0.02)
     if pool:
         for model in (target, draft):
@@ -48,6 +50,7 @@ def tokens(pool, method="triforce", *, lookup=False, **how):
         ("triforce", GREEDY, GAMMAS),
         ("triforce", WARM, {"coupled": True, **GAMMAS}),
         ("triforce", WARM, {"tree": "2x2"}),
+        ("triforce", WARM, {"tree": "2x2", **WINDOWED}),
         ("triforce", WARM, {"lookup": True}),
     ],
 )

@@ -42,7 +42,8 @@ def test_weights_are_counted_as_the_model_has_them(changes):
     ],
 )
 def test_caches_are_counted_as_they_are_allocated(changes, lengths):
-    config, B = tiny_config(num_layers=3, context_length=16384), 2
+    window = {"sliding_window": 300, "sliding_layers": (1,)}
+    config, B = tiny_config(num_layers=3, context_length=16384, **window), 2
     target = tiny_model(config)
     speculation = SpeculationConfig(num_recent_tokens=100, **changes)
     shape = MemoryShape(tuple(lengths), SamplingParams(), GenerationConfig(100), speculation)

@@ -34,7 +34,8 @@ def with_layers(model: Llama, layers: Sequence[int]) -> Llama:
     view.layers = Layers(model.layers[number] for number in layers)
     if isinstance(model.layers, KernelLayers):
         view.layers = KernelLayers(view.layers, model.layers.kernels)
-    view.norm, view.lm_head, view.rope = model.norm, model.lm_head, model.rope
+    view.norm, view.lm_head = model.norm, model.lm_head
+    view.rope, view.window_rope = model.rope, model.window_rope
     return view
 
 
