@@ -1,4 +1,4 @@
-"""The one place where logits become distributions, and what a runner reads of a prompt."""
+"""The one place where logits become distributions, and what stands next to a row in a block."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.verification import Proposal
 from minitri.core.model.block import read_block
-from minitri.core.prefill import prefill
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import SamplingParams
 from tests.core.rigs import new_cache, random_prompt, tiny_config, tiny_model
@@ -47,18 +46,6 @@ def test_a_bfloat16_models_distributions_are_float32(sampling):
     assert probs.dtype == torch.float32
     exact = probs_from_logits(logits.double(), sampling)
     assert (probs - exact).abs().max() < 1e-6
-
-
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 18, 33, 34])
-def test_a_prompt_is_read_but_for_its_last_token(length):
-    """Wherever the last chunk of 16 ends: the next queries are those of one token."""
-    model, seen = tiny_model(tiny_config()), []
-    cache, prompt = new_cache(model.config, 2), random_prompt(model.config, length)
-    ends = list(prefill(model, prompt, cache, 1, chunk=16, watch=seen.append, max_queries=5))
-    assert ends == [*range(16, length - 1, 16), length - 1][: 0 if length == 1 else None]
-    assert cache.lengths == [0, length - 1]
-    sizes = [min(5, end - start) for start, end in zip([0, *ends], ends, strict=False)]
-    assert [queries_LTHD.shape[1] for queries_LTHD in seen] == sizes
 
 
 def test_a_row_of_a_ragged_block_is_what_it_is_alone():

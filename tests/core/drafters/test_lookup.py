@@ -7,7 +7,6 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from minitri.core.decoding.meter import Meter
-from minitri.core.drafters import lookup
 from minitri.core.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Clock, Stats
@@ -62,13 +61,6 @@ def brute_force(text: list[int], sequence: list[int], limit: int) -> tuple[int, 
 @example([6] * 500, [], 3)
 def test_the_latest_of_the_longest_matches_is_found(text, in_flight, limit):
     assert found(text, in_flight, limit) == brute_force(text, [*text, *in_flight], limit)
-
-
-def test_a_frequent_pair_costs_no_more_than_the_places_that_are_compared(monkeypatch):
-    text = [4, 1, 2, 8, *[1, 2, 9] * 3, 4, 1, 2]
-    assert found(text, limit=1) == (3, [8])
-    monkeypatch.setattr(lookup, "MOST_PLACES", 3)
-    assert found(text, limit=1) == (2, [9])
 
 
 def test_rejected_guesses_are_never_learnt():

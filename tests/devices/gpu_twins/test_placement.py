@@ -2,18 +2,21 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps import plan
+from minitri.core import roofline
 from minitri.core.memory import Models, allocate
 from minitri.core.offload import allocation
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
-from minitri.core.roofline import num_weights, weights_per_pass
+from minitri.core.roofline import Workload, num_weights, weights_per_pass
 from minitri.core.shape import MemoryShape
 from minitri.files.named_models import MODELS
 from tests.conftest import tiny_model
@@ -102,12 +105,26 @@ def test_what_fits_in_a_plan_fits_at_boot(call):
     assert choose_on_chip(NEEDS, offload, 24 * GIB - CONTEXT, 256 * GIB) == 1
 
 
-class Borrower: ...
+def test_nominal_costs_count_weights_layers_slots_and_guesses():
+    """What the autotuner expects, by hand; hosted KV counts, as the link is slower."""
+    machine, slot = roofline.GPU, 512 * 1024
+    work = Workload(SEVEN_B, DRAFT, 10**6, 4096)
+    alone = machine.seconds_per_pass + 32 * machine.seconds_per_layer
+    alone += 2 * weights_per_pass(SEVEN_B) / machine.weight_bytes_per_second
+    whole, small = (alone + n * slot / machine.kv_bytes_per_second for n in (10**6, 4096))
+    assert work.seconds(machine, "retrieval", 0) == pytest.approx(small)
+    assert work.seconds(machine, "target", 0) == pytest.approx(whole)
+    guessing = whole * (1 + 5 * machine.share_per_extra_token)
+    assert work.seconds(machine, "target", 5) == pytest.approx(guessing)
+    assert work.seconds(machine, "draft", 0) < 0.1 * alone
+    assert replace(work, draft=None).seconds(machine, "draft", 0) == 0
+    hosted = replace(work, hosted_share=1.0).seconds(machine, "target", 0)
+    assert hosted == pytest.approx(10**6 * slot / 25e9)
 
 
 def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
     """Only the latest is kept, and a larger one takes its place; writable outside of inference."""
-    host, borrowers = HostMemory(CPU), [Borrower(), Borrower()]
+    host, borrowers = HostMemory(CPU), [Mock(), Mock()]
     with torch.inference_mode():
         tensors = [host.lend(it, (70,), torch.uint8) for it in borrowers]
     address = tensors[1].data_ptr()
@@ -117,7 +134,7 @@ def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
     again = host.lend(host, (7, 10), torch.uint8)
     assert (again.shape, again.data_ptr(), host.num_free_bytes) == ((7, 10), address, 0)
     again.fill_(1)
-    host.lend(Borrower(), (50,), torch.uint8)
+    host.lend(Mock(), (50,), torch.uint8)
     host.lend(host, (80,), torch.uint8)
     assert host.num_free_bytes == 0
 

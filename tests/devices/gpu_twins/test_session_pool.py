@@ -57,7 +57,6 @@ def say(engine, lengths, speculation, sampling=WARM, seed=0, num_new=16, **setti
         ((20, 41), {}, {"sampling": SamplingParams()}, 1),
         ((200, 33), {}, {}, 2),  # longer
         ((90,), {}, {}, 2),  # fewer
-        ((90, 33), {"gamma1": 3}, {}, 2),
         ((90, 33), {"method": "naive"}, {}, 2),
         ((90, 33), {}, {"sampling": SamplingParams(0.9)}, 2),
         ((90, 33), {}, {"prefill_chunk": 2048}, 2),
