@@ -17,20 +17,20 @@ from minitri import ModelConfig
 from minitri.apps.cli.arguments import SIZES, OneLineParser, add_fields, add_flags, speculation_of
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.pytorch import import_pytorch
+from minitri.apps.cli.report import as_table
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, Machine, Workload, card, copy_bytes
-from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams, StepPlan
+from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams
 from minitri.core.shape import MemoryShape
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config
 from minitri.files.named_models import MODELS
 
 ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
 """Assumed acceptance rate of each proposer, about the paper's."""
-ROW = """{on_chip:3d} layers with KV there: {:.2f} GiB, {:.2f} on the host, {}; \
-{autoregressive:.1f} ms/token alone, {cascade:.1f} by {plan} ({speedup:.2f} x)"""
+COLUMNS = "on_chip device_GiB host_GiB fits ms_alone ms_per_token speedup plan"
 REACHED = 0.8
 """Share of a data sheet's GB/s that is reached, as 25 of the 32 GB/s of PCIe 4.0 x16; of its FLOP/s
 half is. Assumed."""
@@ -152,32 +152,22 @@ def run_command(args: Namespace) -> None:
     choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
     rows = [placement(needs, site, host_bytes, on_chip) for on_chip in choices]
     if args.json:
-        report = {
-            "model": needs.config.name,
-            "context": needs.num_tokens,
-            "on_chip": best,
-            "model_context": needs.config.context_length,
-            "hardware": site._asdict(),
-            "placements": rows,
-        }
-        print(json.dumps(report, default=vars))
-        return
-    machine = site.machine
-    speed, link = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
-    print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
-    print(f"{args.gpus} x {site.name}: {site.gib:.1f} GiB at {speed:.0f} GB/s ({site.source})")
-    print(f"host: {args.host_memory} GiB at {link:.3g} GB/s\n")
-    for row in rows:
-        sizes = (row["device_bytes"] / GIB, row["host_bytes"] / GIB)
-        fits = "fits" if row["fits"] else "does not fit"
-        print(ROW.format(*sizes, fits, **row, **row["predicted_ms"]))
-    print(f"\nGiB there with the KV of {best} layers:")
-    for name, size in needs.parts(best).items():
-        print(f"  {name:25s} {size / GIB:8.2f}")
+        facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
+        print(json.dumps(facts | {"hardware": site._asdict(), "placements": rows}, default=vars))
+    else:
+        machine = site.machine
+        speeds = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
+        print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
+        print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
+        print("GB/s: {:.0f}, from the host {:.3g}".format(*speeds))
+        print(f"\n{as_table(COLUMNS, rows)}\n\nGiB on each GPU with the KV of {best} layers:")
+        for name, size in needs.parts(best).items():
+            print(f"  {name:25s} {size / GIB:8.2f}")
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """Bytes and predicted speed with the KV of `on_chip` layers on the device."""
+    """GiB with the KV of `on_chip` layers on the device; ms per token by the fastest step plan, and
+    alone, without speculation."""
     work = Workload(  # of each GPU at the end of the context
         needs.config,
         needs.draft,
@@ -187,25 +177,22 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         hosted_share=1 - on_chip / needs.config.num_layers,
         pass_bytes={"retrieval": copy_bytes(needs.config, needs.copy_bits)},
     )
-    return {
-        "on_chip": on_chip,
-        "device_bytes": needs.on_device(on_chip),
-        "host_bytes": needs.on_host(on_chip),
-        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
-        "parts": needs.parts(on_chip),
-        "predicted_ms": predict(work, site.machine, needs.shape.speculation.plans),
-    }
-
-
-def predict(work: Workload, machine: Machine, plans: list[StepPlan]) -> dict[str, Any]:
-    """The fastest step plan; milliseconds per token with it, and without speculation."""
-    tuner = Autotuner(plans, functools.partial(work.seconds, machine), use_clock=False)
+    plans = needs.shape.speculation.plans
+    tuner = Autotuner(plans, functools.partial(work.seconds, site.machine), use_clock=False)
     for stage, rate in ACCEPTANCE.items():
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
-    alone = 1e3 * work.seconds(machine, "target", 0)
-    cascade = 1e3 / tuner.tokens_per_second(best)
-    return {"plan": best, "autoregressive": alone, "cascade": cascade, "speedup": alone / cascade}
+    alone = work.seconds(site.machine, "target", 0)
+    return {
+        "on_chip": on_chip,
+        "device_GiB": needs.on_device(on_chip) / GIB,
+        "host_GiB": needs.on_host(on_chip) / GIB,
+        "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
+        "ms_alone": 1e3 * alone,
+        "ms_per_token": 1e3 / tuner.tokens_per_second(best),
+        "speedup": alone * tuner.tokens_per_second(best),
+        "plan": str(best),
+    }
 
 
 main = program(build_parser, run_command, PlanFlags)

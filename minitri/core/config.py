@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import MISSING, dataclass, field
 from typing import Self
 
-from minitri.core.errors import InputError
+from minitri.core.errors import InputError, explain
 from minitri.core.fields import between, check_fields, one_of, refuse
 
 
@@ -144,3 +144,22 @@ class ModelConfig:
             )
         shares = {name: size // count for name, size in sizes.items()}
         return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
+
+
+def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
+    """A config with the context extended from its trained length by a setting such as `yarn:4`,
+    which replaces the scaling in `config`. Raises `InputError`."""
+    if config.rope.frequency_divisors is not None:
+        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
+        raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
+    with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
+        kind, factor = text.split(":")
+        if kind in ("default", "longrope"):
+            raise ValueError("it stretches nothing")
+        old = config.rope
+        base = old.original_context or config.context_length
+        try:
+            rope = RopeConfig(old.theta, kind, float(factor), base, rotary_dim=old.rotary_dim)
+        except InputError as error:
+            raise InputError(f"rope_scaling={text!r}: {error}") from None
+        return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))

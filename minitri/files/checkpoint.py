@@ -48,10 +48,8 @@ class Runtime:
 
 def open_checkpoint(path: Path) -> Checkpoint:
     """Opens a GGUF file, or a folder in the Hugging Face layout. Raises `InputError`."""
-    if path.is_file():
-        if path.suffix == ".gguf":
-            return GgufFile(path)
-        raise InputError(f"{path} is a file but no .gguf; give such a file, or a model's folder")
+    if path.is_file() and path.suffix == ".gguf":
+        return GgufFile(path)
     if not is_there(path / "config.json"):
         raise lacking(path, "config.json")
     return Folder(path)

@@ -118,26 +118,6 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
             raise InputError(f"{got}; use a model with {key}={shorten(wanted, 60)}")
 
 
-def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
-    """A config with the context extended from its trained length by a setting such as `yarn:4`,
-    which replaces the scaling in `config`. Raises `InputError`."""
-    if config.rope.frequency_divisors is not None:
-        got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
-        raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
-    with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):
-        kind, factor = text.split(":")
-        if kind in ("default", "longrope"):
-            raise ValueError("it stretches nothing")
-        base = config.rope.original_context or config.context_length
-        try:
-            rope = RopeConfig(
-                config.rope.theta, kind, float(factor), base, rotary_dim=config.rope.rotary_dim
-            )
-        except InputError as error:
-            raise InputError(f"rope_scaling={text!r}: {error}") from None
-        return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
-
-
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
     """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set, with
     penalties in both cases. What is malformed, or not followed, warns."""

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
-from minitri.core.log import log
 from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
 from minitri.files.vocabulary import read_model
@@ -107,13 +106,9 @@ def weight_files(path: Path) -> list[Path]:
     """Paths of the files with a checkpoint's weights: safetensors, if a folder has both formats,
     and one file rather than shards. Raises `InputError` if there are none, or one is missing."""
     for name in ("model.safetensors", "pytorch_model.bin"):
-        single = path / name
-        index = path / f"{name}.index.json"
-        if is_there(single):
-            if index.exists():
-                log.warning("%s: the file is read, not the shards in %s", single, index.name)
-            return [single]
-        if index.exists():
+        if is_there(path / name):
+            return [path / name]
+        if (index := path / f"{name}.index.json").exists():
             with explain(f"{index} does not list the shards in its folder"):
                 shards = sorted({path / file for file in read_json(index)["weight_map"].values()})
                 if missing := [shard.name for shard in shards if not shard.is_file()]:
@@ -133,4 +128,4 @@ def lacking(path: Path, wanted: str) -> InputError:
     """The error for a folder without what is `wanted`, which says what the folder is instead."""
     if (path / "adapter_config.json").exists():
         return InputError(f"{path} is a LoRA adapter; merge it into its base model, and give that")
-    return InputError(f"{path} has no {wanted}; give a folder in the Hugging Face layout")
+    return InputError(f"{path} has no {wanted}; give a model's whole folder, or a GGUF file")

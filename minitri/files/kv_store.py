@@ -117,15 +117,12 @@ class KVStore:
 
     def _make_room(self) -> None:
         """Deletes the oldest eighth of blocks and unfinished files if all exceed `num_bytes`."""
-        ours = [
-            (file.stat().st_mtime, file.stat().st_size, file.path)
-            for file in os.scandir(self._folder)
-            if file.name.endswith((".kvblock", ".unfinished"))
-            and file.is_file(follow_symlinks=False)
-        ]
-        if sum(size for _, size, _ in ours) > self._num_bytes:
-            for _, _, name in sorted(ours)[: 1 + len(ours) // 8]:
-                Path(name).unlink(missing_ok=True)
+        kinds = (".kvblock", ".unfinished")
+        ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
+        if sum(about.st_size for about in ours.values()) > self._num_bytes:
+            oldest = sorted(ours, key=lambda file: ours[file].st_mtime)
+            for file in oldest[: 1 + len(ours) // 8]:
+                file.unlink(missing_ok=True)
 
     @contextlib.contextmanager
     def _warning(self) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from minitri.core.config import stretch_rope
 from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
 from minitri.core.model.execution import Ranks
@@ -25,7 +26,6 @@ from minitri.devices.parallel.ranks import join
 from minitri.files.checkpoint import Checkpoint, Runtime, load_model, open_checkpoint
 from minitri.files.fetch import LOOKUPS, default_draft, locate
 from minitri.files.gguf.file import GgufFile
-from minitri.files.hf_config import stretch_rope
 from minitri.files.named_models import MODELS, ModelChoice
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
@@ -83,7 +83,7 @@ class OpenModel:
         """Loads the model as a drafter, one without an embedding table with that of `target`."""
         # A drafter is whole on every rank.
         self._runtime = replace(self._runtime, ranks=Ranks())
-        lender = target if self.config.draft_of is not None else None
+        lender = target if self.config.draft_of else None
         model = self._load(lender, in_blocks=self._plan().target == "blocks")
         return drafter_in_few_bits(model, self.choice.draft_weights)
 

@@ -59,7 +59,7 @@ def as_table(columns: str, rows: Sequence[Mapping[str, Any]]) -> str:
     lines = []
     for row in [{name: name.removeprefix("num_").replace("_", " ") for name in names}, *rows]:
         cells = (row.get(name, "") for name in names)
-        texts = (f"{cell:.2g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        texts = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
         lines.append("".join(f"{text:14}" for text in texts).rstrip())
     return "\n".join(lines)
 

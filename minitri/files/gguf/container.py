@@ -80,8 +80,6 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], lis
         if not part.is_file():
             raise ValueError(f"it is one of {count} parts, and there is no {part.name}")
         metadata, stored = read_container(part)
-        if metadata.get("split.no") != number - 1:
-            raise ValueError(f"{part.name} is another part by its content")
         tensors |= stored
         parts.append(part)
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):

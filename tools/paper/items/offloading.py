@@ -58,14 +58,14 @@ def predicted(flags: str) -> Json:
     needs, site = demand_of(args), site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
     on_chip = most_on_chip(needs, site, host_bytes)
-    ms = placement(needs, site, host_bytes, on_chip)["predicted_ms"]
+    row = placement(needs, site, host_bytes, on_chip)
     kv_bytes = args.gpus * needs.num_tokens * needs.config.kv_values_per_token * needs.itemsize
     weight_bytes = args.gpus * needs.parts(0)["weights"]
     weight_ms = 1e3 * weight_bytes / site.machine.weight_bytes_per_second
     return {
         "on_chip": on_chip,
-        "ms": ms["cascade"],
-        "alone_ms": ms["autoregressive"],
+        "ms": row["ms_per_token"],
+        "alone_ms": row["ms_alone"],
         "on_cpu_ms": weight_ms + 1e3 * kv_bytes / CPU_BYTES_PER_SECOND,
         "kv_bytes_per_ms": kv_bytes / (DEEPSPEED_MS - weight_ms),
     }
