@@ -120,6 +120,9 @@ def test_nominal_costs_count_weights_layers_slots_and_guesses():
     assert replace(work, draft=None).seconds(machine, "draft", 0) == 0
     hosted = replace(work, hosted_share=1.0).seconds(machine, "target", 0)
     assert hosted == pytest.approx(10**6 * slot / 25e9)
+    sliding = replace(SEVEN_B, sliding_window=1000, sliding_layers=tuple(range(8)))
+    seconds = replace(work, target=sliding).seconds(machine, "target", 0)
+    assert seconds == pytest.approx(alone + 750_250 * slot / machine.kv_bytes_per_second)
 
 
 def test_memory_comes_back_when_its_borrower_is_gone_and_serves_the_next_one():
