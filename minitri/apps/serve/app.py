@@ -98,12 +98,7 @@ class Service:
         cors = Middleware(CORSMiddleware, allow_origins=sites, allow_methods="*", allow_headers="*")
         handled = [ApiError, InputError, HTTPException, ClientDisconnect, Exception]
         handlers: Any = dict.fromkeys(handled, refuse)
-        return Starlette(
-            routes=routes,
-            middleware=[cors],
-            exception_handlers=handlers,
-            max_body_size=max(1 << 16, 32 * self.protocol.context),  # 8 times what most texts take
-        )
+        return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
     async def complete(self, request: Request) -> Response:
         """Answer to a body. Its texts count from before their prompt is tokenized."""
@@ -111,9 +106,15 @@ class Service:
         media_type = request.headers.get("content-type", "")
         if not media_type.lower().startswith("application/json"):  # no page sends that unasked
             raise ApiError(415, "unsupported_media_type", "send the body as application/json")
+        limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
+        body = bytearray()
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await request.body()
+                async for part in request.stream():
+                    body += part
+                    if len(body) > limit:
+                        got = f"the body has more than {limit} bytes; shorten the prompt"
+                        raise ApiError(413, "request_too_large", got)
         except TimeoutError:
             raise ApiError(408, "request_timeout", "the body is late; send it faster") from None
         salt = client if self.access.digests and not self.access.share_prefixes else ""
@@ -121,8 +122,10 @@ class Service:
         with self._counted(client, 1):
             call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
-        media_type = "text/event-stream" if call.asked.stream else "application/json"
-        return Answer(self._pieces(call, writer, client), media_type=media_type)
+        return Answer(
+            self._pieces(call, writer, client),
+            media_type="text/event-stream" if call.asked.stream else "application/json",
+        )
 
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Answer to a call, piece by piece, while its texts run; cancelled if the client leaves.

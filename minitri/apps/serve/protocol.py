@@ -37,7 +37,9 @@ class Protocol:
     context: int  # tokens of a prompt and its answer, at most
     lenient: bool = False  # whether unknown fields are ignored
 
-    def read(self, body: bytes, kind: type[Asked], client: str = "", salt: str = "") -> Call:
+    def read(
+        self, body: bytes | bytearray, kind: type[Asked], client: str = "", salt: str = ""
+    ) -> Call:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
         with explain("the body is no object of JSON", "send an object"):
@@ -46,11 +48,13 @@ class Protocol:
         if asked.model not in ("", *self.names):
             message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
             raise ApiError(404, "model_not_found", message)
-        end_user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        owner = (
+            salt and f"{salt}/{asked.safety_identifier or asked.user or asked.prompt_cache_key!a}"
+        )
         if isinstance(asked, TextBody):
             chat = None
-            given = split_prompts(asked.prompt)
-            prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
+            tokenizer = self.engine.tokenizer
+            prompts = [encode_prompt(given, tokenizer) for given in split_prompts(asked.prompt)]
         else:
             chat = ChatPrompt(asked, self.engine)
             prompts = [chat.token_ids]
@@ -64,7 +68,7 @@ class Protocol:
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
-                owner=f"{salt}/{end_user}" if salt else "",
+                owner=owner,
                 client=client,
                 shown=chat.shown if chat is not None else (),
             )

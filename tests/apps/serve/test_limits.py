@@ -75,6 +75,8 @@ def test_a_request_has_its_client_and_the_owner_of_its_prefix(scripted, run):
     with scripted.limited(api_key="alice bob"):
         assert asked(**alice, **one) == asked(**alice, **two)
         assert all(map(str.__ne__, asked(**alice), asked(**bob)))
+        users = [asked(**alice, user=user)[1].encode() for user in ("a", "b", "\ud800")]
+        assert len({*users, asked(**alice)[1].encode()}) == 4
     with scripted.limited(api_key="alice bob", share_prefixes=True):
         assert asked(**alice)[1] == asked(**bob)[1]
 
@@ -131,7 +133,8 @@ def test_what_is_too_long_or_does_not_end_is_refused(server, monkeypatch):
         assert connection.recv(12) == b"HTTP/1.1 400"
     with server.connect(post_of(b" " * 2_000_000, missing=10**8)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 413"
-    assert server.post(prompt="x" * 70_000).status_code == 413  # no prompt that fits is so long
+    refused = server.post(prompt="x" * 70_000)  # no prompt that fits is so long
+    assert (refused.status_code, "65536 bytes" in refused.json()["error"]["message"]) == (413, True)
     assert server.post(prompt="She had", max_tokens=1).status_code == 200
     monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
     with server.connect(post_of(b'{"prompt"', missing=9)) as connection:
