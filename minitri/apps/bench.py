@@ -76,8 +76,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     number: dict[str, Any] = {"type": arguments.whole, "metavar": "N"}
     add("--prompt-tokens", dest="max_prompt_tokens", help="of each prompt", **number)
     add("--new-tokens", dest="max_new_tokens", help="to generate", **number)
-    parser.set_defaults(method="auto", ignore_eos=True)
-    parser.set_defaults(max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64)
+    parser.set_defaults(
+        method="auto", ignore_eos=True, max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64
+    )
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
@@ -106,9 +107,8 @@ def measure(args: argparse.Namespace) -> None:
     engine, prompts = load_engine(args, texts)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations))
-    names = ("model", "coupled", "seeds", "max_new_tokens")
     facts = {
-        **{name: getattr(args, name) for name in names},
+        **{name: vars(args)[name] for name in ("model", "coupled", "seeds", "max_new_tokens")},
         **vars(sampling),
         **where(engine.model),
         "draft": engine.models.drafter_name,

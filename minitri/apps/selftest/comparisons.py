@@ -123,7 +123,7 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
         speculation = dataclasses.replace(settings, method=method, budget=budget)
         p_values = run_test(engine, prompts, sampling, speculation, num_new=LENGTH, seed=args.seed)
         verdict = "consistent"
-        if is_alarm(p_values, len(args.methods)):
+        if min(p_values.values()) * len(p_values) * len(args.methods) < FALSE_ALARM:
             verdict = "BUG" if is_exact else "unclear"
         yield {
             "mode": "sampled",
@@ -186,11 +186,6 @@ def last_logits(model: Llama, tokens: list[int], num_tokens: int) -> Tensor:
     for _ in prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
         pass
     return model.logits(read_block(model, [tokens[start:]], cache)[0])
-
-
-def is_alarm(p_values: dict[str, float], num_tests: int) -> bool:
-    """Whether the smallest p-value is below `FALSE_ALARM`, over all of `num_tests` such tests."""
-    return min(p_values.values()) * len(p_values) * num_tests < FALSE_ALARM
 
 
 def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:

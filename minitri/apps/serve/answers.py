@@ -128,7 +128,7 @@ class Choice:
             choice["delta" if asked.stream else "message"] = message
         else:
             choice["text"] = text
-        reason = end.finish_reason if end is not None else None
+        reason = end and end.finish_reason
         if reason in ("eos", "stop"):
             reason = "tool_calls" if "tool_calls" in message else "stop"
         return choice | {"finish_reason": reason}
@@ -140,9 +140,8 @@ class Choice:
         calls: list[Json] = []
         for kind, text, name in pieces:
             if kind == "call":
-                function = {"name": name, "arguments": text}
-                call = {"index": len(calls), "id": new_id("call_"), "type": "function"}
-                calls.append({**call, "function": function})
+                call: Json = {"index": len(calls), "id": new_id("call_"), "type": "function"}
+                calls.append(call | {"function": {"name": name, "arguments": text}})
             else:
                 message[kind] = message.get(kind, "") + text
         if calls:

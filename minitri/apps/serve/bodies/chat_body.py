@@ -56,14 +56,16 @@ B = TypeVar("B", bound=Body)
 
 def checked(kind: type[B], content: Any, *, lenient: bool = False) -> B:
     """The content as a model; unknown fields are refused, or ignored if `lenient`. Raises
-    `InputError` about the innermost problem, of a union's kinds about the last, a list."""
+    `InputError` about the innermost problem, the first of several."""
     try:
         return kind.model_validate(content, extra="ignore" if lenient else None)
     except pydantic.ValidationError as error:
-        problem = sorted(error.errors(), key=lambda problem: len(problem["loc"]))[-1]
-    place = ".".join(map(str, problem["loc"]))
+        problem = max(error.errors(), key=lambda problem: len(problem["loc"]))
+    place = ".".join(  # without the kinds of fields that may be a text or a list
+        step for step in map(str, problem["loc"]) if step != "str" and not step.startswith("tuple[")
+    )
     got = "missing" if problem["type"] == "missing" else shorten(repr(problem["input"]), 60)
-    advice = ADVICE.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+    advice = ADVICE.get(problem["type"], "{msg}").format(**{**problem, **problem.get("ctx", {})})
     raise InputError(f"{shorten(place, 80)} is {got}; {advice}")
 
 
@@ -126,11 +128,12 @@ class Function(Body, extra="ignore"):
 
 
 def functions_of(tools: object) -> object:
-    """The functions in the tools of a chat or of a response."""
+    """The functions in the tools of a chat or of a response. Raises `ValueError`."""
     if not isinstance(tools, list):
         return tools
-    given = [tool for tool in tools if isinstance(tool, dict) and tool.get("type") == "function"]
-    return [tool.get("function", tool) for tool in given]
+    if not all(isinstance(tool, dict) and tool.get("type") for tool in tools):
+        raise ValueError("give objects of a type, such as function")
+    return [tool.get("function", tool) for tool in tools if tool["type"] == "function"]
 
 
 def choice_of(choice: object) -> object:

@@ -7,7 +7,7 @@ Names and defaults are OpenAI's; `top_k`, `min_p`, `ignore_eos`, `speculation`, 
 import json
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, AliasPath, BeforeValidator, Field
+from pydantic import AliasChoices, BeforeValidator, Field
 
 from minitri import Grammar, InputError, SamplingParams
 from minitri.apps.cli.arguments import field_texts
@@ -22,7 +22,7 @@ Texts = str | Many[str]
 LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 GRAMMARS = {"json": "json_schema", "regex": "regex", "grammar": "lark"}  # by vLLM's names
 NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
-FORMS = ("response_format", "structured_outputs", AliasPath("text", "format"))
+FORMS = ("response_format", "structured_outputs", "text")
 
 
 def like(name: str) -> Any:
@@ -34,7 +34,9 @@ def like(name: str) -> Any:
 
 def read_form(form: Json | None) -> Grammar | None:
     """Grammar of a form in OpenAI's words, or in vLLM's. Raises `InputError`."""
-    given = without_null({"type": "text"} if form is None else form)
+    given = without_null(form or {"type": "text"})
+    if isinstance(inner := given.get("format"), dict) and len(given) == 1:  # of a response's `text`
+        given = without_null(inner)
     kind = given.pop("type", None)
     if kind == "json_schema":
         if isinstance(inner := given.get("json_schema"), dict) and len(given) == 1:
@@ -53,7 +55,7 @@ def read_form(form: Json | None) -> Grammar | None:
             return Grammar("choice", json.dumps(texts))
         case [None, (("json" | "regex" | "grammar") as name, str(text))]:
             return Grammar(GRAMMARS[name], text)
-    raise InputError(f"the form is {shorten(repr(form), 60)}; see /docs for what it may be")
+    raise InputError(f"the form is {shorten(repr(form), 60)}; see response_format at /docs")
 
 
 class StreamOptions(Body):
@@ -121,12 +123,8 @@ class TextBody(Fields):
     default_length = 16
     prompt: str | Many[int] | Many[str | Many[int]] = ""
     """A text, a list of token ids, or a list of these: then each has its answers, in this order."""
-    logprobs: int | None = Field(None, ge=0, le=20)
+    num_logprobs: int | None = Field(None, ge=0, le=20, validation_alias="logprobs")
     """Add log-probabilities: of each token, and of this many that are likeliest."""
-
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.logprobs
 
 
 class ChatBody(Fields, Conversation):
@@ -154,16 +152,17 @@ def messages_of(items: Any) -> object:
         match item:
             case {"type": "reasoning"}:
                 pass
-            case {"type": "function_call", "call_id": call_id, "name": name, "arguments": text}:
+            case {"type": "function_call", "call_id": call_id}:
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant"})
-                call = {"id": call_id, "function": {"name": name, "arguments": text}}
+                call = {"id": call_id, "function": item}
                 messages[-1].setdefault("tool_calls", []).append(call)
             case {"type": "function_call_output", "call_id": call_id, "output": content}:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-            case {"role": _, "content": _}:
-                about = ("type", "id", "status")
-                messages.append({name: v for name, v in item.items() if name not in about})
+            case {"role": _, "content": _} if item.get("type", "message") == "message":
+                messages.append(
+                    {name: v for name, v in item.items() if name not in ("type", "id", "status")}
+                )
             case _:
                 raise ValueError("give a text, or a list of messages and calls")
     return messages
@@ -182,3 +181,5 @@ class ResponseBody(Fields, Conversation):
     reasoning is left out."""
     n: Literal[1] = 1
     """How many answers."""
+    details: Literal[False] = False
+    """Events have none."""

@@ -35,7 +35,7 @@ class ChatPrompt:
     def __init__(self, asked: Conversation, engine: Engine) -> None:
         """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
-        names = [*asked.callable_functions]
+        names = asked.callable_functions
         if not names and asked.tool_choice not in ("auto", "none"):
             refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
         offered = asked.tools if asked.tool_choice != "none" else ()
@@ -64,8 +64,12 @@ class ChatPrompt:
         self.shown = frozenset(controls.values())
         self.grammar = None
         if names:
-            thoughts = {"thinks": self._thinks, "may_think": THINK in source}
-            self.grammar = Grammar("lark", calls_grammar(asked, form, controls, **thoughts))
+            self.grammar = Grammar(
+                "lark",
+                calls_grammar(
+                    asked, form, controls, thinks=self._thinks, may_think=THINK in source
+                ),
+            )
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
@@ -80,8 +84,9 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for message in messages:
         given = message.model_dump(exclude={"name"})
-        kept = ("role", "content")
-        turn = {name: value for name, value in given.items() if value or name in kept}
+        turn = {
+            name: value for name, value in given.items() if value or name in ("role", "content")
+        }
         for call in turn.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
             call["id"] = short_id(call["id"])
@@ -129,16 +134,16 @@ def schema_of(function: Function) -> str:
     or `InputError` if the client wants it strict."""
     from llguidance import LLMatcher
 
-    how = {"lenient": not function.strict}
+    lenient = not function.strict
     try:
-        text = schema_text(json.dumps(function.parameters | {"type": "object"}), **how)
+        text = schema_text(json.dumps(function.parameters | {"type": "object"}), lenient=lenient)
         problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
     except (TypeError, ValueError) as error:
         problem = str(error)
     if problem and function.strict:
         got = f"tools has {function.name}, whose parameters cannot be held ({shorten(problem)})"
         raise InputError(f"{got}; simplify them, or leave strict out")
-    return schema_text('{"type": "object"}', **how) if problem else text
+    return schema_text('{"type": "object"}', lenient=lenient) if problem else text
 
 
 def format_of(template: str) -> ToolFormat:
