@@ -106,8 +106,8 @@ def _on_disk(model: str) -> Located | None:
     repo = repository_of(model)
     # Checked first, as to import the library that finds a snapshot takes a third of a second.
     name = f"models--{of_revision(repo)['repo_id'].replace('/', '--')}"
-    if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
-        with suppress(InputError):
+    with suppress(InputError, OSError):  # OSError: a name is too long
+        if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
             return Located(model, _hub_snapshot(repo, local_only=True))
     has_wheel = repo == MODELS[DEFAULT_MODEL].repo and wheel_path().exists()
     return Located(model, wheel_path()) if has_wheel else None

@@ -166,7 +166,7 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
     @functools.cache
     def fingerprint() -> str:
         with explain("the files of the weights cannot be identified", "load the model again"):
-            sums: list[int] = []
+            sums = list[int]()
             for path in files:
                 with path.open("rb") as file:
                     sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
