@@ -171,7 +171,7 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
                 with path.open("rb") as file:
                     sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
             if files != times_of(files):
-                raise ValueError("they were changed after they were read")
+                raise ValueError("they were changed after they were opened")
         return hashlib.sha256(repr((sums, form)).encode()).hexdigest()
 
     return fingerprint

@@ -131,7 +131,7 @@ def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(fold
         Path(shutil.copy2(path, tmp_path / "new")).replace(path)
     for engine in (loaded, opened.load()):
         say(engine, [1, 2, 3])
-        with refused("changed after they were read", "load the model again"):
+        with refused("changed after they were opened", "load the model again"):
             engine.save_kv(tmp_path / "text.kv")
 
 
