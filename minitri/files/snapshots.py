@@ -156,7 +156,7 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
     """When each file was changed last, or replaced, also by one with the same modification time."""
-    return {file: file.stat().st_ctime_ns for file in files}
+    return {file.absolute(): file.stat().st_ctime_ns for file in files}
 
 
 def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
@@ -169,10 +169,10 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
             sums = list[int]()
             for path in files:
                 with path.open("rb") as file:
-                    sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
+                    sums += map(zlib.crc32, iter(lambda: file.read(1 << 24), b""))
             if files != times_of(files):
                 raise ValueError("they were changed after they were opened")
-        return hashlib.sha256(repr((sums, form)).encode()).hexdigest()
+        return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint
 

@@ -135,6 +135,14 @@ def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(fold
             engine.save_kv(tmp_path / "text.kv")
 
 
+def test_a_program_that_changes_its_folder_saves_k_and_v(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    engine = minitri.load(folder.name, device="cpu")
+    say(engine, [1, 2, 3])
+    monkeypatch.chdir(tmp_path)
+    assert engine.save_kv("x") == len(engine.held_tokens)
+
+
 def test_a_file_is_its_owners_and_replaces_a_snapshot_but_no_link_or_other_file(
     saved, engine, tmp_path
 ):
