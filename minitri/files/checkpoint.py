@@ -110,9 +110,8 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
     head = "lm_head.weight"
     table = "model.embed_tokens.weight" if model.config.tie_word_embeddings else head
     unexpected = []
-    hidden = not progress or None  # None: where standard error is no terminal
-    bar = tqdm(desc="loading weights", total=len(missing), leave=False, disable=hidden)
-    with bar:
+    # A bar with disable=None is shown where standard error is a terminal.
+    with tqdm(desc="weights", total=len(missing), leave=False, disable=not progress or None) as bar:
         for name, tensor in tensors:
             filled = table if name == head else name
             part = share(name, tensor, model.execution.ranks)
@@ -120,7 +119,9 @@ def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progre
                 copy_into(missing.pop(filled), part, f"{path}: {name}")
                 bar.update()
             elif filled == table:
-                if not torch.equal(places[table], part.to(places[table])):
+                again = places[table].clone()
+                copy_into(again, part, f"{path}: {name}")
+                if not torch.equal(places[table], again):
                     got = f"{path} has tie_word_embeddings=true, and a {head} of its own"
                     raise InputError(f"{got}; set that to false in its config.json")
             elif not name.endswith("rotary_emb.inv_freq"):

@@ -106,8 +106,8 @@ def _on_disk(model: str) -> Located | None:
     repo = repository_of(model)
     # Checked first, as to import the library that finds a snapshot takes a third of a second.
     name = f"models--{of_revision(repo)['repo_id'].replace('/', '--')}"
-    if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
-        with suppress(InputError):
+    with suppress(InputError, OSError):  # OSError: a name is too long
+        if Path(constants.HF_HUB_CACHE, name).expanduser().exists():
             return Located(model, _hub_snapshot(repo, local_only=True))
     has_wheel = repo == MODELS[DEFAULT_MODEL].repo and wheel_path().exists()
     return Located(model, wheel_path()) if has_wheel else None
@@ -129,16 +129,17 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
     (enable_progress_bars if progress else disable_progress_bars)()
     with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
         for weights in ("*.safetensors", "*.bin"):
-            snapshot = snapshot_download(
+            folder = snapshot_download(
                 **of_revision(repo),
                 allow_patterns=["*.json", "tokenizer.model", "*.jinja", weights],
                 ignore_patterns=[*UNUSED, "*/*.json", f"*/{weights}"],
                 local_files_only=local_only,
             )
+            snapshot = Path(folder)
             with suppress(InputError):  # raised if this kind of weights is missing or incomplete
-                weight_files(Path(snapshot))
-                return Path(snapshot)
-        raise lacking(Path(snapshot), "safetensors or .bin weights")
+                weight_files(snapshot)
+                return snapshot
+        raise lacking(snapshot, "safetensors or .bin weights")
 
 
 def fetch_wheel(*, progress: bool = False) -> Path:

@@ -19,6 +19,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain
 from minitri.files.families import as_llama
 from minitri.files.hf_config import read_config
+from minitri.files.snapshots import times_of
 from minitri.files.vocabulary import read_model
 
 
@@ -41,9 +42,9 @@ class Folder:
         return self._settings.get("dtype", self._settings.get("torch_dtype")) == "bfloat16"
 
     @cached_property
-    def files(self) -> list[Path]:
-        """Paths of the weights."""
-        return weight_files(self.path)
+    def files(self) -> dict[Path, int]:
+        """Paths of the weights, with their times."""
+        return times_of(weight_files(self.path))
 
     @cached_property
     def tokenizer_config(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,9 +70,10 @@ def origin_of(model: Llama) -> Origin:
     """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
     if execution.ranks.count > 1 or not execution.fingerprint():
-        got = f"the KV cache of {model.config.name} is neither saved nor loaded"
-        why = "it was not read from a file, or is divided among processes"
-        raise InputError(f"{got}: {why}; use a model of a file in one process")
+        raise InputError(
+            f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
+            "from a file, or is divided among processes; use a model of a file in one process"
+        )
     return Origin(model.config, model.dtype, execution.fingerprint(), execution.computed_by)
 
 
@@ -104,9 +105,8 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
-    problem = f"cannot write {shorten(name)}"
-    with torch.inference_mode(), explain(problem, "name a file in a folder with room"):
-        target = Path(name).absolute()
+    with torch.inference_mode(), explain(f"cannot write {shorten(name)}", "name a file elsewhere"):
+        target = Path(name)
         check_place(target)
         number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
         try:
@@ -133,9 +133,9 @@ def check_place(path: Path) -> None:
     snapshot. Links, devices and files of other programs stay."""
     if not os.access(path.parent, os.W_OK):
         raise ValueError("its folder is missing, or must not be written to")
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        raise ValueError("a link, folder or device is there")
-    if path.is_file():
+    if os.path.lexists(path):
+        if path.is_symlink() or not path.is_file():
+            raise ValueError("a link, folder or device is there")
         with path.open("rb") as file:
             if not file.read(99)[8:].startswith(START):
                 raise ValueError("another file is there, which would be lost")
@@ -154,21 +154,25 @@ def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Si
     return len(text).to_bytes(8, "little") + text
 
 
-def fingerprint_of(files: list[Path], form: object) -> Callable[[], str]:
+def times_of(files: Iterable[Path]) -> dict[Path, int]:
+    """When each file was changed last, or replaced, also by one with the same modification time."""
+    return {file.absolute(): file.stat().st_ctime_ns for file in files}
+
+
+def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
     """A function that digests files of weights, and how memory holds them, when first called, as
-    that takes a second for 2 GB. It raises `InputError` if a file was changed in the meantime."""
-    seen = [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    that takes a second for 2 GB. It raises `InputError` if the times of `files` are others then."""
 
     @functools.cache
     def fingerprint() -> str:
         with explain("the files of the weights cannot be identified", "load the model again"):
-            sums: list[int] = []
+            sums = list[int]()
             for path in files:
                 with path.open("rb") as file:
-                    sums += map(zlib.crc32, iter(functools.partial(file.read, 1 << 24), b""))
-            if seen != [(file.stat().st_size, file.stat().st_mtime_ns) for file in files]:
-                raise ValueError("they were changed after they were read")
-        return hashlib.sha256(repr((sums, form)).encode()).hexdigest()
+                    sums += map(zlib.crc32, iter(lambda: file.read(1 << 24), b""))
+            if files != times_of(files):
+                raise ValueError("they were changed after they were opened")
+        return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
 
     return fingerprint
 

@@ -114,6 +114,9 @@ def test_tied_heads_stored_all_the_same_and_old_rotary_buffers_are_passed_over(t
     save_file(load_file(file) | more, file)
     with refused("tie_word_embeddings=true", "lm_head.weight of its own", "set that to false"):
         load(tied)
+    save_file(load_file(file) | {"lm_head.weight": torch.zeros(320, 64).to(torch.cfloat)}, file)
+    with refused("lm_head.weight is torch.complex64"):
+        load(tied)
     more["lm_head.weight"] = load_file(file)["model.embed_tokens.weight"]
     save_file(load_file(file) | more, file)
     assert torch.equal(logits(load(tied)), wanted)

@@ -86,7 +86,7 @@ def check_save_kv(args: Namespace) -> None:
         from minitri.files.snapshots import check_place
 
         with explain(f"--save-kv: cannot write {shorten(args.save_kv)}", "name another file"):
-            check_place(Path(args.save_kv).absolute())
+            check_place(Path(args.save_kv))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from gguf import GGUF_MAGIC, GGMLQuantizationType, GGUFValueType
 from gguf.quants import quant_shape_to_byte_shape
 
 from minitri.core.errors import shorten
+from minitri.files.snapshots import times_of
 
 
 class StoredTensor(NamedTuple):
@@ -68,9 +69,9 @@ def _kind(pages: mmap.mmap) -> str:
     return GGUFValueType(_number(pages, "u4")).name.lower()
 
 
-def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], list[Path]]:
+def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], dict[Path, int]]:
     """Metadata and tensors of a GGUF file, and of its neighbours if it is one part of several, with
-    the paths of all parts. Raises `ValueError` and others for damaged files."""
+    paths and times of all parts. Raises `ValueError` and others for damaged files."""
     metadata, tensors = read_container(path)
     parts = []
     count = metadata.get("split.count", 1)
@@ -84,7 +85,7 @@ def read_parts(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor], lis
         parts.append(part)
     if len(tensors) != metadata.get("split.tensors.count", len(tensors)):
         raise ValueError("its parts are of different files")
-    return metadata, tensors, parts or [path]
+    return metadata, tensors, times_of(parts or [path])
 
 
 def read_container(path: Path) -> tuple[dict[str, Any], dict[str, StoredTensor]]:

@@ -60,7 +60,7 @@ std::vector<T> results(int dtype, int threads) {
     }
     for (int64_t E : {768, 576, 96, 33}) {
         for (int form : {16, 8, 4, 5, 36, 37, 38}) {
-            const int64_t R = 7, N = 530, block = form == 16 ? 1 : form < NESTED ? GROUP : 256;
+            const int64_t R = 21, N = 530, block = form == 16 ? 1 : form < NESTED ? GROUP : 256;
             if (E % block) continue;
             const int64_t num_bytes = (N + PANEL - 1) / PANEL * panel_bytes(form, E);
             auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);

@@ -20,8 +20,10 @@ import minitri
 from minitri import InputError
 from minitri.files import snapshots
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
+from minitri.loader import OpenEngine
 from tests.conftest import edit_json, refused, tiny_engine
 from tests.files.reuse.conftest import files_may_not_grow, say
+from tests.files.test_checkpoint import as_gguf
 
 
 def test_a_text_after_a_restart_is_the_text_without_one(engine, folder, prompt, text, tmp_path):
@@ -121,11 +123,24 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
 
 
 def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(folder, tmp_path):
-    other = minitri.load(shutil.copytree(folder, tmp_path / "other"), device="cpu")
-    say(other, [1, 2, 3])
-    (tmp_path / "other/model.safetensors").touch()
-    with refused("changed after they were read", "load the model again"):
-        other.save_kv(tmp_path / "x")
+    """Also by a file with the same times; of a GGUF file also before its numbers were read."""
+    copy, file = shutil.copytree(folder, tmp_path / "x"), as_gguf(folder, tmp_path / "x.gguf")
+    loaded = minitri.load(copy, device="cpu")
+    opened = OpenEngine(model=str(file), device="cpu")
+    for path in (copy / "model.safetensors", file):
+        Path(shutil.copy2(path, tmp_path / "new")).replace(path)
+    for engine in (loaded, opened.load()):
+        say(engine, [1, 2, 3])
+        with refused("changed after they were opened", "load the model again"):
+            engine.save_kv(tmp_path / "text.kv")
+
+
+def test_a_program_that_changes_its_folder_saves_k_and_v(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(folder.parent)
+    engine = minitri.load(folder.name, device="cpu")
+    say(engine, [1, 2, 3])
+    monkeypatch.chdir(tmp_path)
+    assert engine.save_kv("x") == len(engine.held_tokens)
 
 
 def test_a_file_is_its_owners_and_replaces_a_snapshot_but_no_link_or_other_file(
