@@ -278,7 +278,7 @@ class Engine(AbstractContextManager["Engine"]):
         """Ends all runs, after a step at most, and frees all; later calls raise `InputError`."""
         if self._memory is None:
             return
-        if self._worker is not None:
+        if self._worker:
             self._worker.close()
         for run in [*self._memory.runs]:
             run.close()

@@ -85,8 +85,7 @@ class ModelConfig:
     residual_scale: float = between(1.0, 1e-6, 1e6)  # factor of what attention and MLP add
     logit_divisor: float = between(1.0, 1e-6, 1e6)  # of the LM head's output
     unrotated_layers: tuple[int, ...] = ()  # numbers of layers without RoPE, as in SmolLM3
-    sliding_window: int | None = between(None, 1)
-    """Latest tokens that a token sees in `sliding_layers`, itself included; None: all."""
+    sliding_window: int | None = between(None, 1)  # tokens seen in `sliding_layers`; None: all
     sliding_layers: tuple[int, ...] = ()  # numbers of layers with a sliding window
     window_rope: RopeConfig | None = None  # of `sliding_layers`, as in Gemma 3; None: `rope`
 
@@ -120,8 +119,7 @@ class ModelConfig:
 
     @property
     def window(self) -> int:
-        """Tokens that `sliding_layers` see; 0 if they are as other layers: see the whole context,
-        with the same RoPE."""
+        """Tokens that `sliding_layers` see; 0 if that is the whole context, by the same RoPE."""
         window = self.sliding_window or 0
         is_idle = window >= self.context_length and self.window_rope is None
         return 0 if is_idle or not self.sliding_layers else window

@@ -114,7 +114,7 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
     plain = replace(choice, model=name, rope_scaling=None, weights=weights)
     try:
         drafter = OpenModel(plain, progress=progress)
-        if drafter.tokenizer is not None:
+        if drafter.tokenizer:
             check_same_vocabulary(drafter.tokenizer, tokenizer, drafter.config.name)
         return drafter
     except InputError as error:
