@@ -35,9 +35,10 @@ class StreamingCache(Cache):
         super().__init__(*plain_slots(shape, model.dtype, model.device))
         self.raw_keys = torch.empty(shape, dtype=model.dtype, device=model.device)
         self.settings = speculation
-        sliding = [*config.sliding_layers]
-        others = [*{*range(config.num_layers)}.difference(sliding, config.unrotated_layers)]
-        self._ropes = ((others, model.rope), (sliding, model.window_rope))
+        self._rope = model.rope
+        self._window_rope = model.window_rope
+        self._unrotated = [*config.unrotated_layers]
+        self._sliding = [*config.sliding_layers]
 
     @property
     def next_positions(self) -> list[int]:
@@ -69,8 +70,10 @@ class StreamingCache(Cache):
                 slots[:, b, :, sinks:kept] = recent.clone()
             positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
-            rotated_LTKD = moved_LTKD.clone()
-            for layers, rope in self._ropes:
-                rotated_LTKD[layers] = rope.at(positions).rotate(moved_LTKD[layers])
+            rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
+            rotated_LTKD[self._unrotated] = moved_LTKD[self._unrotated]
+            if sliding := self._sliding:
+                rotary = self._window_rope.at(positions)
+                rotated_LTKD[sliding] = rotary.rotate(moved_LTKD[sliding])
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
             self.hold(b, kept, self.num_tokens[b])

@@ -265,19 +265,16 @@ class MLP(nn.Module):
         inner = config.intermediate_size
         self.gate_up_proj = Linear.empty(config.hidden_size, 2 * inner, dtype=dtype)
         self.down_proj = Linear.empty(inner, config.hidden_size, dtype=dtype)
-        self.gate = gate_by_gelu if config.geglu else gate
+        self.gate = functools.partial(gate, activation=tanh_gelu) if config.geglu else gate
 
     def forward(self, x_BTE: Tensor) -> Tensor:
         return self.down_proj(self.gate(self.gate_up_proj(x_BTE)))
 
 
-def gate(gate_up: Tensor) -> Tensor:
-    """SiLU of the first half of the last dimension times the second half."""
-    gates, ups = gate_up.chunk(2, dim=-1)
-    return F.silu(gates) * ups
+tanh_gelu = functools.partial(F.gelu, approximate="tanh")
 
 
-def gate_by_gelu(gate_up: Tensor) -> Tensor:
-    """As `gate`, with GELU approximated by tanh."""
+def gate(gate_up: Tensor, activation: Any = F.silu) -> Tensor:
+    """The activation of the first half of the last dimension, times the second half."""
     gates, ups = gate_up.chunk(2, dim=-1)
-    return F.gelu(gates, approximate="tanh") * ups
+    return activation(gates) * ups
