@@ -124,9 +124,9 @@ class Kernels:
     def can_read(self, slots: Sequence[Slots]) -> bool:
         """Whether kernels can read these K and V: of one layout, in tiles that fit their dtype."""
         tiles = [part for part in slots if isinstance(part, Tiles)]
-        has_layout = (tile.pair == self.pairs[tile.dtype] for tile in tiles)
+        has_layout = not tiles or tiles[0].pair == self.pairs[tiles[0].dtype]  # that of the keys
         is_whole = all(tile.shape[-2] % BLOCK == 0 for tile in tiles)
-        return len(tiles) in (0, len(slots)) and is_whole and all(has_layout)
+        return len(tiles) in (0, len(slots)) and is_whole and has_layout
 
     def linear(
         self,
