@@ -11,7 +11,7 @@ import torch
 from minitri.core.model.attention import attend_math
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.devices.cpu import abi
-from minitri.devices.cpu.kernels import load_kernels
+from minitri.devices.cpu.kernels import Kernels, load_kernels
 from minitri.devices.cpu.quantized import PANEL, Form, packed_shape, quantize
 from tests.core.rigs import CPU, GREEDY
 from tests.devices.cpu.conftest import compiled
@@ -41,6 +41,22 @@ def in_tiles(kernels, *slots):
     for ours, theirs in zip(tiles, slots, strict=True):
         ours[...] = theirs
     return tiles
+
+
+@pytest.mark.parametrize("instructions", ["AVX2", "AVX-512", "AVX-512 BF16", "AVX-512 BF16, AMX"])
+@every_dtype
+def test_kernels_read_the_slots_that_they_make_on_every_processor(instructions, dtype, monkeypatch):
+    """Their layout follows from the instruction set's name, which this processor need not have; the
+    numbers read back are those written, and tiles of another layout are refused."""
+    monkeypatch.setattr(abi, "check_sizes", lambda _: None)
+    library = Mock(**{"minitri_instructions.return_value": instructions.encode()})
+    kernels = Kernels(library, num_threads=1)
+    k, v = random(2, 3, 64, 32, dtype=dtype), random(2, 3, 64, 32, dtype=dtype, seed=1)
+    keys, values = in_tiles(kernels, k, v)
+    assert kernels.can_read((keys, values))
+    assert torch.equal(keys[:, :, :], k) and torch.equal(values[:, :, :], v)
+    kernels.pairs[dtype] = 3 - kernels.pairs[dtype]
+    assert not kernels.can_read((keys, values))
 
 
 @every_dtype
