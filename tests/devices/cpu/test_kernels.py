@@ -54,7 +54,8 @@ def test_kernels_read_the_slots_that_they_make_on_every_processor(instructions, 
     k, v = random(2, 3, 64, 32, dtype=dtype), random(2, 3, 64, 32, dtype=dtype, seed=1)
     keys, values = in_tiles(kernels, k, v)
     assert kernels.can_read((keys, values))
-    assert torch.equal(keys[:, :, :], k) and torch.equal(values[:, :, :], v)
+    assert torch.equal(keys[:, :, :], k)
+    assert torch.equal(values[:, :, :], v)
     kernels.pairs[dtype] = 3 - kernels.pairs[dtype]
     assert not kernels.can_read((keys, values))
 
