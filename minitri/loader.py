@@ -34,7 +34,7 @@ def load(
     `dtype` is float32, bfloat16, float16 or auto (bfloat16 if it is fastest), `device` cpu, cuda,
     cuda:N or auto, `attention` a backend for short blocks on a GPU. `rope_scaling` such as `yarn:4`
     extends the context. `weights="native"` keeps the 4 to 8 bits of a GGUF file (on a CPU), `dense`
-    has them in `dtype`; `auto` is native without AVX-512 BF16, or if memory is short.
+    has them in `dtype`; `auto` is native where the compiled kernels run.
     `draft_weights` guess with the retrieval cache, and do not change the text: `same` (the
     target's), a copy in `int4` or on a GPU `int8`, or `auto`: int4 with compiled kernels unless the
     target is quantized, also for the draft model; `drafter`: int4 for that alone. `progress` draws

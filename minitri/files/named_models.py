@@ -29,7 +29,7 @@ class ModelChoice:
     """Backend for short blocks on a GPU. Default: the first that works."""
     weights: str = one_of("auto", "auto", "native", "dense")
     """Matrices of a GGUF file on a CPU: native keeps their 4 to 8 bits, dense has them in --dtype.
-    Default: native without AVX-512 BF16, or if memory is short."""
+    Default: native where compiled kernels run."""
     draft_weights: str = one_of("auto", "auto", "int4", "int8", "drafter", "same")
     """Weights that guess with the retrieval cache: the target's (same), or a copy in fewer bits;
     the text stays the same. Default: int4 where compiled kernels run, for the drafter, too, or for

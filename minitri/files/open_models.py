@@ -13,7 +13,6 @@ from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
 from minitri.core.model.execution import Ranks
 from minitri.core.model.llama import Llama
-from minitri.core.offload.allocation import free_host_bytes
 from minitri.devices.choose import (
     choose_device,
     choose_dtype,
@@ -88,8 +87,7 @@ class OpenModel:
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
     def _plan(self) -> WeightPlan:
-        facts = (self._runtime.dtype, self._kernels, free_host_bytes())
-        plan = plan_weights(self.choice, self.checkpoint, *facts)
+        plan = plan_weights(self.choice, self.checkpoint, self._kernels)
         log.debug("%s: %s", self.config.name, plan)
         return plan
 
@@ -125,16 +123,10 @@ def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> O
 
 
 def plan_weights(
-    choice: ModelChoice,
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    kernels: Kernels | None,
-    free_bytes: float,
+    choice: ModelChoice, checkpoint: Checkpoint, kernels: Kernels | None
 ) -> WeightPlan:
-    """Decides the forms of a model's weights. By default matrices of a GGUF file stay quantized
-    if the CPU kernels decode fastest so, which have no pairs of this dtype, or, with a line in the
-    log, if `free_bytes` do not suffice for dense ones and a copy. Raises `InputError` if they are
-    to stay so and cannot."""
+    """Decides the forms of a model's weights: where the CPU kernels run, matrices of a GGUF file
+    stay quantized by default. Raises `InputError` if they are to stay so and cannot."""
     proposer = choice.draft_weights
     if proposer in ("auto", "drafter"):
         proposer = "int4" if kernels and proposer == "auto" else "same"
@@ -143,20 +135,8 @@ def plan_weights(
             needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
             raise InputError(f"weights=native needs {needs}; leave it out")
         return WeightPlan("dense", proposer)
-    if choice.weights == "native":
-        return WeightPlan("blocks", proposer)
-    has_copy = proposer == "int4" and checkpoint.has_at_most(6)
-    dense = WeightPlan("dense", "blocks" if has_copy else proposer)
     if choice.weights == "dense":
-        return dense
-    proposing = "same" if choice.draft_weights == "auto" else proposer
-    if not kernels.has_pairs(dtype):
-        return WeightPlan("blocks", proposing if checkpoint.has_at_most(8) else proposer)
-    num_bytes = checkpoint.num_weights() * dtype.itemsize
-    if proposer == "int4":
-        num_bytes += checkpoint.num_bytes()  # at least as many as a copy in 4 bits has
-    if num_bytes > free_bytes:
-        problem = "%s stays quantized: in %s its weights and their copy take %.1f GB, %.1f are free"
-        log.info(problem, checkpoint.path.name, dtype, num_bytes / 1e9, free_bytes / 1e9)
-        return WeightPlan("blocks", proposing)
-    return dense
+        has_copy = proposer == "int4" and checkpoint.has_at_most(6)
+        return WeightPlan("dense", "blocks" if has_copy else proposer)
+    is_small = choice.draft_weights == "auto" and checkpoint.has_at_most(8)
+    return WeightPlan("blocks", "same" if is_small else proposer)

@@ -59,7 +59,7 @@ class KernelLinear(Linear):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.kernels.has_pairs(x.dtype):
+        if self.kernels.has_products(x.dtype, self.form):
             return self.multiply(x, kernel="product")
         product_RN = multiply_rows(x.flatten(0, -2), self.plain_weight(x.dtype), self.bias)
         return product_RN.view(*x.shape[:-1], -1)

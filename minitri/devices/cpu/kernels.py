@@ -53,6 +53,11 @@ class Kernels:
         """Whether the processor multiplies pairs of this dtype by one instruction."""
         return self.pairs[dtype] > 1
 
+    def has_products(self, dtype: torch.dtype, form: int) -> bool:
+        """Whether kernels multiply many rows with weights of this form faster than PyTorch, or, as
+        those in few bits are dequantized for it, hardly slower, and few rows much faster."""
+        return not self.has_pairs(dtype) or (form != Form.PLAIN and "AMX" not in self.instructions)
+
     def _begin_in_child(self) -> None:
         """Called in a forked child: resets threads, and a lock that nobody there may release."""
         self.num_threads = 1

@@ -4,7 +4,6 @@ Names and conventions become those of Hugging Face. The rotary embedding of a Ll
 neighbouring dimensions in GGUF, so the rows of q and k matrices are in another order.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -124,12 +123,6 @@ class GgufFile:
     def is_in_bfloat16(self) -> bool:
         """Whether all matrices are stored in bfloat16."""
         return {it.type.name for it in self._tensors.values() if len(it.shape) == 2} == {"BF16"}
-
-    def num_weights(self) -> int:
-        return sum(math.prod(stored.shape) for stored in self._tensors.values())
-
-    def num_bytes(self) -> int:
-        return sum(stored.data.nbytes for stored in self._tensors.values())
 
     def tensors(
         self,
