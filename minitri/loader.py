@@ -70,7 +70,7 @@ class OpenEngine:
         self._drafter = drafter
         self._target = OpenModel(choice, progress=progress)
         self.config = self._target.config
-        if self._target.tokenizer is None:
+        if not self._target.tokenizer:
             problem = f"{self.config.name} is a drafter for {shorten(self.config.draft_of)}"
             raise InputError(f"{problem}, not a model; give it as draft=")
         self.tokenizer = self._target.tokenizer
@@ -82,6 +82,6 @@ class OpenEngine:
         target, retrieval_model = self._target.load_target()
         draft = self._draft.load_drafter(target) if self._draft else None
         if join().count > 1:
-            fingerprints = [it.execution.fingerprint for it in (target, draft) if it]
+            fingerprints = [it.execution.fingerprint() for it in (target, draft) if it]
             join().check_same("model files", (self.config, self._sampling, fingerprints))
         return Engine(target, self.tokenizer, draft, retrieval_model, self._drafter, self._sampling)

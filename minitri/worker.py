@@ -108,7 +108,7 @@ class Worker:
                 self._waiting.popleft()
             else:
                 self._step()
-        if self._kind is not None:
+        if self._kind:
             self._end_run()
 
     def _start(self, job: Job) -> None:
@@ -132,7 +132,7 @@ class Worker:
 
     def _step(self) -> None:
         """Delivers the next event of the run; if the run fails, so do its jobs."""
-        assert self._run is not None
+        assert self._run
         try:
             for number, job in [*self._jobs.items()]:
                 if job.is_cancelled:
@@ -153,7 +153,7 @@ class Worker:
                 self._renew(self._kind)
 
     def _end_run(self) -> None:
-        if self._run is not None:
+        if self._run:
             run = self._run
             self._run = None  # first: a run that cannot be closed must not come back
             run.close()

@@ -2,7 +2,6 @@
 
 import dataclasses
 from dataclasses import MISSING, dataclass, field
-from typing import Self
 
 from minitri.core.errors import InputError, explain
 from minitri.core.fields import between, check_fields, one_of, refuse
@@ -121,7 +120,7 @@ class ModelConfig:
     def window(self) -> int:
         """Tokens that `sliding_layers` see; 0 if that is the whole context, by the same RoPE."""
         window = self.sliding_window or 0
-        is_idle = window >= self.context_length and self.window_rope is None
+        is_idle = window >= self.context_length and not self.window_rope
         return 0 if is_idle or not self.sliding_layers else window
 
     @property
@@ -129,7 +128,7 @@ class ModelConfig:
         """Numbers (not bytes) that one token adds to a full KV cache: 2 L K D."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
-    def share(self, count: int) -> Self:
+    def share(self, count: int) -> "ModelConfig":
         """Config of one of `count` equal shares of the model, one per GPU. Raises `InputError`."""
         divided = ("num_heads", "num_kv_heads", "intermediate_size")
         sizes = {name: getattr(self, name) for name in divided}
@@ -147,7 +146,7 @@ class ModelConfig:
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
     """A config with the context extended from its trained length by a setting such as `yarn:4`,
     which replaces the scaling in `config`. Raises `InputError`."""
-    if config.rope.frequency_divisors is not None:
+    if config.rope.frequency_divisors:
         got = f"{config.name} brings a stretched RoPE of its own (rope_freqs, or LongRoPE)"
         raise InputError(f"{got}, which rope_scaling= cannot replace; leave it out")
     with explain(f"rope_scaling={text!r} is not KIND:FACTOR", "write for example yarn:4"):

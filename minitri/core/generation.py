@@ -60,7 +60,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             rows,
             shape,
             is_open=is_open,
-            is_offloaded=stack.memory.full.on_chip < model.config.num_layers,
+            is_offloaded=stack.memory.full.is_hosted,
             is_captured=stack.memory.graphs is not None,
         )
         self._events = self._run(stack)
@@ -101,7 +101,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
         """Ends the run; with `is_kept` its memory returns to the pool, for reuse of K and V."""
         self._prompts.clear()
-        if self._stack is not None and is_kept:
+        if self._stack and is_kept:
             for b in self._scheduler.running:
                 self._stack.retire(b)
             self._pool.put(self._stack.memory, was_interrupted=was_interrupted)
@@ -115,7 +115,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def results(self) -> list[End]:
         """Runs to the end; returns one output per prompt, in their order. Raises `InputError`."""
-        if self._make_row is not None:
+        if self._make_row:
             raise InputError("this run has no end, as it stays open; iterate for its events")
         for _ in self:
             pass
@@ -126,7 +126,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def submit(self, request: Request) -> int:
         """Adds a request to an open run, between two events; returns its number, which events call
         `row`. Raises `InputError` if it is too long, or captured graphs have other filters."""
-        if self._make_row is None:
+        if not self._make_row:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
         run = self.shape.generation
@@ -152,7 +152,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         while True:
             self._admit(stack)
             if not self._scheduler.running:
-                if self._make_row is None:
+                if not self._make_row:
                     return
                 yield Idle()
             for work in self._scheduler.turn(stack.cascade.active):
@@ -173,14 +173,14 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def _admit(self, stack: Stack) -> None:
         for b, old in [*self._scheduler.running.items()]:
-            if old.finish_reason is not None:
+            if old.finish_reason:
                 self._remove(stack, b)
-        while (row := self._scheduler.next_row()) is not None:
+        while row := self._scheduler.next_row():
             # The best free row is one whose cache still holds the beginning of this prompt.
             places = self._scheduler.free_places
             b = stack.memory.prefix.best_place(places, row.prompt_ids, row.request.owner)
             self._scheduler.admit(b, row)
-            stack.admit(b, row.prompt_ids, row.request, row.make_filters())
+            stack.admit(b, row)
             self._prompts[b] = self._prefill(stack, b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
@@ -202,19 +202,19 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)
 
         chunks = stack.prefill(b, score if row.request.score_prompt else None)
-        num_read = row.stats.num_cached_tokens = next(chunks)  # found in the prefix cache
+        # Tokens that were found in the prefix cache.
+        num_read = num_cached = row.stats.num_cached_tokens = next(chunks)
         for num_done in chunks:
             synchronize(stack.target.device)
             self.stats.num_prefilled_tokens += num_done - num_read
             num_read = num_done
-            num_cached = row.stats.num_cached_tokens
             yield PrefillProgress(row.number, num_done, len(row.prompt_ids), num_cached)
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""
         eos = stack.target.config.eos_token_ids
         for b, row in [*self._scheduler.running.items()]:  # the oldest request first
-            if (new := emitted.get(b)) is None:
+            if not (new := emitted.get(b)):
                 continue
             try:
                 scores = self._scores(stack, b, row, new)
@@ -222,7 +222,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield self._fail(stack, b, error)
                 continue
             for token, origin, score in zip(new.tokens, new.origins, scores, strict=True):
-                if row.finish_reason is not None:  # tokens after a stop are never shown
+                if row.finish_reason:  # tokens after a stop are never shown
                     break
                 self.stats.num_decoded_tokens += bool(row.tokens)
                 self.stats.num_generated_tokens += 1
@@ -235,7 +235,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         """For each new token of row b its log-probabilities, if requested; raises a row's error."""
         if not new.tokens:
             filters = stack.memory.target.text_filters[b]
-            matcher = filters.matcher if filters is not None else None
+            matcher = filters.matcher if filters else None
             raise new.error or NotFiniteError(matcher.error if matcher else "")
         num_top = row.request.generation.logprobs
         if num_top is None:
@@ -245,7 +245,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _fail(self, stack: Stack, b: int, error: Exception) -> End:
         """Ends row b by `error` and lets an open run go on; raises bugs, and all in closed runs."""
         fault = as_fault(error, self._pool.models)
-        if fault is error or self._make_row is None:
+        if fault is error or not self._make_row:
             raise error
         row = self._scheduler.running[b]
         row.finish_reason = "failed"

@@ -5,13 +5,11 @@ buffers and replays the graph. **Its output is overwritten by the next run** of 
 weights and caches must keep their addresses.
 """
 
-import functools
 import gc
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from minitri.core.errors import InputError, shorten
@@ -48,8 +46,7 @@ class GraphPool:
 
     def capture(self, function: Function, *examples: Any) -> Function:
         """Captures the function over copies of example inputs. Raises `InputError`."""
-        copied = functools.partial(Tensor.to, device=self._device, non_blocking=True, copy=True)
-        statics = tree_map(copied, examples)
+        statics = tree_map(lambda it: it.to(self._device, non_blocking=True, copy=True), examples)
         buffers = tree_leaves(statics)
         try:
             replay, output = self.record(lambda: function(*statics))

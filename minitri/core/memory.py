@@ -53,12 +53,12 @@ class Models:
         """Name of the user's drafter, or of the draft model, or `suffix` for lookup."""
         if self.drafter is not None:
             return type(self.drafter).__name__
-        return self.draft.config.name if self.draft is not None else "suffix"
+        return self.draft.config.name if self.draft else "suffix"
 
 
 def demand_of(models: Models, shape: MemoryShape) -> Demand:
     """Bytes that a run of these models in this memory shape needs."""
-    draft = models.draft.config if models.draft is not None else None
+    draft = models.draft.config if models.draft else None
     return Demand(models.target.config, draft, shape, models.target.dtype.itemsize)
 
 
@@ -85,10 +85,10 @@ def running(models: Models) -> Iterator[None]:
 def as_fault(error: E, models: Models) -> E | FaultError:
     """Maps lack of memory and numbers that are not finite to `FaultError`, others to themselves."""
     model = models.target
-    if isinstance(error, NotFiniteError) and str(error):
-        return FaultError(f"the grammar is too complex here ({error}); simplify it")
     if isinstance(error, NotFiniteError):
-        names = dict.fromkeys(m.config.name for m in (model, models.draft) if m is not None)
+        if str(error):
+            return FaultError(f"the grammar is too complex here ({error}); simplify it")
+        names = dict.fromkeys(m.config.name for m in (model, models.draft) if m)
         return FaultError(
             f"{' or '.join(names)} computed logits that are not finite in {model.dtype}; the "
             "weights are damaged, or overflow: get them again",
@@ -121,8 +121,7 @@ class Memory:
 
     @property
     def runners(self) -> list[ModelRunner]:
-        stages = (self.draft, self.retrieval, self.target)
-        return [runner for runner in stages if runner is not None]
+        return [runner for runner in (self.draft, self.retrieval, self.target) if runner]
 
 
 def allocate(
@@ -139,18 +138,18 @@ def allocate(
     target = models.target
     speculation = shape.speculation
     draft = models.draft if shape.uses_drafter else None
-    if full is None:
+    if not full:
         full = allocate_full_cache(target, demand_of(models, shape), host)
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
-    if held is not None:  # before captures overwrite the first slots of empty rows
+    if held:  # before captures overwrite the first slots of empty rows
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
     common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
     drafting: DraftRunner | None = None
     retrieval: ModelRunner | None = None
     cache: RetrievalCache | None = None
-    if draft is not None:
+    if draft:
         window = StreamingCache(draft, shape.num_rows, speculation)
         # Without trees `CapturedDraft` captures whole rounds instead of single passes.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
@@ -159,8 +158,7 @@ def allocate(
         cache = RetrievalCache(full, target, speculation, shape.budgets)
         longest = 1 + max(plan.gamma1 for plan in speculation.plans)
         sizes = {1, speculation.max_block if speculation.tree else longest}
-        proposing = models.retrieval
-        retrieval = ModelRunner(proposing, cache, **common, graphs=graphs, block_sizes=sizes)
+        retrieval = ModelRunner(models.retrieval, cache, **common, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
     verifying = ModelRunner(
@@ -168,7 +166,7 @@ def allocate(
         full,
         **common,
         queries_LBTHD=cache.queries_LBTHD if cache else None,
-        graphs=None if isinstance(full, OffloadedFullCache) else graphs,
+        graphs=None if full.is_hosted else graphs,
         block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )
     return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
@@ -191,11 +189,9 @@ class MemoryPool:
         """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
         kept = self._kept
         self._kept = self._latest = None
-        if kept is None or not self._can_run(kept, shape):
-            full = kept.full if kept is not None and fits(kept, shape) else None
-            held = None
-            if kept is not None and (full is not None or is_worth_copying(kept, prompts)):
-                held = kept.prefix
+        if not kept or not self._can_run(kept, shape):
+            full = kept.full if kept and fits(kept, shape) else None
+            held = kept.prefix if kept and (full or is_worth_copying(kept, prompts)) else None
             kept = None  # frees the old memory before the new one is allocated
             kept = allocate(self.models, shape, full=full, held=held, host=self.host)
         kept.prefix.snapshot = self.snapshot
@@ -217,7 +213,7 @@ class MemoryPool:
         host memory that an interruption may have cut short, or whose placement fits one text."""
         run = memory.shape.generation
         is_fitted = run.on_chip is None and not run.reserve
-        is_spent = isinstance(memory.full, OffloadedFullCache) and (is_fitted or was_interrupted)
+        is_spent = memory.full.is_hosted and (is_fitted or was_interrupted)
         if id(memory) == self._latest and not is_spent:
             self._kept = memory
 
@@ -228,7 +224,7 @@ class MemoryPool:
 
     def clear(self) -> None:
         """Frees all kept memory; the memory of runs in progress is freed when they end."""
-        if self.store is not None:
+        if self.store:
             self.store.close()
         self._kept = self.snapshot = self._latest = self.store = None
         self.host.clear()
@@ -243,9 +239,9 @@ class MemoryPool:
             # No cache or graph depends on `coupled` or `timed`.
             and replace(new.speculation, coupled=old.coupled, timed=old.timed) == old
             and isinstance(old.policy, str)  # a user's policy object may have state of its run
-            and (kept.graphs is None or is_greedy or new.sampling.form == kept.shape.sampling.form)
+            and (not kept.graphs or is_greedy or new.sampling.form == kept.shape.sampling.form)
             and new.generation.prefill_chunk <= kept.shape.generation.prefill_chunk
-            and (cache is None or max(new.budgets) <= cache.max_budget)
+            and (not cache or max(new.budgets) <= cache.max_budget)
         )
 
 
@@ -259,5 +255,5 @@ def fits(kept: Memory, new: MemoryShape) -> bool:
 
 def is_worth_copying(kept: Memory, prompts: Sequence[list[int]]) -> bool:
     """Whether to copy texts of the `kept` memory to a larger cache, with both in memory at once."""
-    is_cheap = kept.full.device.type != "cuda" and type(kept.full) is FullCache
+    is_cheap = kept.full.device.type != "cuda" and not kept.full.is_hosted
     return is_cheap and any(kept.prefix.num_shared(prompt) >= WORTH_COPYING for prompt in prompts)

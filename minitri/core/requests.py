@@ -110,27 +110,21 @@ ALONE = SpeculationConfig("autoregressive")
 CANCELLED = "cancelled"
 
 
+@dataclass(eq=False)
 class Row:
     """One request in a run: its prompt ids, its tokens so far, and why it ended."""
 
-    def __init__(
-        self,
-        number: int,
-        request: Request,
-        prompt_ids: list[int],
-        reader: Reader = lambda _: ("", False),
-        make_filters: "Callable[[], TextFilters | None]" = lambda: None,
-    ) -> None:
-        """`reader` makes text (default: none); the row's admission calls `make_filters`."""
-        self.number = number
-        self.request = request
-        self.prompt_ids = prompt_ids
-        self.make_filters = make_filters
-        self.tokens: list[Token] = []
-        self.finish_reason: str | None = None
-        self.prompt_scores: list[LogProbs] = []
-        self.stats = RowStats(len(prompt_ids))
-        self._read = reader
+    number: int
+    request: Request
+    prompt_ids: list[int]
+    read: Reader = lambda _: ("", False)  # makes text; by default none
+    make_filters: "Callable[[], TextFilters | None]" = lambda: None  # called at its admission
+    tokens: list[Token] = field(default_factory=list)
+    finish_reason: str | None = None
+    prompt_scores: list[LogProbs] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.stats = RowStats(len(self.prompt_ids))
 
     @property
     def token_ids(self) -> list[int]:
@@ -150,11 +144,11 @@ class Row:
         if token_id in eos and not generation.ignore_eos:
             self.finish_reason = "eos"
         else:
-            text, is_stop = self._read(token_id)
+            text, is_stop = self.read(token_id)
             if self.stats.num_generated_tokens == generation.max_new_tokens:
                 self.finish_reason = "length"
         if self.finish_reason and not is_stop:
-            rest, is_stop = self._read(None)
+            rest, is_stop = self.read(None)
             text += rest
         if is_stop:
             self.finish_reason = "stop"

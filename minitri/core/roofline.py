@@ -129,7 +129,7 @@ class Workload:
     def read(self, stage: str, num_guesses: float) -> PassCost:
         """The cost of a pass of the stage over one token and `num_guesses` guesses of each row."""
         config = self.draft if stage == "draft" else self.target
-        assert config is not None
+        assert config
         num_weights = weights_per_pass(config)
         weight_bytes = self.pass_bytes.get(stage) or num_weights * self.itemsize
         slots = {"draft": 0, "retrieval": self.num_retrieved, "target": self.num_tokens}[stage]
@@ -150,6 +150,6 @@ class Workload:
 
     def seconds(self, machine: Machine, stage: str, num_guesses: float) -> float:
         """Predicted seconds of a stage's pass; 0 for lookup, which takes no pass."""
-        if stage == "draft" and self.draft is None:
+        if stage == "draft" and not self.draft:
             return 0.0
         return self.read(stage, num_guesses).seconds(machine)

@@ -53,7 +53,7 @@ class Passes:
             block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
         places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
-        return hidden_BTE.gather(1, places_BN1.expand(-1, -1, hidden_BTE.shape[2]))
+        return hidden_BTE.take_along_dim(places_BN1, 1)
 
     def forward_one(self, packed_4B1: Tensor, tokens_B: Tensor) -> Tensor:
         """Final hidden states (B, 1, E) after `tokens_B`, which replace the block's own tokens."""
@@ -73,7 +73,7 @@ class Passes:
 
     def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
-        last_4B1 = packed_4BT.gather(2, packed_4BT[3:, :, :1].expand(4, -1, -1))
+        last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
         for i, numbers_B in enumerate(numbers_BN.unbind(1)):
@@ -107,7 +107,7 @@ class ModelRunner:
         self.text_filters: list[TextFilters | None] = [None] * B
         self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
-        self.block_sizes = sorted(block_sizes) if graphs is not None else []
+        self.block_sizes = sorted(block_sizes) if graphs else []
         for size in self.block_sizes:  # a capture writes to slots after the prefixes only
             packed_4BT = pack_block(model, [[0]] * B, cache, size)
             guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
@@ -123,7 +123,7 @@ class ModelRunner:
         T = max(num_read)
         size = min((size for size in self.block_sizes if size >= T), default=T)
         tokens_BN = guesses.tokens_BN
-        if self.graphs is not None:  # a graph has room for a guess at every place but the first
+        if self.graphs:  # a graph has room for a guess at every place but the first
             tokens_BN = F.pad(tokens_BN, (0, size - 1 - tokens_BN.shape[1]))
         packed_4BT = pack_block(self.model, fresh, self.cache, size)
         paths = None
@@ -178,7 +178,7 @@ class ModelRunner:
 
     def _output(self, forward: Function, paths: list[Rows] | None, *inputs: Tensor) -> Output:
         """Runs the pass `forward`; text filters change the logits after each of the `paths`."""
-        if self.graphs is not None:
+        if self.graphs:
             hidden_BNE = self.graphs.run(forward, *inputs)
         else:
             device = self.model.device
@@ -187,7 +187,7 @@ class ModelRunner:
         filtered_BNV = logits_BNV
         if paths is not None:
             filtered_BNV = filtered_logits(logits_BNV, self.text_filters, paths)
-        if self.graphs is not None:
+        if self.graphs:
             # Cloned, as the next run of any graph overwrites its output.
             probs_BNV = self.graphs.run(self.passes.probs, filtered_BNV).clone()
         else:
@@ -199,7 +199,7 @@ class ModelRunner:
         """Called before a step: shows cache and text filters what the last step has committed."""
         self.cache.prepare(active)
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
-            if filters is not None and on:
+            if filters and on:
                 filters.extend(sequence)
 
     def reset(self, b: int) -> None:
@@ -224,6 +224,6 @@ class ModelRunner:
         """Sets the filters of row b; captured passes apply the same `sampling` to all rows."""
         self.sampling[b] = sampling
         self.text_filters[b] = text_filters
-        if self.graphs is not None:
+        if self.graphs:
             self.sampling = [sampling] * len(self.sampling)
             self.passes.numbers_3.copy_(torch.tensor(sampling.numbers, dtype=torch.float64))

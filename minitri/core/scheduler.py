@@ -100,7 +100,7 @@ class Scheduler:
 
         first = min(waiting, key=rank, default=None)
         filters = {row.request.sampling for row in self.running.values()}
-        if first is None or (self._is_captured and filters - {first.request.sampling}):
+        if not first or (self._is_captured and filters - {first.request.sampling}):
             return None
         return first
 

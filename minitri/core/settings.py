@@ -232,7 +232,7 @@ class SpeculationConfig:
         check_fields(self)
         if self.policy != "retrieval" and not callable(getattr(self.policy, "scores", None)):
             refuse(self, "policy", "it must be retrieval, or a minitri.Policy")
-        if self.budget is not None and self.budget % self.chunk_size:
+        if self.budget and self.budget % self.chunk_size:
             refuse(self, "budget", f"it must be a multiple of the chunk size, {self.chunk_size}")
         is_tree = re.fullmatch("([1-9][0-9]?(x[1-9][0-9]?)?)?", self.tree)
         if not is_tree or num_nodes(self.tree) > MAX_GAMMA:
@@ -243,7 +243,7 @@ class SpeculationConfig:
 
     def budget_for(self, num_prompt_tokens: int) -> int:
         """Tokens in the retrieval cache for a prompt of this length."""
-        if self.budget is not None:
+        if self.budget:
             return self.budget
         budget = min(max(num_prompt_tokens // 4, MIN_BUDGET), MAX_BUDGET)
         return -(-budget // self.chunk_size) * self.chunk_size
@@ -280,4 +280,4 @@ class SpeculationConfig:
 
 def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
     """The gammas among which the autotuner chooses: `gamma` alone, if given, else `open_to`."""
-    return open_to if gamma is None else (gamma,)
+    return (gamma,) if gamma else open_to

@@ -7,13 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from minitri.core.caches.full import FullCache
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Level, Stage
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
-from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Emitted, Proposal
 from minitri.core.drafters.lookup import LookupDrafter
 from minitri.core.drafters.plugin import PluggedDrafter
@@ -21,11 +18,11 @@ from minitri.core.graphs import GraphPool
 from minitri.core.memory import Memory, Models
 from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import Score, prefill, read_chunk
-from minitri.core.requests import Request
+from minitri.core.requests import Row
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.runner import ModelRunner
 from minitri.core.shape import MemoryShape
-from minitri.core.stats import Stats
+from minitri.core.stats import Meter, Stats
 
 
 class Stack:
@@ -40,32 +37,32 @@ class Stack:
         self.target = models.target
         self._is_open = is_open
         # `_part` may cut rows, but not for CUDA graphs or K and V in host memory.
-        self._has_parts = memory.graphs is None and type(memory.full) is FullCache
+        self._has_parts = not (memory.graphs or memory.full.is_hosted)
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
         stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
-        sizes = {name: bytes_per_pass(model) for name, model in stages.items() if model}
         least = models.target.execution.ranks.least  # shares may be uneven
-        self._pass_bytes = {name: int(least(size)) for name, size in sizes.items()}
+        self._pass_bytes = {
+            name: int(least(bytes_per_pass(model))) for name, model in stages.items() if model
+        }
         self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
         prior = self.prior_seconds(shape.prompt_lengths)
         self.tuner = Autotuner(
             speculation.plans, prior, use_clock=may_use_clock(models, shape, is_open=is_open)
         )
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
-        self.source: RandomSource = IndependentSource(speculation.verification)
-        if speculation.coupled:
-            self.source = CoupledSource()
+        independent = IndependentSource(speculation.verification)
+        self.source: RandomSource = CoupledSource() if speculation.coupled else independent
         drafter = self._drafter()
         retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
         target = self._level("target", memory.target)
         self.cascade = Cascade(self.sequences, self.meter, target, drafter, retrieval)
-        if memory.graphs is not None:
+        if memory.graphs:
             self._capture(memory.graphs)
 
     def _drafter(self) -> Stage | None:
         """The stage that guesses first: draft model, user's drafter or lookup; None if unused."""
-        if self.memory.draft is not None:
+        if self.memory.draft:
             return self._level("draft", self.memory.draft)
         if not self.shape.uses_drafter:
             return None
@@ -93,19 +90,20 @@ class Stack:
         graphs.is_open = False
         self.stats.num_graphs = graphs.num_graphs
 
-    def admit(
-        self, b: int, prompt: list[int], request: Request, text_filters: TextFilters | None = None
-    ) -> None:
+    def admit(self, b: int, row: Row) -> None:
         """Gives the empty row b of the batch to a request; call `prefill` and `start` next."""
         memory = self.memory
-        self.sequences[b][:] = prompt
-        self._ends[b] = len(prompt) + request.generation.max_new_tokens
+        request = row.request
+        text_filters = row.make_filters()
+        num_tokens = len(row.prompt_ids)
+        self.sequences[b][:] = row.prompt_ids
+        self._ends[b] = num_tokens + request.generation.max_new_tokens
         memory.prefix.owners[b] = request.owner
         self.cascade.active[b] = False
         self.cascade.guessing[b] = request.speculation
         self.source.restart(b, request.seed or 0)
-        if memory.retrieval_cache is not None:
-            memory.retrieval_cache.reset(b, self.shape.budget_for(len(prompt)))
+        if memory.retrieval_cache:
+            memory.retrieval_cache.reset(b, self.shape.budget_for(num_tokens))
         for runner in memory.runners:
             runner.sample_by(b, request.sampling, text_filters)
 
@@ -119,18 +117,18 @@ class Stack:
         self.stats.num_prompt_tokens += len(prompt)
         last = max_reused = len(prompt) - 1
         watch = max_queries = None
-        if cache is not None:
+        if cache:
             watch = functools.partial(cache.observe, b)
             max_queries = cache.max_prompt_queries
             # Tokens whose queries choose what the retrieval cache holds are always read.
-            max_reused -= last if max_queries is None else max_queries
-        if score is not None:
+            max_reused -= max_queries or last
+        if score:
             max_reused = 0
         yield memory.prefix.take(b, self.sequences, max(0, max_reused))
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk
-        is_by_layers = type(memory.full) is not FullCache and not self._is_open and score is None
+        is_by_layers = memory.full.is_hosted and not (self._is_open or score)
         # A generator, advanced only for a prompt whose K and V go to host memory.
         by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
@@ -169,8 +167,7 @@ class Stack:
         with self.target.execution.decoding():
             emitted = part.step()
             outcome = {b: emitted[b - first] for b in busy}
-            with self.meter.updating_caches():
-                self._commit(outcome)
+            self._commit(outcome)
         self.memory.prefix.note_committed()
         return outcome
 
@@ -186,7 +183,7 @@ class Stack:
         target = self.target
         work = Workload(
             target.config,
-            draft.model.config if draft is not None else None,
+            draft.model.config if draft else None,
             itemsize=target.dtype.itemsize,
             pass_bytes=self._pass_bytes,
             num_tokens=sum(lengths),
@@ -214,7 +211,7 @@ class Stack:
         """Updates the retrieval cache after a pass of the target; writes errors into `emitted`."""
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
-            if cache is not None and row.tokens:
+            if cache and row.tokens:
                 # The target's pass left its queries here: last token, then all but one.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:

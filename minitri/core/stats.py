@@ -3,10 +3,12 @@
 import os.path
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import brief
 
 LogProbs = tuple[float, tuple[tuple[int, float], ...]]
@@ -87,15 +89,11 @@ class Stats:
     num_decoded_tokens: int = 0  # generated tokens but each text's first, timed as prefill
     prefill_seconds: float = 0.0  # reading prompts and sampling first tokens
     decode_seconds: float = 0.0  # all steps
-    commit_seconds: float = 0.0  # part of decoding: updates of small caches outside verification
     num_rebuilds: int = 0  # of the retrieval cache, with the first build after the prompt
     kv_cache_bytes: int = 0  # all KV caches of the run
     stages: list[LevelStats] = field(default_factory=list)  # from the lowest upwards
     steps_per_plan: Counter[str] = field(default_factory=Counter)  # by `str(StepPlan)`
     num_graphs: int = 0  # captured CUDA graphs
-
-    def note_commit(self, seconds: float) -> None:
-        self.commit_seconds += seconds
 
     @property
     def levels(self) -> list[LevelStats]:
@@ -112,6 +110,36 @@ class Stats:
     def tokens_per_second(self) -> float | None:
         """Decoded tokens of all rows together per second of decoding; None before the first."""
         return 1e3 / self.ms_per_token if self.ms_per_token else None
+
+
+@dataclass
+class Meter:
+    """Reports seconds and counts of one run to its statistics and its autotuner."""
+
+    stats: Stats
+    tuner: Autotuner
+    clock: Clock
+
+    @contextmanager
+    def round(self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1) -> Iterator[None]:
+        """Times a round of `level`: it verifies `num_guesses` per row, or samples `num_tokens`."""
+
+        def take(seconds: float) -> None:
+            level.seconds += seconds
+            self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)
+
+        started = self.clock.now()
+        yield
+        self.clock.since(started, take)
+
+    def note_acceptance(
+        self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
+    ) -> None:
+        """Reports that `level` accepted `num_accepted` of one row's guesses by stage `proposer`."""
+        num_tested = level.record(num_draft, num_accepted)
+        if proposer:
+            # A proposal without guesses counts as one rejected guess: nothing was gained.
+            self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
 
 
 def num_common(tokens: list[int], prompt: list[int]) -> int:

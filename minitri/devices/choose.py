@@ -62,7 +62,7 @@ def attention_for(
     if wanted != "auto":
         raise InputError(f"attention={wanted} is for GPUs; leave it out on the {device.type}")
     kernels = kernels_for(device, config)
-    return kernels.attend if kernels is not None else attend_cpu
+    return kernels.attend if kernels else attend_cpu
 
 
 def kernels_for(device: torch.device, config: ModelConfig) -> Kernels | None:

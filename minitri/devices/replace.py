@@ -18,7 +18,7 @@ def replace_modules(module: nn.Module, factories: Factories) -> Any:
     children = module.named_children()
     twin._modules = {name: replace_modules(child, factories) for name, child in children}
     make = factories.get(type(module))
-    return twin if make is None else make(twin)
+    return make(twin) if make else twin
 
 
 def copy_with(model: Llama, factories: Factories) -> Llama:

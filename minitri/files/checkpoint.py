@@ -79,7 +79,7 @@ def load_model(
     kernels = kernels_for(device, config) if ranks.count == 1 else None
     computed_by = device.type
     packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
-    if kernels is not None:
+    if kernels:
         use_kernels(model, kernels)
         computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
         if in_blocks and isinstance(checkpoint, GgufFile):
@@ -89,10 +89,10 @@ def load_model(
     model.execution = replace(
         model.execution,
         computed_by=computed_by,
-        identify=fingerprint_of(checkpoint.files, sorted(packed)),
+        fingerprint=fingerprint_of(checkpoint.files, sorted(packed)),
     )
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
-    if lender is not None:
+    if lender:
         check_drafter(model, lender, checkpoint.path)
     if not model.execution.is_row_invariant and can_pack(dtype, device):
         pack_linears(model)

@@ -120,8 +120,7 @@ class KVStore:
         kinds = (".kvblock", ".unfinished")
         ours = {file: file.lstat() for file in self._folder.iterdir() if file.suffix in kinds}
         if sum(about.st_size for about in ours.values()) > self._num_bytes:
-            oldest = sorted(ours, key=lambda file: ours[file].st_mtime)
-            for file in oldest[: 1 + len(ours) // 8]:
+            for file in sorted(ours, key=lambda file: ours[file].st_mtime)[: 1 + len(ours) // 8]:
                 file.unlink(missing_ok=True)
 
     @contextlib.contextmanager

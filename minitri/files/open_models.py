@@ -53,7 +53,7 @@ class OpenModel:
         self.checkpoint = open_checkpoint(located.path)
         self.config = self.checkpoint.config(located.name)
         self._kernels = kernels_for(device, self.config) if join().count == 1 else None
-        is_in_bfloat16 = self._kernels is not None and self.checkpoint.is_in_bfloat16()
+        is_in_bfloat16 = bool(self._kernels) and self.checkpoint.is_in_bfloat16()
         dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
         self._runtime = Runtime(device, dtype, choice.attention, join())
         self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))

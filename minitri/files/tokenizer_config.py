@@ -11,7 +11,6 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder
-from minitri.text.chat_template import read_templates
 from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
 from minitri.text.tokenizer import Tokenizer
 
@@ -34,6 +33,19 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
             f"vocabulary has {config.vocab_size}; they belong to different models"
         )
     return tokenizer
+
+
+def read_templates(setting: Any) -> list[str | None]:
+    """The chat templates without and with tools, from a setting that is one template or a list of
+    named ones. Raises `TypeError` and others for wrong settings."""
+    named = {"default": setting}
+    if isinstance(setting, list):
+        named = {entry["name"]: entry["template"] for entry in setting}
+    templates = [named.get("default"), named.get("tool_use")]
+    for template in templates:
+        if not isinstance(template, str | None):
+            raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
+    return templates
 
 
 def _special_tokens(

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitri.core.errors import InputError, explain, shorten
+from minitri.core.errors import InputError, explain
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # processor time for one rendering
@@ -83,22 +83,9 @@ class ChatTemplate:
         return answer["text"]
 
 
-def read_templates(setting: Any) -> list[str | None]:
-    """The chat templates without and with tools, from a setting that is one template or a list of
-    named ones. Raises `TypeError` and others for wrong settings."""
-    named = {"default": setting}
-    if isinstance(setting, list):
-        named = {entry["name"]: entry["template"] for entry in setting}
-    templates = [named.get("default"), named.get("tool_use")]
-    for template in templates:
-        if not isinstance(template, str | None):
-            raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
-    return templates
-
-
 def start() -> subprocess.Popen[str]:
     """A new process that renders templates. Raises `InputError` where nothing can limit it."""
-    if find_spec("resource") is None:
+    if not find_spec("resource"):
         problem = "chat templates run within limits of a process, which this system does not have"
         raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
     return subprocess.Popen(

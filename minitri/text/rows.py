@@ -1,6 +1,5 @@
 """Rows from requests: prompts become token ids, seeds are drawn, settings are checked."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -40,13 +39,12 @@ def make_row(number: int, request: Request, model: Llama, tokenizer: Tokenizer) 
     [seed] = as_seeds([draw(draw_seed) if request.seed is None else request.seed], 1)
     # Checks tokens and grammar before any work; the row's own filters are made at its admission.
     text_filters(request.sampling, [], tokenizer, model.config)
-    reader = TextReader(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown)
     return Row(
         number,
         replace(request, seed=seed),
         prompt_ids,
-        reader,
-        functools.partial(text_filters, request.sampling, prompt_ids, tokenizer, model.config),
+        TextReader(tokenizer, prompt_ids, stop=request.generation.stop, shown=request.shown),
+        lambda: text_filters(request.sampling, prompt_ids, tokenizer, model.config),
     )
 
 

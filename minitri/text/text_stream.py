@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
 from minitri.text.tokenizer import Tokenizer
 
@@ -48,36 +49,36 @@ class TextReader:
         return text, self._scanner.found or is_stop
 
 
+@dataclass
 class StopScanner:
     """A filter of streamed text, which ends it before the first complete stop string.
 
     Text that may be the beginning of a stop string is held back."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
-        self._stop = stop
-        self._held = ""
-        self.found = False
+    stop: Sequence[str]
+    held: str = ""
+    found: bool = False
 
     def push(self, text: str) -> str:
         """Takes the next piece of text; returns what can be shown, up to any stop string. Sets
         `found` at the first stop string."""
         if self.found:
             return ""
-        text = self._held + text
-        starts = ((text.find(stop), len(stop)) for stop in self._stop)
+        text = self.held + text
+        starts = ((text.find(stop), len(stop)) for stop in self.stop)
         ends = [(start + length, start) for start, length in starts if start >= 0]
         if ends:
             self.found = True
-            self._held = ""
+            self.held = ""
             return text[: min(ends)[1]]
-        cut = len(text) - max((overlap(text, stop) for stop in self._stop), default=0)
-        self._held = text[cut:]
+        cut = len(text) - max((overlap(text, stop) for stop in self.stop), default=0)
+        self.held = text[cut:]
         return text[:cut]
 
     def flush(self) -> str:
         """Returns the text that was held back, at the end of the output."""
-        held = self._held
-        self._held = ""
+        held = self.held
+        self.held = ""
         return held
 
 

@@ -86,7 +86,7 @@ class Tokenizer:
         model may call. Raises `InputError`."""
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
-        if self.chat_template is None:
+        if not self.chat_template:
             raise InputError(
                 "this model has no chat template: it completes texts; use an instruct model, or "
                 "write the conversation into the prompt"

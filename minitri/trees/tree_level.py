@@ -47,7 +47,7 @@ class TreeLevel(Level):
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Guesses a tree per active row if this is the lowest level and the plan has a tree."""
         shape = self.shape()
-        if shape is None or self.below is not None:
+        if not shape or self.below:
             return super().propose(sequences, active)
         nodes = [[0, *[MISSING] * (len(shape) - 1)] for _ in sequences]
         probs = list[Tensor]()

@@ -15,12 +15,11 @@ from torch import Tensor
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
 from minitri.core.decoding.level import Level
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Output, Proposal, verify, verify_block
 from minitri.core.settings import StepPlan
-from minitri.core.stats import Clock, Stats
+from minitri.core.stats import Clock, Meter, Stats
 
 
 class Table:

@@ -16,7 +16,7 @@ from minitri.core.memory import Models, allocate
 from minitri.core.model.attention import Attend, attend_math
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.requests import Request
+from minitri.core.requests import Request, Row
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
@@ -84,7 +84,8 @@ class Rig:
         runners = {"target": memory.target, "retrieval": memory.retrieval, "draft": memory.draft}
         self.runners = {name: runner for name, runner in runners.items() if runner is not None}
         for b, prompt in enumerate(prompts):
-            session.admit(b, prompt, Request(prompt, seed + b, sampling, generation))
+            request = Request(prompt, seed + b, sampling, generation)
+            session.admit(b, Row(b, request, prompt))
         for b in range(len(prompts)):
             for _ in session.prefill(b):
                 pass

@@ -4,10 +4,9 @@
 import pytest
 import torch
 
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.settings import StepPlan
-from minitri.core.stats import Stats
+from minitri.core.stats import Meter, Stats
 from minitri.trees.tree_level import TreeLevel
 from minitri.trees.tree_shape import TreeShape, sequences
 from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk

@@ -225,7 +225,6 @@ def decode(
     session.meter.clock.settle()
     for stage in stats.stages:
         stage.seconds = 0.0
-    stats.commit_seconds = 0.0
     before, times = len(tokens), []
     rounds_before = [stage.num_rounds for stage in stats.stages]
     while len(tokens) - before < setup.generation.max_new_tokens:
@@ -235,7 +234,7 @@ def decode(
     session.meter.clock.settle()
     stats.num_decoded_tokens = num_tokens = len(tokens) - before
     on_gpu = target.device.type == "cuda"
-    seconds = {"commit": stats.commit_seconds / len(times)}
+    seconds = dict[str, float]()
     for stage, num_before in zip(stats.stages, rounds_before, strict=True):
         seconds[stage.name] = stage.seconds / max(stage.num_rounds - num_before, 1)
     return {

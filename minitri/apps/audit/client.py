@@ -71,8 +71,7 @@ class Client:
         """Returns the JSON at a path, by POST if there is a `body`. Raises `InputError`."""
         advice = "check the URL, the key, proxies, and if it takes 8 requests at a time"
         with explain(f"{self.url}{path} cannot be had", advice):
-            method = "GET" if body is None else "POST"
-            answer = self.http.request(method, self.url + path, json=body)
+            answer = self.http.request("POST" if body else "GET", self.url + path, json=body)
             if not answer.is_success:
                 raise ValueError(f"{answer.status_code}, {shorten(answer.text, 100)}")
             return answer.json()

@@ -8,6 +8,7 @@ coupled, so that a seed gives one text on every replica.
 import os
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from minitri import InputError
@@ -48,8 +49,7 @@ def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
     args.seed = draw_seed() if args.seed is None else args.seed
     args.coupled = True
     ray, share = connect(args)
-    remote = ray.remote(**share, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)
-    actor = remote(Replica)
+    actor = ray.remote(**share, max_restarts=MAX_RESTARTS, max_task_retries=MAX_RESTARTS)(Replica)
     replicas = ray.util.ActorPool([actor.remote(args) for _ in range(args.replicas)])
     lines = sorted(lines, key=lambda line: str(line.fields.get("prompt")))
     size = min(MAX_GROUP, -(-len(lines) // args.replicas)) or 1
@@ -61,14 +61,14 @@ def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
         raise InputError(f"replicas keep dying ({shorten(error)}); see their logs") from None
 
 
+@dataclass
 class Replica:
     """An engine in a process of its own."""
 
-    def __init__(self, args: Namespace) -> None:
-        self._args = args
-        self._engine: Any = None
+    args: Namespace
+    engine: Any = None
 
     def answers(self, lines: list[Line]) -> list[Json]:
         """Answers lines; the first call reads the weights."""
-        self._engine = self._engine or boot(self._args)
-        return [*answers(lines, self._args, self._engine)]
+        self.engine = self.engine or boot(self.args)
+        return [*answers(lines, self.args, self.engine)]

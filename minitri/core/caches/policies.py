@@ -16,7 +16,6 @@ chunk, R = H / K times tokens in the observation window.
 """
 
 import copy
-import functools
 import math
 
 import torch
@@ -62,7 +61,7 @@ class CheckedPolicy(Policy):
     def __init__(self, policy: Policy) -> None:
         self._policy = copy.deepcopy(policy)
         problem = f"the policy {type(policy).__name__} failed"
-        self._named = functools.partial(explain, problem, "correct it")
+        self._named = lambda: explain(problem, "correct it")
         self.wants_prompt = getattr(policy, "wants_prompt", False)
 
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:

@@ -97,11 +97,11 @@ class PrefixCache:
         ]
         # The row itself comes first: of equally long prefixes, its own needs no copy.
         sources = [self._ended[b], *self._ended, *begun]
-        if self.snapshot is not None:
+        if self.snapshot:
             sources.append(self.snapshot)
         self._ended[b] = HeldRow(self._full, b, [])
         best = max(sources, key=lambda row: row.num_shared(texts[b], owner))
-        if self.store is not None:
+        if self.store:
             best = self.store.longer(texts[b][:most], owner, best)
         num_tokens = min(best.num_shared(texts[b], owner), most)
         if num_tokens:
@@ -112,12 +112,11 @@ class PrefixCache:
 
     def publish(self, b: int, tokens: list[int]) -> None:
         """Stores these tokens of row b's prompt, which were read, for other engines."""
-        if self.store is not None and self.snapshot is None:  # which may be of another device
+        if self.store and not self.snapshot:  # which may be of another device
             self.store.write(HeldRow(self._full, b, tokens, self.owners[b]))
 
     def _fill(self, b: int, source: HeldRow, num_tokens: int) -> None:
         """Copies K and V of the first tokens of `source` into row b, if that is another row."""
-        is_there = (source.full, source.b) == (self._full, b)
         for layer, pair in enumerate(source.layers(num_tokens)):
-            if not is_there:
+            if (source.full, source.b) != (self._full, b):
                 self._full.write(layer, b, *pair)

@@ -56,6 +56,9 @@ class RetrievalCache(Cache):
         is_default = speculation.policy == "retrieval"
         self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)
         self._settings = speculation
+        window = speculation.observation_window
+        self.max_prompt_queries = None if self._policy.wants_prompt else window
+        """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
         self.max_budget = max(budgets)
         self._window = min(model.config.window, full.capacity)
         self._windowed = model.config.sliding_layers if self._window else ()
@@ -71,14 +74,9 @@ class RetrievalCache(Cache):
         self._queries: list[list[Tensor]] = [[] for _ in budgets]
         self.rows = [RetrievedRow(budget, speculation.num_sink_tokens) for budget in budgets]
 
-    @property
-    def max_prompt_queries(self) -> int | None:
-        """Number of last tokens of a prompt chunk whose queries `observe` needs; None: all."""
-        return None if self._policy.wants_prompt else self._settings.observation_window
-
     def reset(self, b: int, budget: int | None = None) -> None:
-        budget = self.rows[b].budget if budget is None else budget
         super().reset(b)
+        budget = budget or self.rows[b].budget
         self.rows[b] = RetrievedRow(budget, self._settings.num_sink_tokens)
         self._queries[b] = []
         self._policy.reset(b)

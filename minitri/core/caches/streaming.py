@@ -33,7 +33,7 @@ class StreamingCache(Cache):
         slots += speculation.max_block  # a captured pass pads its block up to this length
         shape = (config.num_layers, batch_size, config.num_kv_heads, slots, config.head_dim)
         super().__init__(*plain_slots(shape, model.dtype, model.device))
-        self.raw_keys = torch.empty(shape, dtype=model.dtype, device=model.device)
+        self.raw_keys = torch.empty_like(self.keys)
         self.settings = speculation
         self._rope = model.rope
         self._window_rope = model.window_rope
@@ -66,14 +66,12 @@ class StreamingCache(Cache):
             if length + room <= self.capacity:
                 continue
             for slots in (self.raw_keys, self.values):
-                recent = slots[:, b, :, length - kept + sinks : length]
-                slots[:, b, :, sinks:kept] = recent.clone()
+                slots[:, b, :, sinks:kept] = slots[:, b, :, length - kept + sinks : length].clone()
             positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
             rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
             rotated_LTKD[self._unrotated] = moved_LTKD[self._unrotated]
             if sliding := self._sliding:
-                rotary = self._window_rope.at(positions)
-                rotated_LTKD[sliding] = rotary.rotate(moved_LTKD[sliding])
+                rotated_LTKD[sliding] = self._window_rope.at(positions).rotate(moved_LTKD[sliding])
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
             self.hold(b, kept, self.num_tokens[b])

@@ -29,12 +29,11 @@ to drop one because of its value would bias the distribution.
 
 import copy
 from collections.abc import Collection
-from typing import Self
 
 from minitri.core.decoding.level import Level, Stage
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.verification import Emitted, Proposal, Rows
 from minitri.core.settings import StepPlan
+from minitri.core.stats import Meter
 
 
 class Cascade:
@@ -48,9 +47,9 @@ class Cascade:
         self.guessing = [True] * len(sequences)  # rows whose requests allow speculation
         self._meter = meter
         self._target = target
-        self.stages = [stage for stage in (*below, target) if stage is not None]
+        self.stages = [stage for stage in (*below, target) if stage]
 
-    def of_rows(self, rows: slice) -> Self:
+    def of_rows(self, rows: slice) -> "Cascade":
         """A cascade over a slice of the rows, for one step; it shares texts, caches and meter."""
         part = copy.copy(self)
         part.sequences = self.sequences[rows]
@@ -63,8 +62,7 @@ class Cascade:
     def start(self, rows: Collection[int]) -> list[Emitted]:
         """Samples the first token of each of these active rows by the target alone."""
         starting = [b in rows for b in range(len(self.sequences))]
-        nothing = Proposal.nothing(len(starting))
-        return self._target.verify(self.sequences, starting, nothing)
+        return self._target.verify(self.sequences, starting, Proposal.nothing(len(starting)))
 
     def catch_up(self) -> None:
         """Runs `Stage.prepare` right after `start`, so that its time counts as prefill."""
@@ -74,8 +72,7 @@ class Cascade:
     def step(self) -> list[Emitted]:
         """Extends every active row by its accepted guesses and one token of the target."""
         plan = self._meter.tuner.choose()
-        with self._meter.updating_caches():
-            self._connect(plan)
+        self._connect(plan)
         guessing = [on and guess for on, guess in zip(self.active, self.guessing, strict=True)]
         emitted = self._target.round(self.sequences, self.active, guessing)
         self._meter.stats.steps_per_plan[str(plan)] += 1

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.verification import Active, Emitted, Proposal, Rows
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
-from minitri.core.stats import LevelStats
+from minitri.core.stats import LevelStats, Meter
 
 
 class Stage:
@@ -60,7 +59,7 @@ class Level(Stage):
 
     def propose(self, sequences: Rows, active: Active) -> Proposal:
         """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
-        if self.below is None:
+        if not self.below:
             return self._draft(sequences, active)
         blocks: Rows = [[] for _ in sequences]
         probs: list[list[Tensor]] = [[] for _ in sequences]
@@ -111,7 +110,7 @@ class Level(Stage):
         """One round: the stage below guesses for `guessing` rows; verifies all `active` rows."""
         proposer = None
         proposal = Proposal.nothing(len(sequences))
-        if self.below is not None and any(guessing):
+        if self.below and any(guessing):
             proposer = self.below.stats.name
             forced = self.forced(sequences, guessing)
             guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
@@ -125,16 +124,15 @@ class Level(Stage):
         for b, row in enumerate(emitted):
             if row.tokens:
                 who = proposer if guessing[b] else None
-                num_accepted = len(row.tokens) - 1
-                self._meter.note_acceptance(self.stats, who, proposal.depth(b), num_accepted)
+                self._meter.note_acceptance(self.stats, who, proposal.depth(b), len(row.tokens) - 1)
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
         """Tokens that each row's grammar forces, as guesses, since others may spell the same."""
-        assert self.below is not None
+        assert self.below
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):
-            if guessing[b] and filters is not None and filters.matcher is not None:
+            if guessing[b] and filters and filters.matcher:
                 path = sequences[b][len(filters.text) :]
                 rows[b] = filters.matcher.forced(path)[: self.below.gamma]
         return rows
@@ -166,15 +164,14 @@ class Level(Stage):
         # Where the retrieval level is the lowest stage, it guesses token by token.
         if any(plan.method == self.stats.name for plan in plans):
             B = len(self.runner.sampling)
-            drafted = [torch.zeros(B, dtype=torch.int64)]
-            self.runner.next_probs_after([[]] * B, drafted, [False] * B)
+            self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], [False] * B)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         self.runner.prepare(sequences, active)
 
     def crop(self, lengths: list[int]) -> None:
         self.runner.cache.crop(lengths)
-        if self.below is not None:
+        if self.below:
             self.below.crop(lengths)
 
     def reset(self, b: int) -> None:

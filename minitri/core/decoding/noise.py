@@ -26,7 +26,7 @@ def gumbel_scores(probs: Tensor, keys: Tensor) -> Tensor:
     if probs.is_cuda:  # where `nonzero` would make the host wait
         return dense_scores(probs, keys)
     support = probs.nonzero(as_tuple=True)  # a filtered distribution has few such tokens
-    scores = torch.full(probs.shape, -math.inf, dtype=torch.float64, device=probs.device)
+    scores = torch.full_like(probs, -math.inf, dtype=torch.float64)
     scores[support] = probs[support].double().log() + gumbel(keys[support[:-1]], support[-1])
     return scores
 

@@ -74,7 +74,7 @@ class TextFilters:
         self.text += new
         for token in new if self._counts_output else ():
             self._counts_V[self._place(token)] += 1
-        if new and self.matcher is not None:
+        if new and self.matcher:
             self.matcher.extend(new)
 
     def apply(self, logits_NV: Tensor, paths: Rows) -> None:
@@ -82,7 +82,7 @@ class TextFilters:
         skipped: so the grammar, which comes first, wins over bad words and `min_tokens`."""
         self._penalise(logits_NV, paths)
         for logits_V, path in zip(logits_NV, paths, strict=True):
-            if self.matcher is not None:
+            if self.matcher:
                 is_bad_V = self.matcher.forbidden(path)
                 if is_bad_V is None:
                     logits_V.fill_(math.nan)
@@ -146,7 +146,7 @@ def filtered_logits(
     """Copies logits of B rows with penalties and grammar; `paths`: tokens before each place."""
     logits_BNV = logits_BNV.clone()
     for row_filters, logits_NV, row in zip(filters, logits_BNV, paths, strict=True):
-        if row_filters is not None and row:
+        if row_filters and row:
             row_filters.apply(logits_NV[: len(row)], row)
     return logits_BNV
 
@@ -163,7 +163,7 @@ def paths_of(
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()
-        if row_filters is not None and on:
+        if row_filters and on:
             start = sequence[len(row_filters.text) :]
             places = above or [[*range(n)] for n in range(len(block) + 1)]
             row = [[*start, *(block[i] for i in nodes)] for nodes in places]

@@ -32,14 +32,14 @@ class DraftRunner(ModelRunner):
         """Drafts N tokens (B, N) of each row, by distributions (B, N, V), which it also returns."""
         fresh = self.unread(sequences, active)
         N = numbers_BN.shape[1]
-        if self.graphs is not None:
+        if self.graphs:
             size = self.cache.settings.max_block  # one size, so that graphs are few
             packed_4BT = pack_block(self.model, fresh, self.cache, size)
             output = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
             tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
         else:
             guess = self.model.execution.round
-            assert guess is not None
+            assert guess
             V = self.passes.vocab_size
             tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, self.sampling, V)
         pairs = zip(fresh, active, strict=True)
@@ -86,6 +86,6 @@ def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Lev
     """Class of a level that guesses chains, a round per call if it can."""
     assert not speculation.tree  # for which `Models.level_type` is that of `minitri.trees`
     # A call of compiled kernels takes uniform numbers, not noise.
-    is_one_call = runner.model.execution.round is not None and not speculation.coupled
-    is_at_once = isinstance(runner, DraftRunner) and (runner.graphs is not None or is_one_call)
+    is_one_call = runner.model.execution.round and not speculation.coupled
+    is_at_once = isinstance(runner, DraftRunner) and (runner.graphs or is_one_call)
     return CapturedDraft if is_at_once else Level

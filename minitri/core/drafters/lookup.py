@@ -13,10 +13,9 @@ from typing import Self
 import torch
 
 from minitri.core.decoding.level import Stage
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.runner import ModelRunner
-from minitri.core.stats import num_common
+from minitri.core.stats import Meter, num_common
 
 LEAST_CHANCE = 0.05  # of a guess to be accepted, to be made: see tools/RESULTS.md
 LONGEST = 64  # most tokens of a match; bounds the cost in a text that is one long loop

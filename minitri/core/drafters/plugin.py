@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from minitri.core.decoding.level import Stage
-from minitri.core.decoding.meter import Meter
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.sampling import probs_of_rows
 from minitri.core.decoding.text_filters import filtered_logits, paths_of
 from minitri.core.decoding.verification import Active, Proposal, Rows
 from minitri.core.errors import explain
 from minitri.core.runner import ModelRunner
+from minitri.core.stats import Meter
 
 TOLERANCE = 1e-3  # allowed difference of a sum of probabilities from 1, due to bfloat16
 
@@ -62,8 +62,7 @@ class PluggedDrafter(Stage):
                 filters = self._target.text_filters
                 paths = paths_of(filters, texts, active, [[]] * len(texts))
                 logits_B1V = filtered_logits(logits_BV.unsqueeze(1), filters, paths)
-                probs_B1V = probs_of_rows(logits_B1V, self._target.sampling)
-                probs.append(probs_B1V.squeeze(1))
+                probs.append(probs_of_rows(logits_B1V, self._target.sampling).squeeze(1))
                 tokens_B = self._source.sample(probs[-1], [len(text) for text in texts], active)
                 for row_guesses, token, on in zip(guesses, tokens_B.tolist(), active, strict=True):
                     row_guesses += [token] * on

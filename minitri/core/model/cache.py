@@ -21,8 +21,8 @@ def plain_slots(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Empty keys and values of this shape as tensors."""
-    keys, values = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    return keys, values
+    keys = torch.empty(shape, dtype=dtype, device=device)
+    return keys, torch.empty_like(keys)
 
 
 class BlockKV(NamedTuple):
@@ -44,6 +44,8 @@ class Filled:
 
 class Cache:
     """A KV cache: `keys` and `values` (L, B, K, S, D) of B rows, each with its own length."""
+
+    is_hosted = False  # whether K and V are partly in host memory
 
     def __init__(self, keys: Slots, values: Slots, lengths: list[int] | None = None) -> None:
         self.keys = keys
@@ -119,7 +121,9 @@ class Cache:
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
         """Declares row b's first `num_slots` valid, for the first `num_tokens` of its text."""
         self._filled[b].num_left_out = num_tokens - num_slots
-        self._set_lengths([num_slots if b == row else n for row, n in enumerate(self.lengths)])
+        lengths = self.lengths
+        lengths[b] = num_slots
+        self._set_lengths(lengths)
 
     def _set_lengths(self, lengths: list[int]) -> None:
         assert min(lengths) >= 0

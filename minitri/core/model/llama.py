@@ -69,7 +69,7 @@ class Llama(nn.Module):
         V = config.vocab_size
         E = config.hidden_size
         with torch.device(device):
-            if target is None and not config.tie_word_embeddings:
+            if not (target or config.tie_word_embeddings):
                 self.embed_tokens = Table.empty(E, V, dtype=dtype)
             self.layers = Layers(Layer(config, dtype, i) for i in range(config.num_layers))
             self.norm = make_norm(E, config, dtype)
@@ -82,11 +82,11 @@ class Llama(nn.Module):
                 sample = torch.empty(EMBEDDING_SAMPLE, E, dtype=dtype)
                 self.register_buffer("embedding_sample", sample)
         self.requires_grad_(False)
-        self.lent_embedding = target.embed if target is not None else None
+        self.lent_embedding = target.embed if target else None
         D = config.head_dim
         self.rope = Rope(config.rope, D, device)
         self.window_rope = Rope(config.window_rope or config.rope, D, device)
-        if config.score_scale is not None:  # attention divides by sqrt(head_dim)
+        if config.score_scale:  # attention divides by sqrt(head_dim)
             for rope in (self.rope, self.window_rope):
                 rope.scale *= math.sqrt(config.score_scale * math.sqrt(D))
         self.embedding_scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
@@ -129,11 +129,10 @@ class Llama(nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings (..., E) of token ids (...)."""
-        if self.lent_embedding is not None:
+        if self.lent_embedding:
             return self.lent_embedding(tokens).to(self.dtype)
         table = self.lm_head if isinstance(self.lm_head, TiedHead) else self.embed_tokens
-        rows, scale = table.rows(tokens), self.embedding_scale
-        return rows if scale == 1 else rows * scale
+        return table.rows(tokens) * self.embedding_scale
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits by the LM head, float32: hidden states (..., E) to (..., V)."""
@@ -218,11 +217,11 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = (make_norm(width, config, dtype) for width in widths)
 
     def forward(self, x_BTE: Tensor, layer: int, shared: Pass) -> Tensor:
-        if self.has_window and shared.in_windows is not None:
+        if self.has_window and shared.in_windows:
             shared = shared.in_windows
         heads = self.qkv_proj(x_BTE).unflatten(-1, (-1, self.head_dim))  # (B, T, H + 2 K, D)
         raw_q_BTHD, raw_BTKD, v_BTKD = heads.split(self.heads, dim=2)
-        if self.q_norm is not None and self.k_norm is not None:
+        if self.q_norm and self.k_norm:
             raw_BTKD = norm_heads(self.k_norm, raw_BTKD)
             heads = torch.cat((norm_heads(self.q_norm, raw_q_BTHD), raw_BTKD), 2)
         rotated = heads[:, :, : sum(self.heads[:2])]

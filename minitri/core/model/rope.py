@@ -65,14 +65,14 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     elif config.kind == "longrope":
         scale = config.attention_factor or 1.0
     plain = plain / config.factor * (1 - kept) + plain * kept
-    if config.frequency_divisors is not None:
+    if config.frequency_divisors:
         plain = plain / torch.tensor(config.frequency_divisors, dtype=torch.float32)
     return plain, scale
 
 
 def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
     """llama3: share (D/2,) of each frequency without interpolation: 0 for long waves, else 1."""
-    assert config.original_context is not None
+    assert config.original_context
     turns = config.original_context * plain / (2 * math.pi)
     kept = (turns - config.low_freq_factor) / (config.high_freq_factor - config.low_freq_factor)
     return kept.clamp(0, 1)
@@ -80,7 +80,7 @@ def _llama3_kept_share(plain: Tensor, config: RopeConfig) -> Tensor:
 
 def _yarn_kept_share(config: RopeConfig, head_dim: int) -> Tensor:
     """YaRN: share (D/2,) of each frequency without interpolation: 1, a linear ramp, then 0."""
-    assert config.original_context is not None
+    assert config.original_context
 
     def dimension_turning(times: float) -> float:
         ratio = config.original_context / (times * 2 * math.pi)  # type: ignore[operator]

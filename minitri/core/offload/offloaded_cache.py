@@ -40,6 +40,8 @@ class StagingBuffer:
 class OffloadedFullCache(FullCache):
     """A `FullCache` of which all but the first layers are in host memory."""
 
+    is_hosted = True
+
     def __init__(
         self,
         model: Llama,
@@ -66,7 +68,7 @@ class OffloadedFullCache(FullCache):
     def subscribe(self, cache: RetrievalCache | None) -> None:
         """Makes passes call `cache.select` on every layer while it is on the device; None: not."""
         # A cycle of strong references would keep both after the run.
-        self._subscriber = None if cache is None else weakref.ref(cache)
+        self._subscriber = weakref.ref(cache) if cache else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -192,6 +194,8 @@ class OffloadedFullCache(FullCache):
 class HostedRow(FullCache):
     """One row of an offloaded cache up to a length, for layer-major prefill: a layer reads block
     after block, whose K and V stay in the layer's buffer, before the next layer begins."""
+
+    is_hosted = True
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
         super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])

@@ -57,7 +57,7 @@ class Demand:
         config = self.config
         hosted = config.num_layers - on_chip
         proposing = copy_bytes(config, self.copy_bits)
-        if self.drafter is not None:
+        if self.drafter:
             proposing += num_weights(self.drafter) * self.itemsize
         # Layer-major prefill keeps the hidden states of the whole prompt.
         hidden_states = self.num_tokens * config.hidden_size * self.itemsize
@@ -83,7 +83,7 @@ class Demand:
             num_queries = speculation.observation_window + speculation.max_block
             num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim
             num_bytes += self.shape.num_rows * num_numbers * self.itemsize
-        if (drafter := self.drafter) is not None:
+        if drafter := self.drafter:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
             window += speculation.room + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim

@@ -34,7 +34,7 @@ def attend_cpu(
     slots = (keys_BKSD, values_BKSD)
     bias_TT = None
     if rule_TT is not None:
-        bias_TT = torch.zeros(T, T, dtype=q_BTHD.dtype).masked_fill_(~rule_TT, -math.inf)
+        bias_TT = q_BTHD.new_zeros(T, T).masked_fill_(~rule_TT, -math.inf)
     block = (part[:, :, prefix : prefix + T].repeat_interleave(H // K, 1) for part in slots)
     out_BHTD, lse_BHT = _flash(q_BHTD, *block, is_causal=bias_TT is None, attn_mask=bias_TT)
     if prefix == 0:
@@ -42,6 +42,5 @@ def attend_cpu(
     seen = (part[:, :, :prefix] for part in slots)
     out_BKRD, lse_BKR = _flash(q_BHTD.unflatten(1, (K, -1)).flatten(2, 3), *seen)
     share_BKR = torch.sigmoid(lse_BHT.reshape(lse_BKR.shape) - lse_BKR).to(out_BKRD.dtype)
-    block_BKRD = out_BHTD.reshape(out_BKRD.shape)
-    merged_BKRD = torch.lerp(out_BKRD, block_BKRD, share_BKR.unsqueeze(-1))
+    merged_BKRD = torch.lerp(out_BKRD, out_BHTD.reshape(out_BKRD.shape), share_BKR.unsqueeze(-1))
     return merged_BKRD.unflatten(2, (-1, T)).flatten(1, 2).transpose(1, 2)

@@ -17,9 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minitri.core.caches.full import FullCache
-from minitri.core.caches.retrieval import RetrievalCache
-from minitri.core.caches.streaming import StreamingCache
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
@@ -34,8 +31,6 @@ from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quan
 from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
-# Caches that are plain K and V (L, B, K, S, D), which a kernel writes and reads by itself.
-WRITABLE = (FullCache, RetrievalCache, StreamingCache)
 Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # a file's matrices, by name and shape
 
 
@@ -132,8 +127,7 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        is_long = shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK
-        if is_long or type(shared.cache) not in WRITABLE:
+        if shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK or shared.cache.is_hosted:
             rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=rotary))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
@@ -182,8 +176,7 @@ class KernelLayers(Layers):
         arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B)
         arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
-        arguments.scale = first.residual_scale
-        arguments.fill(raw_keys=raw_keys, seconds=self.kernels.seconds)
+        arguments.fill(raw_keys=raw_keys, scale=first.residual_scale)
         kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
         arguments.is_tiled = isinstance(cache.keys, Tiles)
@@ -201,15 +194,17 @@ def weights_of(layer: nn.Module) -> LayerWeights:
     attention = layer.self_attn
     qkv = attention.qkv_proj
     parts = qkv.values() if isinstance(qkv, KernelParts) else [qkv]
-    weights = LayerWeights(qkv=(Matrix * 3)(*map(matrix_of, parts)))
-    weights.o = matrix_of(attention.o_proj)
-    weights.gate_up = matrix_of(layer.mlp.gate_up_proj)
-    weights.down = matrix_of(layer.mlp.down_proj)
-    weights.input_norm = layer.input_layernorm.weight
-    weights.post_norm = layer.post_attention_layernorm.weight
-    if attention.q_norm is not None and attention.k_norm is not None:
+    weights = LayerWeights(
+        qkv=(Matrix * 3)(*map(matrix_of, parts)),
+        o=matrix_of(attention.o_proj),
+        gate_up=matrix_of(layer.mlp.gate_up_proj),
+        down=matrix_of(layer.mlp.down_proj),
+        input_norm=layer.input_layernorm.weight,
+        post_norm=layer.post_attention_layernorm.weight,
+        is_unrotated=not attention.rotates,
+    )
+    if attention.q_norm and attention.k_norm:
         weights.fill(q_norm=attention.q_norm.weight, k_norm=attention.k_norm.weight)
-    weights.is_unrotated = not attention.rotates
     return weights
 
 
@@ -284,7 +279,7 @@ def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -
             keys = [(name, tuple(places[name].shape)) for name in names]
         form, *others = {stored.get(key) for key in keys}
         is_in_panels = len(names) == 1 or not any(len(places[name]) % PANEL for name in names)
-        if others or form is None or not is_in_panels:
+        if others or not (form and is_in_panels):
             continue
         shape = packed_shape(layer.out_features, layer.in_features, form)
         packed_NX = torch.empty(shape, dtype=torch.uint8)

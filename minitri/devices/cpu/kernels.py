@@ -45,7 +45,6 @@ class Kernels:
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
         """By dtype how many numbers a vector lane multiplies at once; see `tiled_slots`."""
         self.num_threads = num_threads
-        self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
@@ -106,7 +105,7 @@ class Kernels:
             self.can_read((keys_BKSD, values_BKSD)),
             tensors=(q_BTHD, keys, values, rule_TT),
         )
-        out = torch.empty(B, T, H, D, dtype=q_BTHD.dtype)
+        out = q_BTHD.new_empty(B, T, H, D)
         lengths = torch.tensor(prefix_lengths)
         rule = rule_TT.contiguous() if rule_TT is not None else None
         arguments = abi.AttentionArguments(q=q_BTHD, keys=keys, values=values, out=out)
@@ -122,7 +121,7 @@ class Kernels:
     ) -> tuple[Slots, Slots]:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
-        if self.pairs[dtype] and D % COLUMNS == S % PANEL == 0:  # slots fill whole tiles
+        if D % COLUMNS == S % PANEL == 0:  # slots fill whole tiles
             return tiled_slots(shape, dtype, self.pairs[dtype])
         return plain_slots(shape, dtype, device)
 
@@ -151,7 +150,14 @@ class Kernels:
         x = x.contiguous()
         E = x.shape[-1]
         N = num_outputs or len(weight)
-        check_matrix(x, weight, form, N, bias)
+        is_plain = form == Form.PLAIN
+        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
+        require(
+            (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
+            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
+            is_plain or E % GROUP == 0,
+            tensors=(x, weight, bias),
+        )
         out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
         arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out, is_wide=is_wide)
         arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, num_threads=self.num_threads)
@@ -203,7 +209,7 @@ class Kernels:
             cos.is_contiguous() and signed_sin.is_contiguous(),
             tensors=(x_BTHD, cos, signed_sin),
         )
-        out_BTHD = torch.empty(B, T, H, D, dtype=x_BTHD.dtype)
+        out_BTHD = x_BTHD.new_empty(B, T, H, D)
         arguments = abi.RotateArguments(x=x_BTHD, cos=cos, sin=signed_sin, out=out_BTHD)
         arguments.fill(R=B * T, total=x_BTHD.stride(1) // D, H=H, D=D)
         self.call("rotate", arguments, x_BTHD.dtype)
@@ -258,23 +264,9 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
         raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
 
 
-def check_matrix(x: Tensor, weight: Tensor, form: int, N: int, bias_N: Tensor | None) -> None:
-    """Raises `ValueError` unless these are operands of a linear layer with N outputs."""
-    E = x.shape[-1]
-    is_plain = form == Form.PLAIN
-    wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
-    require(
-        (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
-        bias_N is None or (bias_N.dtype, *bias_N.shape, *bias_N.stride()) == (x.dtype, N, 1),
-        is_plain or E % GROUP == 0,
-        tensors=(x, weight, bias_N),
-    )
-
-
 def memory_of(slots: Slots) -> Tensor:
     """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
-    memory: Tensor = slots.units if isinstance(slots, Tiles) else slots
-    return memory
+    return slots.units if isinstance(slots, Tiles) else slots
 
 
 def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:

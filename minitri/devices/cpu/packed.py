@@ -14,12 +14,10 @@ class PackedLinear(Linear):
     """Linear layer with W in oneDNN's layout, which cannot be converted back."""
 
     def __init__(self, plain: Linear) -> None:
-        packed = torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach())
-        super().__init__(packed, plain.bias)
+        super().__init__(torch.ops.mkldnn._reorder_linear_weight(plain.weight.detach()), plain.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        kernel = torch.ops.mkldnn._linear_pointwise.default
-        return kernel(x, self.weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise.default(x, self.weight, self.bias, "none", [], "")
 
 
 class PackedTiedHead(TiedHead):

@@ -44,15 +44,11 @@ def packed_shape(num_rows: int, in_features: int, form: int) -> tuple[int, int]:
     return -(-num_rows // PANEL) * PANEL, width
 
 
-def rows_at_once(num_columns: int) -> int:
-    """Number of rows of a quantized matrix to convert at a time: whole panels, in a CPU cache."""
-    return max(1, NUMBERS_AT_ONCE // (PANEL * num_columns)) * PANEL
-
-
 def quantize(weight_NE: Tensor, bits: int) -> Tensor:
     """Quantizes a matrix to 4 bits, from least to largest of each group, or to 8, symmetric."""
-    parts = weight_NE.split(rows_at_once(weight_NE.shape[1]))
-    return torch.cat([_quantize_rows(rows, bits) for rows in parts])
+    # Whole panels at a time, which a CPU cache can hold.
+    num_rows = max(1, NUMBERS_AT_ONCE // (PANEL * weight_NE.shape[1])) * PANEL
+    return torch.cat([_quantize_rows(rows, bits) for rows in weight_NE.split(num_rows)])
 
 
 def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
@@ -68,13 +64,7 @@ def _quantize_rows(weight_NE: Tensor, bits: int) -> Tensor:
         factors = [(torch.maximum(-least, most) / 127).half()]
     groups_NGQ /= factors[0].float().clamp_min(1e-12)
     quants_NGQ = groups_NGQ.round_().clamp_(*limits).to(torch.int8).view(torch.uint8)
-    return _pack(bits, quants_NGQ, *(factor.squeeze(2) for factor in factors))
-
-
-def _pack(bits: int, quants_NGQ: Tensor, *factors_NG: Tensor) -> Tensor:
-    """Packs quantized numbers q (uint8; for 8 bits the bytes of int8) of 4 or 8 bits, and scales
-    and offsets of groups (float16)."""
-    parts = (_words(quants_NGQ & (1 << bits) - 1, bits), *factors_NG)
+    parts = (_words(quants_NGQ, bits), *(factor.squeeze(2) for factor in factors))
     rows = -len(quants_NGQ) % PANEL
     lanes = (F.pad(it, (0, 0, 0, rows)).unflatten(0, (-1, PANEL)).transpose(1, 2) for it in parts)
     panels_P = [it.contiguous().flatten(1).view(torch.uint8) for it in lanes]

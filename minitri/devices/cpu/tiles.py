@@ -1,11 +1,13 @@
 """Slots of a KV cache in tiles: the layout in which compiled CPU kernels multiply them.
 
 Numbers of neighbouring slots are neighbours in memory, so that kernels need not transpose.
-`Tiles` is indexed like a tensor (..., S, D), except in its last axis; reading slots copies.
+`Tiles` is indexed like a tensor (..., S, D), except in its last axis; an ellipsis comes first.
+Reading slots copies.
 
 Legend: S slots, T of them, D head dim, N tiles of P slots, U units (numbers or pairs) of a slot.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,13 +17,12 @@ PANEL = 16  # slots of a tile of keys
 COLUMNS = 32  # a head dim in tiles must be a multiple of this
 
 
+@dataclass(eq=False)
 class Tiles:
     """Keys or values (..., S, D) of a KV cache, stored in tiles."""
 
-    def __init__(self, units: Tensor, dtype: torch.dtype) -> None:
-        """`units` (..., N, U, P), contiguous in the last two axes, have numbers of `dtype`."""
-        self.units = units
-        self.dtype = dtype
+    units: Tensor  # (..., N, U, P), contiguous in the last two axes
+    dtype: torch.dtype  # of the numbers
 
     @property
     def pair(self) -> int:
@@ -77,14 +78,12 @@ class Tiles:
     def _split(self, index: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits an index into that of the axes before slots, and that of slots; None: all."""
         index = index if isinstance(index, tuple) else (index,)
-        num_axes = len(self.shape)
-        if (hole := next((i for i, it in enumerate(index) if it is Ellipsis), None)) is not None:
-            fill = [slice(None)] * (num_axes + 1 - len(index))
-            index = (*index[:hole], *fill, *index[hole + 1 :])
-        rows = index[: num_axes - 2]
-        slots, *numbers = index[num_axes - 2 :] or (None,)
+        place = len(self.shape) - 2  # of slots among the axes
+        if index[0] is ...:
+            index = (slice(None),) * (place + 3 - len(index)) + index[1:]
+        slots, *numbers = index[place:] or (None,)
         assert numbers in ([], [slice(None)])
-        return rows, slots
+        return index[:place], slots
 
 
 def tiled_slots(shape: tuple[int, ...], dtype: torch.dtype, pair: int) -> tuple[Tiles, Tiles]:

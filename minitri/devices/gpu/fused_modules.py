@@ -63,8 +63,7 @@ class FusedLayers(Layers):
             mixed_BTE = layer.self_attn.forward(normed_BTE, number, shared)
             norm = layer.post_attention_layernorm
             x_BTE, normed_BTE = add(x_BTE, mixed_BTE, norm.weight, norm.eps)
-            gated = compiled(gate)(layer.mlp.gate_up_proj(normed_BTE))
-            change_BTE = layer.mlp.down_proj(gated)
+            change_BTE = layer.mlp.down_proj(compiled(gate)(layer.mlp.gate_up_proj(normed_BTE)))
         return x_BTE + change_BTE
 
 
@@ -94,5 +93,4 @@ def check_kernels(model: Llama) -> None:
             (rotate, x_BTXD, angles.cos(), angles.sin()),
         ):
             got = compiled(function)(*inputs)
-            exact = function(*inputs)
-            torch.testing.assert_close(got, exact, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(got, function(*inputs), rtol=tolerance, atol=tolerance)

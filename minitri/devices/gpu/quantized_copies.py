@@ -7,7 +7,6 @@ Legend: N out_features, E in_features, G groups of a row, Q weights of a group, 
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -75,13 +74,12 @@ def copy_in_few_bits(model: Llama, bits: int) -> Llama:
     multiply = multiply_math
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
     if model.device.type == "cuda":
-        if problem := problem_with(partial(check_kernel, model, bits)):
+        if problem := problem_with(lambda: check_kernel(model, bits)):
             raise InputError(f"{wanted} ({problem}); leave it out")
         from minitri.devices.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:
-        is_head = layer.weight is model.lm_head.weight
-        return QuantizedLinear(layer, 8 if is_head else bits, multiply)
+        return QuantizedLinear(layer, 8 if layer.weight is model.lm_head.weight else bits, multiply)
 
     with explain(wanted, "leave it out"):  # raised where memory is short
         return copy_with(model, {Linear: quantized, TiedHead: quantized})

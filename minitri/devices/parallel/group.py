@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -25,13 +26,13 @@ JOIN_TIMEOUT = timedelta(minutes=2)  # for all ranks to start
 ADVICE = "start all with one command: torchrun --nproc-per-node 2 -m minitri.generate ..."
 
 
+@dataclass(eq=False)
 class RankGroup(Ranks):
     """Several ranks, joined by the process group of `torch.distributed`."""
 
-    def __init__(self, store: Any, rank: int, count: int) -> None:
-        self.store = store  # key-value store of all ranks, kept by rank 0 or torchrun
-        self.rank = rank
-        self.count = count
+    store: Any  # key-value store of all ranks, kept by rank 0 or torchrun
+    rank: int
+    count: int
 
     def sum(self, x: Tensor) -> Tensor:
         self._call(dist.all_reduce, x)

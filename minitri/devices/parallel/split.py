@@ -44,12 +44,11 @@ class SplitLlama(Llama):
                 self.set_submodule(name, Summed(layer, self.ranks))
 
     def embed(self, tokens: Tensor) -> Tensor:
-        if self.lent_embedding is not None:
+        if self.lent_embedding:
             return super().embed(tokens)
         numbers = tokens - self.ranks.rank * self._num_rows  # outside the share for most tokens
         nearest = numbers.clamp(0, self._num_rows - 1)
-        rows = super().embed(nearest)
-        return self.ranks.sum(rows.where((nearest == numbers).unsqueeze(-1), 0))
+        return self.ranks.sum(super().embed(nearest).where((nearest == numbers).unsqueeze(-1), 0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return self.ranks.gather(super().logits(hidden))[..., : self.config.vocab_size]

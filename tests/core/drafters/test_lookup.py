@@ -6,10 +6,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from minitri.core.decoding.meter import Meter
 from minitri.core.drafters.lookup import LONGEST, GrowingText, LookupDrafter
 from minitri.core.settings import StepPlan
-from minitri.core.stats import Clock, Stats
+from minitri.core.stats import Clock, Meter, Stats
 from tests.core.exactness import ScheduledTuner
 from tests.core.rigs import CPU
 

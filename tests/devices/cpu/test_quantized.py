@@ -17,8 +17,8 @@ from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
 from minitri.devices.cpu.tiles import Tiles, tiled_slots
-from minitri.files.gguf.blocks import FORMS, repack
 from minitri.files.gguf.container import StoredTensor
+from minitri.files.gguf.file import FORMS, repack
 from tests.conftest import tiny_model, write_hf_folder
 from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import random

@@ -3,9 +3,6 @@
 import os
 import warnings
 from collections.abc import Callable
-from functools import cache
-
-import torch
 
 from minitri.core.errors import shorten
 
@@ -21,11 +18,3 @@ def problem_with(check: Callable[[], None]) -> str:
     except Exception as failure:  # a compiler of kernels may raise anything
         return shorten(failure, 80) or repr(failure)
     return ""
-
-
-@cache
-def num_processors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU; 4 for a CPU, where kernels are interpreted."""
-    if device.type == "cpu":
-        return 4
-    return torch.cuda.get_device_properties(device).multi_processor_count

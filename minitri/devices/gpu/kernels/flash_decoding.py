@@ -9,13 +9,12 @@ Legend: B batch, S slots, K KV heads, H heads, G = H / K, D head dim, T tokens, 
 """
 
 import math
+from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-from minitri.devices.gpu.kernels import num_processors
 
 NUM_KEYS = 64  # keys that a program reads at a time
 MAX_ROWS = 64  # rows of queries per program; another program with more rows reads K and V again
@@ -117,6 +116,14 @@ def tile_sizes(num_rows: int, dtype: torch.dtype, *, has_rule: bool) -> dict[str
     keys = NUM_KEYS // 4 if is_wide else NUM_KEYS
     warps = 8 if is_wide or has_rule or rows == 32 else 4
     return {"ROWS": rows, "NUM_KEYS": keys, "num_warps": warps}
+
+
+@cache
+def num_processors(device: torch.device) -> int:
+    """Number of multiprocessors of a GPU; 4 for a CPU, where kernels are interpreted."""
+    if device.type == "cpu":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def attend_short_block(
