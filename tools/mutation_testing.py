@@ -49,40 +49,12 @@ MOST_TESTS = 300
 MOST_SECONDS = 60.0
 """... and the seconds that they took when they were recorded."""
 
-OPERATORS = {
-    "<": "<=",
-    "<=": "<",
-    ">": ">=",
-    ">=": ">",
-    "==": "!=",
-    "!=": "==",
-    "is not": "is",
-    "is": "is not",
-    "not in": "in",
-    "in": "not in",
-    "+": "-",
-    "-": "+",
-    "*": "+",
-    "/": "*",
-    "//": "*",
-    "%": "+",
-    "**": "*",
-    "and": "or",
-    "or": "and",
-    "|": "&",
-    "&": "|",
-}
-NAMES = {
-    "min": "max",
-    "max": "min",
-    "any": "all",
-    "all": "any",
-    "clamp_min": "clamp_max",
-    "clamp_max": "clamp_min",
-    "amax": "amin",
-    "cumprod": "cumsum",
-    "zeros": "ones",
-}
+BOTH_WAYS = {"<": "<=", ">": ">=", "==": "!=", "is": "is not", "in": "not in", "+": "-", "|": "&"}
+BOTH_WAYS |= {"and": "or", "min": "max", "any": "all", "clamp_min": "clamp_max"}
+ONE_WAY = {"*": "+", "/": "*", "//": "*", "%": "+", "**": "*"}
+ONE_WAY |= {"amax": "amin", "cumprod": "cumsum", "zeros": "ones"}
+REPLACED = BOTH_WAYS | {new: old for old, new in BOTH_WAYS.items()} | ONE_WAY
+"""Operators and names, by what takes their place."""
 DROPPED_CALLS = ("clone", "clamp_min", "clamp_max", "clamp_", "double", "float", "flip")
 MEASURED = re.compile(r"perf_counter|stats|seconds|num_bytes|assert|raise|log\.|Error")
 """Lines that only measure or complain are left as they are."""
@@ -148,8 +120,8 @@ class Finder(ast.NodeVisitor):
         """Another operator between two expressions."""
         start, end = self.end(left), self.start(right)
         match = re.search(rb"[^\s()]+( not| in)?", self.source[start:end])
-        if match and match[0].decode() in OPERATORS:
-            new = OPERATORS[match[0].decode()]
+        if match and match[0].decode() in REPLACED:
+            new = REPLACED[match[0].decode()]
             self.add(start + match.start(), start + match.end(), new)
 
     def visit_Compare(self, node: ast.Compare) -> None:
@@ -183,12 +155,12 @@ class Finder(ast.NodeVisitor):
             self.add(self.start(node), self.end(node), str(node.value + 0.5))
 
     def visit_Name(self, node: ast.Name) -> None:
-        if node.id in NAMES:
-            self.add(self.start(node), self.end(node), NAMES[node.id])
+        if node.id in REPLACED:
+            self.add(self.start(node), self.end(node), REPLACED[node.id])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if node.attr in NAMES:
-            self.add(self.end(node) - len(node.attr), self.end(node), NAMES[node.attr])
+        if node.attr in REPLACED:
+            self.add(self.end(node) - len(node.attr), self.end(node), REPLACED[node.attr])
         self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -343,9 +315,7 @@ def fate(copy: Path, tests: list[str], limit: float) -> tuple[str, float]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the map of the tests")
     parser.add_argument("--map", type=Path, metavar="FILE", help="the map to use")
     parser.add_argument("--seed", type=int, default=1)

@@ -5,7 +5,7 @@
 
 The grid is a list of runs ("cases") on one CPU thread: every method, policy, kind of drafter and
 way to sample, streams with a cancelled request, prompts that begin with cached K and V,
-log-probabilities, trees, answers of a server; most with tiny random models, some with SmolLM2-135M.
+log-probabilities, trees; most with tiny random models, some with SmolLM2-135M.
 A record of a case holds token ids, texts, counts of accepted guesses, and a digest of every tensor
 that an LM head returned, in call order, which pins the logits of all levels bit for bit.
 
@@ -27,12 +27,9 @@ import json
 import operator
 import platform
 import random
-import re
-import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -45,8 +42,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 import minitri
+from minitri.apps.cli.arguments import OneLineParser
+from minitri.apps.cli.exits import program
+from minitri.core.errors import explain
+from minitri.core.model.llama import Llama
+from minitri.devices.cpu.kernels import load_kernels
+from minitri.files.checkpoint import placements
+from minitri.files.hf_config import read_config
 from tools.paper.baselines.policies import speculation_with
-from tools.paper.study import commit
+from tools.paper.study import commit, machine
 
 Settings = dict[str, Any]
 """Settings of a case: fields of minitri's settings, and model, draft, dtype, prompts, seed."""
@@ -55,7 +59,7 @@ Axis = dict[str, Settings]
 
 ORIGINS = {"draft": "d", "retrieval": "r", "recovered": "x", "bonus": "b"}
 COUNTS = ("name", "num_rounds", "num_draft_tokens", "num_tested_tokens", "num_accepted_tokens")
-MACHINE = ("processor", "isa", "capability", "torch", "python")
+MACHINE = ("processor", "kernels", "capability", "torch", "python")
 """Parts of the header on which the last bits, or the prompts, may depend."""
 
 TINY: Settings = {
@@ -89,7 +93,6 @@ REAL: Settings = {
     "max_new_tokens": 32,
     "rebuild_stride": 16,
 }
-SERVER: Settings = {**TINY, "prompts": "strings", "run": "server"}
 GREEDY: Axis = {"greedy": {"temperature": 0.0}}
 SAMPLED: Axis = {"sampled": {}}
 COUPLED: Axis = {"coupled": {"coupled": True}}
@@ -169,7 +172,6 @@ def all_cases() -> dict[str, Settings]:
             cross("reuse", RAGGED, over("run", "again", "snapshot"), dtypes, cached, samplers),
             cross("logprobs", RAGGED, over("logprobs", 0, 3), dtypes, methods, SAMPLED),
             cross("tree", TREE, over("tree", "4x2"), f32, naive | triforce, samplers),
-            cross("server", SERVER, over("method", "autoregressive", "triforce"), SAMPLED | GREEDY),
             cross("real", REAL, f32, methods, GREEDY),
             cross("real", REAL, bf16, methods, SAMPLED),
             cross("real", REAL, f32, triforce, SAMPLED | COUPLED),
@@ -223,27 +225,7 @@ def write_tokenizer(folder: Path) -> None:
 
 def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
     """Every tensor of a small Llama under its Hugging Face name."""
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    kv = hidden // config["num_attention_heads"] * config["num_key_value_heads"]
-    rows = {
-        "self_attn.q_proj": (hidden, hidden),
-        "self_attn.k_proj": (kv, hidden),
-        "self_attn.v_proj": (kv, hidden),
-        "self_attn.o_proj": (hidden, hidden),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config["vocab_size"], hidden)}
-    if not config["tie_word_embeddings"]:
-        shapes[HEAD] = shapes[EMBEDDING]
-    for layer, (name, shape) in itertools.product(range(config["num_hidden_layers"]), rows.items()):
-        shapes[f"model.layers.{layer}.{name}.weight"] = shape
-        if "self_attn" in name and config.get("attention_bias"):
-            shapes[f"model.layers.{layer}.{name}.bias"] = shape[:1]
-    shapes["model.norm.weight"] = (hidden,)
+    model = Llama(read_config(config, "tiny"), dtype=torch.float32, device=torch.device("meta"))
     generator = torch.Generator().manual_seed(seed)
 
     def scale(name: str) -> float:  # the first layer's MLP does most, so that one layer can draft
@@ -252,8 +234,8 @@ def random_weights(config: Mapping[str, Any], seed: int) -> dict[str, Tensor]:
         return 0.06 if "layers" in name else 0.4
 
     return {
-        name: torch.randn(shape, generator=generator) * scale(name) + float("norm" in name)
-        for name, shape in shapes.items()
+        name: torch.randn(place.shape, generator=generator) * scale(name) + float("norm" in name)
+        for name, place in placements(model).items()
     }
 
 
@@ -366,8 +348,6 @@ def settings_for(kind: Any, rest: Settings) -> Any:
 def run_case(folder: Path, settings: Settings) -> dict[str, Any]:
     """Runs a case; returns the record that a later commit has to reproduce."""
     rest = dict(settings)
-    if rest.get("run") == "server":
-        return run_server(folder, settings)
     place = {key: rest.pop(key, None) for key in ("model", "draft", "dtype", "rope_scaling")}
     prompts, seed = prompts_of(rest.pop("prompts")), rest.pop("seed")
     run = RUNS[rest.pop("run", "batch")]
@@ -435,33 +415,6 @@ def run_snapshot(
     return events
 
 
-def run_server(folder: Path, settings: Settings) -> dict[str, Any]:
-    """Answers of a server to requests that come one after the other."""
-    place, names = folder / settings["model"], ("method", "gamma1", "gamma2", "budget")
-    flags = [f"--{name.replace('_', '-')}={settings[name]}" for name in names]
-    flags += [f"--model={place / 'target'}", f"--draft={place / settings['draft']}"]
-    flags += ["--port=0", f"--dtype={settings['dtype']}"]
-    command = [sys.executable, "-m", "minitri", "serve", *flags]
-    fields = {"max_tokens": 32, "ignore_eos": True, "logprobs": 2}
-    fields |= {"temperature": settings["temperature"]}
-    answers = []
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        try:
-            lines = iter(server.stderr or ())
-            url = next(found[0] for line in lines if (found := re.search(r"http://\S+/v1", line)))
-            for seed, prompt in enumerate(prompts_of(settings["prompts"])):
-                body = json.dumps({**fields, "prompt": prompt, "seed": seed}).encode()
-                kind = {"Content-Type": "application/json"}
-                request = urllib.request.Request(f"{url}/completions", body, kind)
-                with urllib.request.urlopen(request) as response:
-                    answer = json.load(response)
-                answers.append([answer["choices"], answer["usage"]])
-        finally:
-            server.terminate()
-    digest = hashlib.sha256(json.dumps(answers, sort_keys=True).encode()).hexdigest()[:16]
-    return {"settings": settings, "texts": [a[0][0]["text"] for a in answers], "digest": [digest]}
-
-
 RUNS = {"batch": run_batch, "stream": run_stream, "again": run_again, "snapshot": run_snapshot}
 
 
@@ -490,15 +443,12 @@ def record_of(settings: Settings, events: list[Any], calls: list[str]) -> dict[s
 
 def header() -> dict[str, Any]:
     """Revision, processor and versions of a record."""
-    known = Path("/proc/cpuinfo")
-    lines = known.read_text().splitlines() if known.exists() else []
-    cpu = {key.strip(): text.strip() for key, _, text in (line.partition(":") for line in lines)}
-    isa = [flag for flag in cpu.get("flags", "").split() if flag.startswith(("avx512", "amx"))]
+    kernels = load_kernels()
     return {
         "minitri": str(Path(minitri.__file__).resolve().parent),
         "revision": commit(),
-        "processor": cpu.get("model name", platform.processor()),
-        "isa": sorted(isa),
+        "processor": machine(),
+        "kernels": kernels and kernels.instructions,
         "capability": torch.backends.cpu.get_cpu_capability(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -555,19 +505,13 @@ def check(before: dict[str, Any], cases: dict[str, Settings]) -> int:
 
 
 def read_record(file: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise minitri.InputError(f"cannot read {file} ({error}); make it with --record") from None
-    if not isinstance(found, dict) or not {"header", "cases"} <= set(found):
-        raise minitri.InputError(f"{file} is no record of a grid; make it with --record")
-    return found
+    with explain(f"{file} is no record of a grid", "make one with --record"):
+        record = json.loads(file.read_text())
+        return {key: record[key] for key in ("header", "cases")}
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def build_parser() -> OneLineParser:
+    parser = OneLineParser(prog="python -m tools.regression_grid", description=__doc__)
     add = parser.add_mutually_exclusive_group(required=True).add_argument
     add("--record", type=Path, metavar="FILE", help="run the grid, write FILE (JSON)")
     text = "run the grid, print what differs from FILE; exit code 1 if anything does"
@@ -587,8 +531,8 @@ def wanted(cases: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def main() -> int:
-    args = build_parser().parse_args()
+def run_command(args: argparse.Namespace) -> int:
+    """Records or checks the grid; returns the exit code."""
     cases = wanted(all_cases(), args)
     if args.record:
         args.record.touch()  # before minutes of work
@@ -598,12 +542,7 @@ def main() -> int:
     return check({**before, "cases": wanted(before["cases"], args)}, cases)
 
 
+main = program(build_parser, run_command)
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except (minitri.InputError, OSError) as error:
-        print(f"regression_grid: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("regression_grid: interrupted", file=sys.stderr)
-        sys.exit(130)
+    main()

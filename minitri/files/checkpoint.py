@@ -81,7 +81,7 @@ def load_model(
     packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
     if kernels:
         use_kernels(model, kernels)
-        computed_by = f"{identity()} {kernels.instructions} {kernels.num_threads}"
+        computed_by = f"{identity(kernels.library)} {kernels.instructions} {kernels.num_threads}"
         if in_blocks and isinstance(checkpoint, GgufFile):
             forms = checkpoint.quantized()
             split_projections(model, forms, kernels)

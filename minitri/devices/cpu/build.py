@@ -1,7 +1,8 @@
-"""Builds the CPU kernels: compiles a C++ file for this processor when it is first needed.
+"""Finds the CPU kernels in the wheel, or compiles them for this processor when first needed.
 
-The name of a library has a digest of the sources, flags, $CXX and instructions of the processor, so
-that no library of another machine or version is used. A built library needs no compiler.
+A wheel has a library for each of LEVELS; the best that the processor can run is used, unless CXX
+names a compiler. Names of libraries have a digest of the sources, and of what was built here also
+of flags, $CXX and processor, so that no library of another machine or version is used.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,6 +23,11 @@ COMPILERS = ("c++", "g++", "clang++")
 FLAGS = ("-std=c++17", "-O3", "-shared", "-fPIC", "-pthread", "-w")
 # The compiler's names of instruction sets, by the values of MINITRI_KERNELS.
 VARIANTS = {"": "native", "avx2": "x86-64-v3", "avx512": "x86-64-v4"}
+V3 = "avx2 bmi1 bmi2 f16c fma abm movbe"
+V4 = f"{V3} avx512f avx512bw avx512cd avx512dq avx512vl"
+BF16 = f"{V4} avx512_bf16 avx512_vnni"
+LEVELS = {"amx": f"{BF16} amx_bf16", "bf16": BF16, "avx512": V4, "avx2": V3, "neon": "asimd"}
+"""What /proc/cpuinfo says of a processor that can run a library of a wheel; the best one first."""
 SOURCE = Path(__file__).with_name("kernels.cpp")
 CPUINFO = Path("/proc/cpuinfo")
 IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU ")
@@ -29,12 +36,13 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 
 def load_library(source: Path) -> ctypes.CDLL:
     """Loads the library of a C++ file, and builds it first if necessary. Raises `OSError`."""
-    with suppress(OSError, InputError):
-        return ctypes.CDLL(str(built_library(source)))
+    for found in candidates(source):
+        with suppress(OSError):
+            return ctypes.CDLL(str(found))
     compiler = _compiler()
     log.info("building the CPU kernels (once, up to a minute)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        built = Path(folder, "kernels.so")
+        built = Path(folder, _built_name(source))
         _compile(compiler, *FLAGS, str(source), "-o", str(built))
         library = ctypes.CDLL(str(built))
         try:
@@ -47,10 +55,28 @@ def load_library(source: Path) -> ctypes.CDLL:
 
 
 def has_kernels() -> bool:
-    """Whether the CPU kernels are built, or a compiler could build them."""
-    with suppress(OSError, InputError):
-        return built_library(SOURCE).exists() or bool(_compiler())
+    """Whether there are CPU kernels, or a compiler that could build them."""
+    with suppress(OSError):
+        return any(candidates(SOURCE)) or bool(_compiler())
     return False
+
+
+def candidates(source: Path) -> Iterator[Path]:
+    """Libraries that this processor can run, best first: of a wheel, then the one built here."""
+    wanted = os.environ.get("MINITRI_KERNELS", "")
+    if CPUINFO.exists() and not os.environ.get("CXX"):
+        found = {file.name.split("-")[1]: file for file in source.parent.glob(wheel_name(source))}
+        words = {*CPUINFO.read_text("utf-8", "replace").split()}
+        for level, needed in LEVELS.items():
+            if level in found and wanted in ("", level) and words.issuperset(needed.split()):
+                yield found[level]
+    with suppress(OSError, InputError):
+        yield from filter(Path.exists, [built_library(source)])
+
+
+def wheel_name(source: Path, level: str = "*", compiler: str = "*") -> str:
+    """Name of a library in a wheel; by default the pattern of all that fit the source."""
+    return f"{source.stem}-{level}-{_digest(source)}-{compiler}.so"
 
 
 def built_library(source: Path) -> Path:
@@ -61,14 +87,23 @@ def built_library(source: Path) -> Path:
     status = folder.stat()
     if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
         raise PermissionError(f"others can write to {folder}; delete it, or set MINITRI_WEIGHTS")
-    return folder / f"{source.stem}-{identity(source)}.so"
+    return folder / _built_name(source)
 
 
-def identity(source: Path = SOURCE) -> str:
-    """Digest of sources, flags, processor: they decide bits. Raises `InputError`, `OSError`."""
+def identity(library: ctypes.CDLL) -> str:
+    """Digest of a library's name and the processor: they decide bits. Raises `OSError`."""
+    return _digest(SOURCE, Path(library._name).name, *_instructions())
+
+
+def _built_name(source: Path) -> str:
+    depends_on = (os.environ.get("CXX", ""), architecture(), *_instructions())
+    return f"{source.stem}-{_digest(source, *depends_on)}.so"
+
+
+def _digest(source: Path, *others: str) -> str:
+    """Digest of a C++ file, its headers, flags and other texts."""
     sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
-    depends_on = [*sources, os.environ.get("CXX", ""), *FLAGS, architecture(), *_instructions()]
-    return hashlib.sha256("\0".join(depends_on).encode()).hexdigest()[:16]
+    return hashlib.sha256("\0".join([*sources, *FLAGS, *others]).encode()).hexdigest()[:16]
 
 
 def architecture() -> str:

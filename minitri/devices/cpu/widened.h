@@ -35,7 +35,8 @@ inline void transpose_square(Vec r[LANES]) {
             t[2 * i] = zip<0>(r[i], r[i + LANES / 2], all);
             t[2 * i + 1] = zip<LANES / 2>(r[i], r[i + LANES / 2], all);
         }
-        std::copy(t, t + LANES, r);
+        // A template of the library would forget that these vectors need not be aligned.
+        for (int i = 0; i < LANES; ++i) r[i] = t[i];
     }
 }
 

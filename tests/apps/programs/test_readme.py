@@ -39,7 +39,7 @@ ADDED = {
     "--max-new-tokens 4",
 }
 """Commands to run, each with flags that come after its own."""
-OTHERS = ("torchrun ", "python -m tools.bench", "python -m pytest", "python3 -m venv", "pytest ")
+OTHERS = ("torchrun ", "python -m tools.b", "python -m pytest", "python3 -m venv", "pytest ")
 OTHERS += ("minitri audit ", "minitri serve", "pip install")
 """Beginnings of commands that need two GPUs, other programs, a server, an index of packages, or are
 this suite."""

@@ -112,6 +112,57 @@ def test_a_library_that_is_built_takes_no_compiler(source, tmp_path, monkeypatch
         load_library(source)
 
 
+ANSWERS = {level: number for number, level in enumerate(build.LEVELS)}
+
+
+@pytest.fixture
+def wheel(source, tmp_path, monkeypatch) -> Path:
+    """A library for each level, with an answer of its own, next to the source, as in a wheel; the
+    file that stands for /proc/cpuinfo."""
+    for level, number in ANSWERS.items():
+        file = source.with_name(build.wheel_name(source, level, "compiler2.1"))
+        code = f'extern "C" int answer() {{ return {number}; }}'
+        subprocess.run([REAL, *build.FLAGS, "-xc++", "-", "-o", file], input=code.encode())
+    monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
+    monkeypatch.setenv("PATH", "")
+    return build.CPUINFO
+
+
+def test_the_best_library_of_a_wheel_that_the_processor_can_run_is_loaded(
+    source, wheel, cache, monkeypatch
+):
+    """Without a compiler, and without the cache. Each computes by bits of its own."""
+    identities = set()
+    for level, number in ANSWERS.items():
+        wheel.write_text(f"processor\t: 0\nflags\t\t: fpu {build.LEVELS[level]}\n")
+        library = load_library(source)
+        assert library.answer() == number
+        identities.add(build.identity(library))
+    assert len(identities) == len(ANSWERS)
+    wheel.write_text(f"flags\t: {build.LEVELS['amx']}\n")
+    monkeypatch.setenv("MINITRI_KERNELS", "avx512")
+    assert load_library(source).answer() == ANSWERS["avx512"]
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("case", ["below v3", "damaged", "CXX", "other sources"])
+def test_where_no_library_of_a_wheel_fits_one_is_built(case, source, wheel, cache, monkeypatch):
+    words = build.LEVELS["avx2"]
+    wheel.write_text(f"flags\t: {words.replace('avx2', 'avx') if case == 'below v3' else words}\n")
+    if case == "damaged":
+        for file in source.parent.glob("*avx2*.so"):
+            file.write_bytes(bytes(9999))
+    if case == "other sources":
+        (source.parent / "new.h").touch()
+    if case != "CXX":
+        with pytest.raises(OSError, match="apt install"):
+            load_library(source)
+    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("CXX", REAL)
+    assert load_library(source).answer() == 42
+    assert len([*cache.iterdir()]) == 1
+
+
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder", "others may write", "no folder"])
 def test_a_damaged_library_or_cache_is_not_used(damage, source, cache, monkeypatch, caplog):
     load_library(source)
