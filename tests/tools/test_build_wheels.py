@@ -4,7 +4,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,9 +37,7 @@ def test_an_installed_wheel_computes_by_its_kernels_without_a_compiler(tmp_path,
     environment = {**environment, **places, "XDG_CACHE_HOME": str(home), "CXX": ""}
     flags = ["--model", real_weights, "--draft", "smollm2-135m-draft", "--method", "triforce"]
     command = [sys.executable, "-m", "minitri", "The sea was", "-n", "8", "--bitwise", *flags]
-    started = time.monotonic()
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert (done.returncode, "building" in done.stderr) == (0, False), done.stderr
     assert len(done.stdout) > 10
-    assert time.monotonic() - started < 20
     assert not (home / "minitri").exists()
