@@ -99,7 +99,7 @@ class PassArguments(Struct):
     """Arguments of the C++ kernel for a pass of all layers of a model over a short block."""
 
     _fields_ = layout(
-        pointers="layers x cos sin keys values raw_keys queries lengths rule",
+        pointers="layers x cos sin keys values raw_keys queries lengths rule seconds",
         integers="L B T W E H K D "
         "kv_layer kv_batch kv_head kv_slot queries_layer is_tiled num_threads",
         doubles="eps scale",

@@ -177,6 +177,7 @@ class KernelLayers(Layers):
         arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
         arguments.fill(raw_keys=raw_keys, scale=first.residual_scale)
+        arguments.seconds = self.kernels.seconds
         kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
         arguments.is_tiled = isinstance(cache.keys, Tiles)

@@ -45,6 +45,7 @@ class Kernels:
         self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
         """By dtype how many numbers a vector lane multiplies at once; see `tiled_slots`."""
         self.num_threads = num_threads
+        self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
