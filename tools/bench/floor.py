@@ -76,7 +76,7 @@ def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConf
     """A greedy run of the model alone, which reads the prompt from its start."""
     engine.release()
     alone = SpeculationConfig("autoregressive")
-    return engine.generate(prompt, generation=generation, speculation=alone, seed=0)
+    return engine.generate(prompt, generation=generation, speculation=alone, seed=0, temperature=0)
 
 
 def profile_decoding(

@@ -211,11 +211,16 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
     return group
 
 
-def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
-    """Adds the flags of sampling, grammar and speculation. A sampling flag that is not given is
-    None, and the model's files decide."""
-    title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
-    add_flags(parser, *SAMPLING, "seed", title=title)
+def add_sampling_flags(parser: argparse.ArgumentParser, *others: str, note: str = "") -> None:
+    """Adds the flags of sampling, which are None if they are not given, and `others`."""
+    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
+    add_flags(parser, *SAMPLING, *others, title=f"sampling{note} (default: {how})")
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
+
+
+def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of sampling, grammar and speculation."""
+    add_sampling_flags(parser, "seed")
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
@@ -223,7 +228,6 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     add("--json-object", const="json_object", nargs=0, help="any object of JSON")
     add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
     add("--grammar", const="lark", metavar="FILE", help="text of the rule `start` in Lark")
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
     add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
 
 
@@ -231,7 +235,7 @@ def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a program that compares methods, but for their names."""
     add_flags(parser, *MODEL, "json", *MEMORY)
     add_flags(parser, "draft", *SIZES, title="speculation")
-    add_flags(parser, *SAMPLING, "seed", title="sampling")
+    add_flags(parser, *SAMPLING, "seed", title="sampling (whatever the model recommends)")
 
 
 def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:

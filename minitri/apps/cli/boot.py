@@ -10,7 +10,7 @@ from minitri import GenerationConfig, InputError, SamplingParams
 from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.inputs import encode
 from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.cli.report import outline, where
+from minitri.apps.cli.report import how_sampled, outline, where
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
@@ -59,23 +59,16 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 
 
 def sampling_of(
-    args: Namespace,
-    engine: "minitri.Engine",
-    *work: str,
-    otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    args: Namespace, engine: "minitri.Engine", *work: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else by the model's files, or else `otherwise`; and the seed, drawn
-    if no flag gives it. Logs the model, `work` (notes) and the sampling."""
-    plain = SamplingParams()
-    advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
-    sampling = taken(SamplingParams, args, advised)
-    changes = {name: value for name, value in vars(sampling).items() if value != vars(plain)[name]}
+    """Sampling by the flags, or else as the engine has it, and the seed. Logs the model, `work`
+    (notes) and the sampling. A seed that is drawn counts as one that a flag has given."""
+    sampling = taken(SamplingParams, args, engine.sampling_defaults)
+    if sampling.temperature and args.seed is None:
+        args.seed = join().ask_first(draw_seed)
     seed: int = args.seed or 0
-    if sampling.temperature:
-        seed = changes["seed"] = join().ask_first(draw_seed) if args.seed is None else seed
-    how = ", ".join(f"{name} {shorten(value, 80)}" for name, value in changes.items()) or "greedy"
     model = "{}, {dtype} on {device}".format(engine.config.name, **where(engine.model))
-    log.info("%s", "; ".join((model, *work, how)))
+    log.info("%s", "; ".join((model, *work, how_sampled(sampling, seed))))
     return sampling, seed
 
 

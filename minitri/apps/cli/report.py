@@ -3,10 +3,13 @@
 import json
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import minitri
+from minitri import SamplingParams
 from minitri.apps.cli.arguments import UNUSED
+from minitri.core.errors import shorten
 from minitri.core.requests import Row
 
 if TYPE_CHECKING:
@@ -37,6 +40,15 @@ def where(model: "Llama") -> dict[str, str]:
     }
 
 
+def how_sampled(sampling: SamplingParams, seed: int) -> str:
+    """The settings that are not neutral, with the seed where random numbers count."""
+    greedy = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # which change no greedy text
+    fields = vars(sampling if sampling.temperature else greedy)
+    neutral = vars(SamplingParams())
+    words = [f"{key} {shorten(fields[key], 80)}" for key in fields if fields[key] != neutral[key]]
+    return ", ".join([*words, f"seed {seed}"] if sampling.temperature else ["greedy", *words])
+
+
 def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
@@ -49,7 +61,10 @@ def outline(run: "minitri.Generation") -> str:
     if total and stats.levels:
         counts = [row.stats.by_origin for row in run.rows]
         num_guessed = sum(count["draft"] + count["retrieval"] for count in counts)
-        line += f", {num_guessed / total:.0%} guessed"
+        line += f"; {num_guessed / total:.0%} of them were proposed ahead and confirmed"
+    if len(run.rows) == 1:
+        request = run.rows[0].request
+        line += f"; {how_sampled(request.sampling, request.seed or 0)}"
     return line
 
 

@@ -62,16 +62,14 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_fields(parser, ServeFlags)
     arguments.add_fields(parser.add_argument_group("clients"), Access)
     arguments.add_flags(parser, *arguments.MEMORY)
-    title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
-    arguments.add_flags(parser, *arguments.SAMPLING, title=title)
-    parser.set_defaults(temperature=1.0)
+    note = " where a request does not say; a GPU's graphs know no other kinds of filters"
+    arguments.add_sampling_flags(parser, note=note)
     arguments.add_flags(parser, *{*arguments.SPECULATION} - {"coupled"}, title="speculation")
     return parser
 
 
 def run_command(args: Namespace) -> None:
     """Answers requests until Ctrl-C."""
-    sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.digests or access.is_for_one)
@@ -88,6 +86,7 @@ def run_command(args: Namespace) -> None:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
         engine = boot(args)
+        sampling = arguments.taken(SamplingParams, args, engine.sampling_defaults)
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
             names = [*dict.fromkeys([engine.config.name, Path(args.model).name])]
