@@ -35,7 +35,7 @@ def run_floor(args: argparse.Namespace) -> None:
     num_new = args.max_new_tokens
     generation = taken(GenerationConfig, args)
     args.method = "autoregressive"
-    engine, [prompt] = load_engine(args, [text])
+    engine, [prompt] = load_engine(args, text)
     all_stats = []
     for _ in range(args.repeats):
         run = plain_decoding(engine, prompt, generation)

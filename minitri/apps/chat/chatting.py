@@ -196,8 +196,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
     parser = arguments.OneLineParser(
         "chat",
-        "--document novel.txt",
-        "--document a.txt b.pdf --fit --system 'Answer in one sentence.' --temperature 0.6",
         description="Answers questions, about documents that are read once. While it runs: "
         + ", ".join(f"/{name}" for name in COMMANDS),
     )
@@ -219,6 +217,7 @@ def run_command(args: Namespace) -> None:
     opened = open_engine(args)
     talk = Conversation(opened.tokenizer, args.system)
     talk = talk.with_documents(documents, opened.config, args)
+    minitri.loader.suggest_larger(args.model)
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)

@@ -18,12 +18,7 @@ from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
 
-def boot(args: Namespace) -> "minitri.Engine":
-    """The engine of the flags. Raises `InputError`."""
-    return load_weights(args, open_engine(args))
-
-
-def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[minitri.Engine, list[list[int]]]":
+def load_engine(args: Namespace, *texts: str) -> "tuple[minitri.Engine, list[list[int]]]":
     """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
     prompts = [encode(text, opened, args) for text in texts]
@@ -67,7 +62,8 @@ def sampling_of(
     if sampling.temperature and args.seed is None:
         args.seed = join().ask_first(draw_seed)
     seed: int = args.seed or 0
-    model = "{}, {dtype} on {device}".format(engine.config.name, **where(engine.model))
+    size = f"{engine.model.num_bytes / 1e6:.0f} MB of weights"
+    model = "{}, {}, {dtype} on {device}".format(engine.config.name, size, **where(engine.model))
     log.info("%s", "; ".join((model, *work, how_sampled(sampling, seed))))
     return sampling, seed
 

@@ -1,6 +1,7 @@
 """Results of a run: a line and tables for people, objects of JSON for programs."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,8 +16,7 @@ from minitri.core.requests import Row
 if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
 
-Json = dict[str, Any]
-"""An object of JSON."""
+Json = dict[str, Any]  # an object of JSON
 _NO_TEXT = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD800, 0xE000))}
 """Escapes of ends of lines for some readers of JSON, and of lone surrogates."""
 
@@ -40,6 +40,16 @@ def where(model: "Llama") -> dict[str, str]:
     }
 
 
+def progress_bar(args: Namespace, **settings: Any) -> Any:
+    """A bar with the time to go, at a terminal; else, as in a log, a line every 10 seconds."""
+    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
+
+    if not sys.stderr.isatty():
+        line = "{desc}{n_fmt} of {total_fmt}{unit}, {elapsed}, {remaining} to go\n"
+        settings |= {"bar_format": line, "delay": 10, "mininterval": 10, "leave": False}
+    return tqdm(disable=args.quiet, **settings)
+
+
 def how_sampled(sampling: SamplingParams, seed: int) -> str:
     """The settings that are not neutral, with the seed where random numbers count."""
     greedy = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # which change no greedy text
@@ -55,7 +65,7 @@ def outline(run: "minitri.Generation") -> str:
     total = stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
     line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for "
-    line += f"{stats.num_prefilled_tokens} tokens of the prompt"
+    line += f"{stats.num_prefilled_tokens} tokens of the prompt and warm-up"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from minitri import InputError
-from minitri.apps.cli.boot import boot
+from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.jsonl import Line, answers
 from minitri.apps.cli.report import Json
 from minitri.core.errors import explain, shorten
@@ -70,5 +70,5 @@ class Replica:
 
     def answers(self, lines: list[Line]) -> list[Json]:
         """Answers lines; the first call reads the weights."""
-        self._engine = self._engine or boot(self._args)
+        self._engine = self._engine or load_engine(self._args)[0]
         return [*answers(lines, self._args, self._engine)]

@@ -29,10 +29,10 @@ ADDED = {
     "--logprobs 3": "",
     'minitri "The sea was" --method triforce': "-n 8",
     "minitri chat": "-n 8",
-    "minitri score novel.txt": "--max-prompt-tokens 300",
+    "minitri score novel.txt --max-prompt-tokens 8000": "--max-prompt-tokens 300",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 8 --num-samples 64 "
     "--method naive",
-    "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1 --method naive",
+    "minitri bench --compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
     "minitri plan --gpu rtx4090": "",
     "python -m tools.paper": "",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
