@@ -1,8 +1,7 @@
 """The benchmark: prefill and decoding speed of one method, or of several, interleaved.
 
-Every prompt is read once, cold, and every run starts after it; tokens that a method reads again are
-added to its prefill time. Runs are interleaved, each round in another order, so that a drifting
-machine is as slow for all. Prints medians with the range over prompts and seeds, or JSON.
+Every prompt is read once, cold; tokens that a method reads again are added to its prefill time.
+Runs are interleaved, each round in another order, so that a drifting machine is as slow for all.
 """
 
 import argparse

@@ -63,9 +63,8 @@ def encode(
     args: Namespace,
     num_new: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only the
-    text is cut to --max-prompt-tokens, or else to `args.usual_tokens` if there are any, as far as
-    they fit, not BOS or the chat template. Raises `InputError`."""
+    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only text is
+    cut, to --max-prompt-tokens or what fits of `args.usual_tokens`. Raises `InputError`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):

@@ -5,12 +5,14 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import minitri
 from minitri import SamplingParams
 from minitri.apps.cli.arguments import UNUSED
 from minitri.core.errors import shorten
+from minitri.core.log import log
 from minitri.core.requests import Row
 
 if TYPE_CHECKING:
@@ -18,11 +20,10 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]  # an object of JSON
 _NO_TEXT = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD800, 0xE000))}
-"""Escapes of ends of lines for some readers of JSON, and of lone surrogates."""
 
 
 def json_line(content: Json) -> str:
-    """An object of JSON in one line for all readers, which UTF-8 can write."""
+    """An object of JSON in one line, with escapes for all readers, and of lone surrogates."""
     return json.dumps(content, ensure_ascii=False).translate(_NO_TEXT)
 
 
@@ -45,8 +46,9 @@ def progress_bar(args: Namespace, **settings: Any) -> Any:
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     if not sys.stderr.isatty():
-        line = "{desc}{n_fmt} of {total_fmt}{unit}, {elapsed}, {remaining} to go\n"
-        settings |= {"bar_format": line, "delay": 10, "mininterval": 10, "leave": False}
+        file = SimpleNamespace(write=lambda it: it.strip() and log.info(it.strip()), flush=int)
+        line = "{desc} {n_fmt} of {total_fmt}{unit}, {remaining} to go"
+        settings |= {"file": file, "bar_format": line, "delay": 10, "mininterval": 10}
     return tqdm(disable=args.quiet, **settings)
 
 

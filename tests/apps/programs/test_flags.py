@@ -10,7 +10,7 @@ import torch
 
 import minitri
 from minitri import Engine, SamplingParams, generate, loader
-from minitri.apps.cli import arguments, inputs
+from minitri.apps.cli import arguments, inputs, scoring
 from minitri.files.hf_config import USUAL
 from tests.conftest import edit_json
 
@@ -116,7 +116,7 @@ def test_examples_about_a_novel_fit_the_default_model(real_weights, long_text):
     lines = re.findall(r"^minitri (generate|score) (.*novel.txt.*)$", arguments.HELP, re.M)
     assert len(lines) == 3
     for name, line in lines:
-        module = minitri.generate if name == "generate" else minitri.apps.cli.scoring
+        module = generate if name == "generate" else scoring
         words = shlex.split(line.partition(" < ")[0])
         args: Namespace = module.build_parser().parse_args(words)
         assert len(inputs.encode(long_text, opened, args)) == args.max_prompt_tokens

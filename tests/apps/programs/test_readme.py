@@ -24,7 +24,7 @@ ADDED = {
     "< novel.txt": "-n 8 --max-prompt-tokens 600",
     'minitri "A ship, as JSON:" --json-object': "-n 8",
     "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv a.kv": "-n 8 "
-    "--max-prompt-tokens 600",
+    "--max-prompt-tokens 600 --temperature 0",
     f"minitri --model {LLAMA} --prompt-file novel.txt --max-prompt-tokens 120000 --json "
     "--logprobs 3": "",
     'minitri "The sea was" --method triforce': "-n 8",
