@@ -5,7 +5,7 @@ A first program:
     import minitri
 
     with minitri.load("smollm2-135m") as engine:  # or a folder, a GGUF file, a repository ORG/NAME
-        for event in engine.generate("The sea was", max_new_tokens=60, temperature=0.7, top_p=0.9):
+        for event in engine.generate("The sea was", max_new_tokens=60):
             if isinstance(event, minitri.Token):
                 print(event.text, end="", flush=True)
 
@@ -25,10 +25,13 @@ What an engine does; all take the same keywords, and texts or lists of token ids
     engine.close()                   frees everything; `with` does it
 
 Keywords are the fields of SamplingParams (temperature, grammar=minitri.Grammar("regex", "[0-9]+"),
-...; greedy by default), of GenerationConfig (max_new_tokens, stop, logprobs, ...) and of
-SpeculationConfig (method, coupled, ...), which can be given whole, as `sampling=`, `generation=`
-and `speculation=`, too. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with
-the beginning of the last text is not read again: put the document first and the question last.
+...), of GenerationConfig (max_new_tokens, stop, logprobs, ...) and of SpeculationConfig (method,
+coupled, ...), which can be given whole, as `sampling=`, `generation=` and `speculation=`, too, and
+json_schema=. Sampling is by default as the model recommends, else temperature 0.7 and top-p 0.9,
+as in all programs (`engine.sampling_defaults`); temperature=0 is greedy, as is a Request that does
+not say. Without `seed=` one is drawn: `Completion.seed`. What a prompt shares with the beginning of
+the last text is not read again: put the document first and the question last. help(minitri.Engine)
+has more.
 
 load() takes files and devices, MODELS are the names that it knows. Bad input raises InputError.
 Drafter and Policy are protocols for objects of your own.
@@ -71,7 +74,3 @@ def __getattr__(name: str) -> object:
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]

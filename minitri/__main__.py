@@ -2,6 +2,7 @@
 
 Imports next to nothing, so that its help is there at once."""
 
+import os
 import sys
 from importlib import import_module
 
@@ -9,26 +10,13 @@ from minitri import __version__
 from minitri.apps.cli.exits import clean_exits
 from minitri.core.errors import InputError
 
-HELP = """usage: minitri TEXT | minitri PROGRAM ... | ... | minitri
-
-  generate  continues a text; arguments that begin with no program's name are for it
-  chat      questions and answers, about documents if you like
-  serve     the endpoints of OpenAI's API on this machine
-  plan      what fits on a GPU, and how fast it can be
-  bench     speed of every method on this machine
-  selftest  does speculation change the text on your weights?
-  audit     is the sampling of an OpenAI-compatible server lossless?
-  score     log-probabilities and perplexity of a text
-
-examples:
-  minitri "The sea was" -n 40           40 tokens more, by the default model
-  minitri -m llama3.2-1b < novel.txt    a prompt from a file or a pipe
-  minitri generate --help               all flags of a program
-  minitri --list-models                 the models that have names; --version: of minitri
-"""
+HELP_FILE = f"{os.path.dirname(__file__)}/apps/help.txt"  # noqa: PTH120
+with open(HELP_FILE, encoding="utf-8") as file:  # noqa: PTH123
+    HELP = file.read().partition("\nminitri ")[0]
 PROGRAMS = {  # the module and function of each
     "generate": "generate.main",
-    **{name: f"apps.{name}.main" for name in ("plan", "bench")},
+    "plan": "apps.plan.main",
+    "bench": "apps.bench.main",
     "chat": "apps.chat.chatting.main",
     "serve": "apps.serve.serving.main",
     "selftest": "apps.selftest.selftesting.main",

@@ -23,6 +23,7 @@ from minitri.core.shape import MemoryShape
 from minitri.files.kv_store import KVStore
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from minitri.text.chat_template import Message
+from minitri.text.grammar import Grammar
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
@@ -54,7 +55,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
-        """Sampling that the model's generation_config.json recommends; not applied by itself."""
+        """Sampling that `load` found recommended; all texts but those of a `Request` begin here."""
         self.snapshot_note = ""
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, level_type))
         self._memory: MemoryPool | None = pool
@@ -90,7 +91,7 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        sampling: SamplingParams | None = None,
         generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         seed: int | Sequence[int] | None = None,
@@ -98,13 +99,15 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> Generation:
         """Starts a run over one prompt or several; each is a text or a list of token ids.
 
+        `sampling` is by default `sampling_defaults`, as in all programs; temperature 0 is greedy.
         `fields` such as `max_new_tokens=8`, `temperature=0.7` or `method="triforce"` replace those
-        of `sampling`, `generation` and `speculation`; `speculation=False` turns guessing off. A
+        of `sampling`, `generation` and `speculation`, `json_schema` (a dictionary, JSON, or class
+        of pydantic) its grammar; `speculation=False` turns guessing off. A
         `seed` gives row b the seed `seed + b`. Without one each row draws a seed, reported by its
         `End`, and the autotuner uses measured times. A row's tokens depend on its own prompt and
         seed alone, up to rounding; but at a temperature above 0, uncoupled, with method or gammas
         not set, rows share the autotuner's choices. Raises `InputError` before any work."""
-        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
+        sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
         texts = split_prompts(prompts)
         seeds = [None] * len(texts) if seed is None else as_seeds(seed, len(texts))
         requests = [Request(*pair, sampling, generation) for pair in zip(texts, seeds, strict=True)]
@@ -176,7 +179,7 @@ class Engine(AbstractContextManager["Engine"]):
         self,
         *,
         batch_size: int = MAX_ROWS,
-        sampling: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+        sampling: SamplingParams | None = None,
         generation: GenerationConfig | None = None,
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
@@ -190,12 +193,25 @@ class Engine(AbstractContextManager["Engine"]):
         most = self.config.context_length
         if generation is None:
             generation = GenerationConfig(reserve=min(LEAST_ROOM, most))
-        sampling, generation, config = settings_of(sampling, generation, speculation, **fields)
+        sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
         room = generation.reserve
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
         return Generation([], shape, self._pool, self._make_row)
+
+    def _settings(
+        self,
+        sampling: SamplingParams | None = None,
+        *others: Any,
+        json_schema: Any = None,
+        **settings: Any,
+    ) -> list[Any]:
+        """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
+        if json_schema is not None:
+            settings["grammar"] = Grammar("json_schema", json_schema)
+        sampling = self.sampling_defaults if sampling is None else sampling
+        return settings_of(sampling, *others, **settings)
 
     def _run(
         self,
@@ -235,7 +251,7 @@ class Engine(AbstractContextManager["Engine"]):
                 self._worker = self._worker or Worker(open_run)
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
-        sampling, generation, speculation = settings_of(**settings)
+        sampling, generation, speculation = self._settings(**settings)
         row = self._make_row(0, Request(prompt, seed, sampling, generation))
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())

@@ -57,15 +57,7 @@ class GenerateFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri generate`."""
-    parser = arguments.OneLineParser(
-        "generate",
-        "'The sea was' -n 40",
-        "--prompt-file novel.txt --max-prompt-tokens 8000 --temperature 0.6 --top-p 0.9",
-        "--chat 'Why is the sea salty?' --system 'Answer in one sentence.'",
-        "--demo --method triforce --draft suffix --budget 1024 --color",
-        "--prompts questions.jsonl --max-new-tokens 64 > answers.jsonl",
-        description="Generates text from a Llama model after a prompt as long as its context.",
-    )
+    parser = arguments.OneLineParser("generate")
     add_flags = arguments.add_flags
     add_flags(parser, *arguments.MODEL, "json")
     group = arguments.add_prompt_flags(parser, "standard input if piped; demo at a terminal")
@@ -82,14 +74,8 @@ def build_parser() -> arguments.OneLineParser:
 
 def run_command(args: argparse.Namespace) -> int:
     """Runs `minitri generate` by parsed flags; returns the exit code. Raises `InputError`."""
-    if args.system is not None and not args.chat:
-        raise InputError("--system has a text, but nothing is a message; add --chat")
     if args.n > 1 and (args.prompts is not None or args.color):
         raise InputError("--n is for one prompt, without --color; leave one of them out")
-    if args.prompts is None and (args.ray is not None or args.output is not None):
-        raise InputError("--ray and --output are for many prompts; give --prompts FILE")
-    if args.ray is None and args.replicas > 1:
-        raise InputError("--replicas is for --ray; add it, or leave --replicas out")
     if args.ray is not None:
         from minitri.apps.cluster.batch import on_replicas
 
@@ -125,7 +111,7 @@ def one(args: argparse.Namespace) -> int:
 def prepare(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
     text, source = find_prompt(args)
-    engine, [prompt] = boot.load_engine(args, [text])
+    engine, [prompt] = boot.load_engine(args, text)
     sampling, seed = boot.sampling_of(args, engine, f"prompt: {len(prompt)} tokens{source}")
     settings = arguments.taken(GenerationConfig, args)
     requests = [Request(prompt, next_seed(seed, i), sampling, settings) for i in range(args.n)]

@@ -74,6 +74,7 @@ def write_hf_folder(folder: Path, *, seed: int = 0, model_type: str = "llama", *
         mean = float("norm" in name and "gemma" not in model_type)  # Gemma adds 1
         torch.nn.init.normal_(parameter, mean=mean, std=std)
     model.save_pretrained(folder)
+    edit_json(folder / "generation_config.json", do_sample=False)  # greedy where nothing is said
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
     return folder
 

@@ -4,11 +4,13 @@ Whatever happens to the thread of asyncio's requests, nobody waits for ever."""
 import asyncio
 import copy
 import itertools
+import json
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import patch
 
+import pydantic
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from minitri import (
     End,
     Generation,
     GenerationConfig,
+    Grammar,
     InputError,
     Request,
     SamplingParams,
@@ -66,10 +69,28 @@ def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
     messages = [{"role": "user", "content": "Why?"}]
     prompt = engine.tokenizer.encode_chat(messages)
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids
+    with pytest.raises(InputError, match="robot.*; give"):
+        engine.chat([{"role": "robot", "content": "Why?"}])
     for given in (messages, "Why?"):
         assert engine.chat(given, seed=1, **COUPLED).result().token_ids == wanted
     _, [last] = asyncio.run(collect(engine.achat("Why?", seed=1, **COUPLED)))
     assert last.token_ids == wanted
+
+
+class Answer(pydantic.BaseModel):
+    number: int
+
+
+def test_a_schema_is_json_a_dictionary_or_a_class_and_a_keyword_of_its_own(engine):
+    schema = {"enum": [17, "x"]}
+    assert Grammar("json_schema", schema) == Grammar("json_schema", json.dumps(schema))
+    assert Grammar("choice", ["a"]) == Grammar("choice", '["a"]')
+    assert json.loads(Grammar("json_schema", Answer).text)["required"] == ["number"]
+    how = {"max_new_tokens": 40, "temperature": 1}
+    assert engine.complete("x", json_schema=schema, **how).text in {"17", '"x"'}
+    for kind, wrong in (("json_schema", {"enum": {1}}), ("regex", 5), ("json_schema", ["a"])):
+        with pytest.raises(InputError, match="; "):
+            Grammar(kind, wrong)
 
 
 async def collect(events, most=10**6):

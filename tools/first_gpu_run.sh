@@ -77,7 +77,7 @@ made_up() {
     local name=$1 limit=$2
     shift 2
     if $on_cpu; then
-        set -- --shape llama-68m --context 300 --context 400 --new-tokens 4 --budget 64 \
+        set -- --shape llama-68m --context 300 --context 400 --max-new-tokens 4 --budget 64 \
             --num-recent-tokens 16 --device cpu
     else
         set -- --shape llama2-7b-128k --context 32768 --context 122880 "$@"
@@ -89,17 +89,17 @@ call_attention() {
     part "environment" 40 python3 -c "$ENVIRONMENT"
     tests "kernels against their oracles" 230 -x tests/devices/gpu_twins/test_attention_backends.py \
         tests/devices/gpu_twins/test_quantized_copies.py
-    made_up "made-up weights on chip" 250 --new-tokens 16
+    made_up "made-up weights on chip" 250 --max-new-tokens 16
 }
 
 call_weights() {
-    made_up "made-up weights, 4-bit guesses" 150 --new-tokens 16 --draft-weights int4
-    made_up "made-up weights, 8-bit guesses" 150 --new-tokens 16 --draft-weights int8
+    made_up "made-up weights, 4-bit guesses" 150 --max-new-tokens 16 --draft-weights int4
+    made_up "made-up weights, 8-bit guesses" 150 --max-new-tokens 16 --draft-weights int8
     local sizes=(--device cuda)
     if $on_cpu; then sizes=(--device cpu --shape llama-68m --context 300); fi
     part "kernels by graph replay" 110 python3 -m tools.bench.kernel_times "${sizes[@]}"
     if python3 -c "import importlib.util, sys; sys.exit(not importlib.util.find_spec('flash_attn'))"; then
-        made_up "made-up weights, flash attention" 110 --new-tokens 8 --attention flash
+        made_up "made-up weights, flash attention" 110 --max-new-tokens 8 --attention flash
     fi
 }
 
@@ -110,7 +110,7 @@ call_engine() {
 }
 
 call_offload() {
-    made_up "made-up weights, offloaded" 500 --new-tokens 8 --offload --on-chip 0 --draft-weights int8
+    made_up "made-up weights, offloaded" 500 --max-new-tokens 8 --offload --on-chip 0 --draft-weights int8
 }
 
 call_real() {
@@ -124,7 +124,7 @@ call_real() {
     local how=(--model "$model" --draft "$draft" --device $device)
     part "selftest" 220 python3 -m minitri selftest "${how[@]}" --max-new-tokens 48 --json
     part "methods on real weights" 220 python3 -m minitri bench --compare "${how[@]}" \
-        --prompt-tokens $tokens --new-tokens 64 --seeds 1 --json
+        --max-prompt-tokens $tokens --max-new-tokens 64 --seeds 1 --json
 }
 
 ENVIRONMENT='

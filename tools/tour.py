@@ -283,7 +283,7 @@ def run_command(args: argparse.Namespace) -> None:
         raise InputError("the tour draws with matplotlib; install it: pip install matplotlib")
     if args.out.suffix != ".png" or not args.out.parent.is_dir():
         raise InputError(f"--out {args.out} is not a .png file in a folder that is there")
-    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    engine, [prompt] = load_engine(args, read_prompt(args.prompt_file, args.prompt))
     if len(prompt) < 4 * (SHIFT + WINDOW):
         raise InputError(
             f"the text has {len(prompt)} tokens, too few to see anything; give at least "

@@ -1,9 +1,7 @@
 """The benchmark: prefill and decoding speed of one method, or of several, interleaved.
 
-Every prompt is read once, cold, and every run starts after it; tokens that a method reads again are
-added to its prefill time. Runs of the methods are interleaved, each round in another order, so that
-a drifting machine is as slow for one as for the other. Prints medians with the range over prompts
-and seeds, or JSON with --json. (`minitri selftest` says whether all write the same text.)
+Every prompt is read once, cold; tokens that a method reads again are added to its prefill time.
+Runs are interleaved, each round in another order, so that a drifting machine is as slow for all.
 """
 
 import argparse
@@ -12,7 +10,7 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import minitri
 from minitri.apps.cli import arguments
@@ -53,12 +51,7 @@ class BenchFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri bench`."""
-    parser = arguments.OneLineParser(
-        "bench",
-        "--prompt-tokens 8000 --new-tokens 64 --method triforce",
-        "--compare --prompt-file a.txt --prompt-file b.txt --temperature 0.6 --top-p 0.9",
-        description="Prefill and decoding speed of one method or, with --compare, of several.",
-    )
+    parser = arguments.OneLineParser("bench")
     add_flags(parser)
     return parser
 
@@ -68,16 +61,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     arguments.add_comparing_flags(parser)
     arguments.add_flags(parser, "coupled")
     arguments.add_fields(parser, BenchFlags)
+    arguments.add_flags(parser, "max_prompt_tokens", "max_new_tokens")
     add = parser.add_argument
-    text = "UTF-8 text, or -, standard input; may be given several times (default: Python's help)"
+    text = "as for generate; may be given several times (default: Python's help)"
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    number: dict[str, Any] = {"type": arguments.whole, "metavar": "N"}
-    add("--prompt-tokens", dest="max_prompt_tokens", help="of each prompt", **number)
-    add("--new-tokens", dest="max_new_tokens", help="to generate", **number)
     parser.set_defaults(
-        method="auto", ignore_eos=True, max_prompt_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64
+        method="auto", ignore_eos=True, usual_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64
     )
 
 
@@ -101,10 +92,10 @@ def measure(args: argparse.Namespace) -> None:
     sampling = arguments.taken(SamplingParams, args)
     seeds = as_seeds(args.seed or 0, args.seeds)
     if args.max_new_tokens < 4:
-        raise InputError(f"--new-tokens is {args.max_new_tokens}; give at least 4 to measure")
+        raise InputError(f"--max-new-tokens is {args.max_new_tokens}; give at least 4 to measure")
     if args.offload and args.on_chip is None:
         raise InputError("--offload needs --on-chip N here, the same for all methods")
-    engine, prompts = load_engine(args, texts)
+    engine, prompts = load_engine(args, *texts)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations))
     facts = {

@@ -2,8 +2,7 @@
 
 For several placements of the KV cache: bytes on the device and in host memory, as an engine counts
 them at boot, and milliseconds per token, as the autotuner predicts them. Cards are rows of
-hardware.txt: GiB as the driver reports them, with ECC as shipped; GB/s and TFLOP/s of the data
-sheet, for the link in one direction, for dense matrices.
+hardware.txt: GiB as the driver reports them; GB/s, for the link in one direction, and TFLOP/s.
 """
 
 import dataclasses
@@ -23,17 +22,14 @@ from minitri.core.fields import between, one_of
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, Machine, Workload, card, copy_bytes
-from minitri.core.settings import DTYPES, GenerationConfig, SamplingParams
+from minitri.core.settings import GenerationConfig, SamplingParams
 from minitri.core.shape import MemoryShape
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config
 from minitri.files.named_models import MODELS
 
-ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}
-"""Assumed acceptance rate of each proposer, about the paper's."""
+ACCEPTANCE = {"draft": 0.46, "retrieval": 0.92}  # assumed, about the paper's
 COLUMNS = "on_chip device_GiB host_GiB fits ms_alone ms_per_token speedup plan"
-REACHED = 0.8
-"""Share of a data sheet's GB/s that is reached, as 25 of the 32 GB/s of PCIe 4.0 x16; of its FLOP/s
-half is. Assumed."""
+REACHED = 0.8  # share of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 x16; assumed
 
 
 class Site(NamedTuple):
@@ -60,10 +56,6 @@ SITES = {site.name: site for site in map(site_of_row, TABLE.splitlines()[1:])}
 class PlanFlags:
     """Flags of `minitri plan`."""
 
-    model: str = "llama2-7b-128k"
-    """A named model, or a folder, file or hub repository ORG/NAME whose config is read."""
-    dtype: str = one_of("bfloat16", *DTYPES)
-    """Type of weights and KV cache."""
     context: int | None = between(None, 1)
     """Tokens, prompt and output. Default: all it holds."""
     gpu: str | None = one_of(None, "list", *SITES)
@@ -74,23 +66,15 @@ class PlanFlags:
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
     """Memory that may be page-locked, in GiB."""
-    draft_weights: str = one_of("same", "same", "int8", "int4")
-    """Weights of the retrieval level: the model's, or a copy in 8 or 4 bits."""
 
 
 def build_parser() -> OneLineParser:
     """The command-line parser of `minitri plan`."""
-    parser = OneLineParser(
-        "plan",
-        "--model llama2-7b-128k --context 124928 --gpu-memory 24",
-        "--model lwm-text-512k --context 524288 --gpu h100 --gpus 2",
-        "--model Qwen/Qwen3-8B --gpu l40s",
-        description="Says what of a model and its KV cache fits on a GPU and what goes to host "
-        "memory, and how fast that can be.",
-    )
+    parser = OneLineParser("plan")
     add_fields(parser, PlanFlags)
-    add_flags(parser, "prefill_chunk", "json")
+    add_flags(parser, "model", "dtype", "draft_weights", "prefill_chunk", "json")
     add_flags(parser, "draft", *SIZES, title="speculation")
+    parser.set_defaults(model="llama2-7b-128k", dtype="bfloat16", draft_weights="same")
     parser.set_defaults(method="triforce", seed=0)
     return parser
 
@@ -121,7 +105,7 @@ def demand_of(args: Namespace) -> Demand:
         None if draft in LOOKUPS else config_of(draft),
         MemoryShape((context,), SamplingParams(), generation, speculation_of(args)),
         itemsize=4 if args.dtype == "float32" else 2,
-        copy_bits={"same": 0, "int8": 8, "int4": 4}[args.draft_weights],
+        copy_bits={"int8": 8, "int4": 4}.get(args.draft_weights, 0),
     )
 
 

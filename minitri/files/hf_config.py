@@ -17,8 +17,7 @@ from minitri.files.families import FAMILIES, WINDOWS, family_fields, read_table
 _TRAINED = "original_max_position_embeddings"
 _KEYS = read_table("field")
 _ONLY = read_table("config_only")
-_TEMPERED = ("temperature", "top_k", "top_p", "min_p")
-"""Settings of sampling that change no greedy text."""
+USUAL = SamplingParams(0.7, top_p=0.9)  # where a model recommends nothing: greedy texts loop
 _NO_TOKEN = (-1, 2**32 - 1)  # ids by which files say that there is no such token
 
 
@@ -119,15 +118,16 @@ def require(settings: Mapping[str, Any], supported: Mapping[str, Any], name: str
 
 
 def read_sampling(settings: Mapping[str, Any], name: str) -> SamplingParams:
-    """The sampling that a generation_config.json recommends: greedy unless `do_sample` is set, with
-    penalties in both cases. What is malformed, or not followed, warns."""
+    """The sampling that a generation_config.json recommends: greedy if `do_sample` is false, and
+    what is left out as in `USUAL` unless it is true. What is malformed, or not followed, warns."""
     given = without_null(settings)
-    samples = given.get("do_sample") is True
-    fields = {"temperature": 1.0, **_fields(SamplingParams, given)}
-    kept = {key: value for key, value in fields.items() if samples or key not in _TEMPERED}
+    samples = given.get("do_sample")
+    base = SamplingParams(1.0) if samples is True else USUAL
+    fields = vars(base) | _fields(SamplingParams, given)
+    fields |= {"temperature": 0.0} if samples is False else {}
     try:
-        require(given, read_table("sampling_only") | {"do_sample": samples}, name)
-        return SamplingParams(**kept)
+        require(given, read_table("sampling_only") | {"do_sample": samples is True}, name)
+        return SamplingParams(**fields)
     except InputError as error:
         log.warning("%s: generation_config.json is not followed: %s", name, error)
-    return SamplingParams()
+    return USUAL

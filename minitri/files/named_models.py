@@ -1,8 +1,6 @@
 """Models that `--model` and `--draft` know by a short name: the rows of named_models.txt.
 
-The config in a row serves `minitri plan` and `bench --load dummy`, which read no model files; a
-model that runs has the config in its files. The latest files of a repository are taken; older ones
-have the name ORG/NAME@REVISION.
+Their configs serve programs that read no model files. Older files: ORG/NAME@REVISION.
 """
 
 from dataclasses import dataclass
@@ -51,14 +49,16 @@ class NamedModel(NamedTuple):
 
     repo: str  # ORG/NAME on the hub
     draft: str  # default drafter
+    gigabytes: str  # of its weights in 16 bits
+    licence: str
     shape: ModelConfig
 
 
 def _read(line: str) -> NamedModel:
-    name, repo, draft, context, kind, *numbers, tied = line.split()
+    name, repo, draft, context, size, licence, kind, *numbers, tied = line.split()
     sizes: list[Any] = [int(number) for number in (*numbers, context)]
     settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
-    return NamedModel(repo, draft, ModelConfig(*sizes, **settings))
+    return NamedModel(repo, draft, size, licence, ModelConfig(*sizes, **settings))
 
 
 _TABLE = Path(__file__).with_name("named_models.txt").read_text("utf-8").splitlines()
@@ -67,6 +67,5 @@ MODELS = {row.shape.name: row for row in map(_read, _TABLE[1:])}
 
 def table() -> str:
     """The named models as a text table for `--list-models`, and the families of others."""
-    width = _TABLE[0].index("kind")
-    rows = [line[:width].rstrip() for line in _TABLE]
+    rows = [line[: _TABLE[0].index("kind")].rstrip() for line in _TABLE]
     return "\n".join([*rows, f"others, as folder, GGUF file or ORG/NAME: {', '.join(FAMILIES)}"])

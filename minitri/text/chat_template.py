@@ -1,7 +1,6 @@
 """Chat templates: a conversation as text for a model, by the Jinja template in its files.
 
-Another process renders templates, within limits (`template_sandbox.py`). The process starts in
-0.1 s, and waits for more.
+Another process renders templates, within limits (`template_sandbox.py`), and waits for more.
 """
 
 import json
@@ -21,10 +20,9 @@ PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # processor time for one rendering
 MAX_BYTES = 1 << 29  # memory of a rendering process
 ADVICE = "give a prompt of plain text, or correct the template"
-
+ROLES = ("system", "developer", "user", "assistant", "tool")
 Message = Mapping[str, Any]
-"""A message: `role` (system, user, assistant or tool), `content`, and other keys that the model's
-template reads."""
+"""A message: `role`, of `ROLES`, `content`, and other keys that the model's template reads."""
 
 
 class ChatTemplate:
@@ -48,6 +46,10 @@ class ChatTemplate:
         """A conversation as text, up to the beginning of the next answer. Raises `InputError`. The
         role developer becomes system for a template that does not know it."""
         source = self.tool_source if tools else self._source
+        for message in messages:
+            if (role := message.get("role", "user")) not in ROLES and str(role) not in source:
+                got = f"a message has the role {shorten(repr(role), 60)}"
+                raise InputError(f"{got}; give one of {', '.join(ROLES)}")
         if "developer" not in source:
             messages = [
                 {**message, "role": "system"} if message.get("role") == "developer" else message

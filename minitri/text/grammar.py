@@ -7,8 +7,7 @@ from typing import Any
 from minitri.core.errors import check_unicode, explain
 from minitri.core.fields import brief, check_fields, one_of, refuse
 
-MAX_CHARACTERS = 1 << 20
-"""Longest text of a grammar, in characters; schemas in use have at most a tenth of that."""
+MAX_CHARACTERS = 1 << 20  # of a text; schemas in use have at most a tenth of that
 
 
 @dataclass(frozen=True)
@@ -19,31 +18,32 @@ class Grammar:
     label = "the grammar's "
     kind: str = one_of("json_object", "json_schema", "json_object", "regex", "lark", "choice")
     """`json_object`: any JSON object; `choice`: one of several texts."""
-    text: str = ""
-    """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
+    text: Any = ""
+    """A schema (JSON, a dictionary, a pydantic class), an expression, a Lark grammar, or texts."""
 
     def __str__(self) -> str:
         return self.kind
 
     def __post_init__(self) -> None:
         check_fields(self)
+        text = self.text
+        if hasattr(text, "model_json_schema"):  # a class of pydantic
+            text = text.model_json_schema()
+        if isinstance(text, dict | list):
+            with explain("the grammar is no JSON", "give dictionaries, lists, texts and numbers"):
+                text = json.dumps(text)
+        if not isinstance(text, str):
+            refuse(self, "text", "it must be a text, a dictionary, a list or a class of pydantic")
+        object.__setattr__(self, "text", text)
         check_unicode(self.text, f"the {self.kind}")
         if len(self.text) > MAX_CHARACTERS:
             refuse(self, "text", f"it must have at most {MAX_CHARACTERS} characters")
         if (self.kind == "json_object") != (not self.text):
             refuse(self, "text", f"it must be {'empty' if self.text else 'given'} for {self.kind}")
-        if self.kind == "json_schema":
-            _parsed(self.text, "the schema", "an object of JSON", dict | bool)
-        elif self.kind == "choice":
-            texts = _parsed(self.text, "the choice", "a list of texts", list)
-            if not texts or not all(isinstance(it, str) and it for it in texts):
+        if wanted := {"json_schema": dict | bool, "choice": list}.get(self.kind):
+            with explain(f"the {self.kind} cannot be read", "give JSON, an object or a list"):
+                value = json.loads(text)
+                if not isinstance(value, wanted):
+                    raise ValueError(f"it is {type(value).__name__}")
+            if self.kind == "choice" and not all(isinstance(it, str) and it for it in value or [0]):
                 refuse(self, "text", "it must be a JSON list of texts that are not empty")
-
-
-def _parsed(text: str, what: str, wanted: str, kind: Any) -> Any:
-    """The value of a JSON text. Raises `InputError` unless the value is of this kind."""
-    with explain(f"{what} cannot be read", f"give {wanted}"):
-        value = json.loads(text)
-        if not isinstance(value, kind):
-            raise ValueError(f"it is {type(value).__name__}")
-    return value

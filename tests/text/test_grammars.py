@@ -28,7 +28,7 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
 REFUSED = [
     ("json_schema", '{"$ref": "#"}', "cannot be used (it allows no text)"),
     ("json_schema", json.dumps({"enum": ["x" * 10**7]}), "at most 1048576 characters"),
-    ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000, "the schema cannot be read"),
+    ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000, "the json_schema cannot be read"),
     ("json_schema", '{"enum": [9007199254740993]}', "rounds the number 9007199254740993"),
     ("json_schema", '{"maximum": 9223372036854775808}', "rounds the number 9223372036854775808"),
     ("regex", "(a", "the regex cannot be used (invalid"),

@@ -1,7 +1,7 @@
 """Measurements around the benchmark of the package: `python -m tools.bench`.
 
     python -m tools.bench people
-    python -m tools.bench --prompt-tokens 8000 --new-tokens 64 --profile
+    python -m tools.bench --max-prompt-tokens 8000 --max-new-tokens 64 --profile
     python -m tools.bench --load dummy --shape llama2-7b-128k --context 122880
 
 measures what people meet, next to other engines; or the model alone against the floor that memory

@@ -35,7 +35,7 @@ def run_floor(args: argparse.Namespace) -> None:
     num_new = args.max_new_tokens
     generation = taken(GenerationConfig, args)
     args.method = "autoregressive"
-    engine, [prompt] = load_engine(args, [text])
+    engine, [prompt] = load_engine(args, text)
     all_stats = []
     for _ in range(args.repeats):
         run = plain_decoding(engine, prompt, generation)
@@ -76,7 +76,7 @@ def plain_decoding(engine: Engine, prompt: list[int], generation: GenerationConf
     """A greedy run of the model alone, which reads the prompt from its start."""
     engine.release()
     alone = SpeculationConfig("autoregressive")
-    return engine.generate(prompt, generation=generation, speculation=alone, seed=0)
+    return engine.generate(prompt, generation=generation, speculation=alone, seed=0, temperature=0)
 
 
 def profile_decoding(

@@ -19,8 +19,7 @@ COLUMNS = "check verdict statistic p_value num_tokens"
 
 def build_parser() -> OneLineParser:
     """The command-line parser of `minitri audit`."""
-    about = "Do texts follow the log-probabilities that a server reports?"
-    parser = OneLineParser("audit", "http://127.0.0.1:8000 --json", description=about)
+    parser = OneLineParser("audit")
     parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
     add("url", metavar="URL", help="of an OpenAI-compatible server")

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import minitri
-from minitri import GenerationConfig, InputError, Request, SamplingParams
+from minitri import GenerationConfig, InputError, Request
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -27,7 +27,6 @@ from minitri.core.stats import num_common
 from minitri.text.prompt_ids import as_seeds, next_seed
 
 say = log.warning  # with --quiet, too
-SAMPLING = SamplingParams(temperature=0.7, top_p=0.9)  # as greedy answers repeat themselves
 
 
 class Chat:
@@ -37,7 +36,7 @@ class Chat:
         self.talk = talk
         self._engine = engine
         self._args = args
-        self._sampling, seed = sampling_of(args, engine, otherwise=SAMPLING)
+        self._sampling, seed = sampling_of(args, engine)
         self._numbers: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
         for name, value in vars(self._sampling).items():
             if isinstance(value, int | float):  # others have flags
@@ -197,8 +196,6 @@ def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
     parser = arguments.OneLineParser(
         "chat",
-        "--document novel.txt",
-        "--document a.txt b.pdf --fit --system 'Answer in one sentence.' --temperature 0.6",
         description="Answers questions, about documents that are read once. While it runs: "
         + ", ".join(f"/{name}" for name in COMMANDS),
     )
@@ -210,8 +207,7 @@ def build_parser() -> arguments.OneLineParser:
     arguments.add_flags(parser, "fit", "max_prompt_tokens", "load", "system", "color")
     arguments.add_flags(parser, "max_new_tokens", *arguments.MEMORY)
     parser.set_defaults(max_new_tokens=512)
-    otherwise = f"temperature {SAMPLING.temperature}, top-p {SAMPLING.top_p}"
-    arguments.add_decoding_flags(parser, otherwise)
+    arguments.add_decoding_flags(parser)
     return parser
 
 
@@ -221,6 +217,7 @@ def run_command(args: Namespace) -> None:
     opened = open_engine(args)
     talk = Conversation(opened.tokenizer, args.system)
     talk = talk.with_documents(documents, opened.config, args)
+    minitri.loader.suggest_larger(args.model)
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)

@@ -6,15 +6,17 @@ field. Imports nothing of PyTorch.
 
 import argparse
 import dataclasses
+import difflib
 import functools
 import inspect
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.apps.cli.inputs import read_text
+from minitri.apps.cli.documents import read_text
 from minitri.core.errors import shorten
 from minitri.core.fields import between, changed, check_fields
 from minitri.core.log import log
@@ -25,6 +27,7 @@ from minitri.text.prompt_ids import MAX_SEED
 
 Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
+HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
 SHORT = {"model": "-m", "prompt": "-p", "max_new_tokens": "-n", "quiet": "-q", "verbose": "-v"}
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
@@ -45,12 +48,12 @@ class SharedFlags:
     prompt: str | None = None
     """The text to continue."""
     prompt_file: str | None = None
-    """A file of UTF-8 text; - is standard input."""
+    """A file of text in any encoding, PDF or HTML; - is standard input."""
     demo: bool = False
     """The help texts of Python, 700 KB."""
     max_prompt_tokens: int | None = between(None, 1)
     """Keep the first N tokens of the prompt, or N of the documents, the longest of which are cut.
-    Default: all; 4000 with --demo."""
+    Default: all; of the demo 4000, and in selftest 2000, if they fit."""
     seed: int | None = between(None, 0, MAX_SEED)
     """Seed of random numbers; a command repeats its text with it. Default: random, printed."""
     system: str | None = None
@@ -76,17 +79,36 @@ class SharedFlags:
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
 MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
-MEMORY = ("prefill_chunk", "offload", "on_chip", "cuda_graphs", "kv_store", "kv_store_size")
+MEMORY = ["prefill_chunk", "offload", "on_chip", "cuda_graphs", "kv_store", "kv_store_size"]
 SAMPLING = [*vars(SamplingParams())]
 WINDOW = ("num_sink_tokens", "num_recent_tokens")
-RETRIEVAL = ("gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride")
+RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
 SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
 SPECULATION = ("method", "coupled", "draft", *SIZES)
-UNUSED: dict[str, tuple[str, ...]] = {  # fields that a method ignores
-    "autoregressive": ("draft", "gamma1", *RETRIEVAL, *WINDOW),
+UNUSED = {  # fields that a method ignores
+    "autoregressive": ["draft", "gamma1", *RETRIEVAL, *WINDOW],
     "naive": RETRIEVAL,
-    "retrieval": ("draft", "gamma1"),
+    "retrieval": ["draft", "gamma1"],
 }
+RARE = """attention bad_words batch_size bitwise budget chunk_size coupled cuda_graphs demo draft
+draft_weights dtype frequency_penalty gamma1 gamma2 grammar ignore_eos json_object kv_store
+kv_store_size logit_bias logprobs min_p min_tokens num_recent_tokens num_sink_tokens
+observation_window offload on_chip prefill_chunk presence_penalty prompt ray rebuild_stride regex
+repetition_penalty replicas threads top_k tree verbose verification weights"""
+"""Flags that only --help-all shows."""
+NEEDS = """system chat, output prompts, ray prompts, replicas ray, batch_size prompts n,
+logprobs json prompts, kv_store_size kv_store"""
+"""Flags, each with those without all of which it has no effect, in programs that have them."""
+
+
+class Help(argparse._HelpAction):
+    """Shows all flags after --help-all, else those that are not `RARE`."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
+        for action in parser._actions if words[-1] != "--help-all" else ():
+            if {*RARE.split()} & {flag[2:].replace("-", "_") for flag in action.option_strings}:
+                action.help = argparse.SUPPRESS
+        super().__call__(parser, *words)
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -101,13 +123,16 @@ class HelpFormatter(argparse.RawDescriptionHelpFormatter):
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
-    def __init__(self, program: str = "", *examples: str, **settings: Any) -> None:
-        """`examples` are flags of `minitri PROGRAM`."""
+    def __init__(self, program: str = "", **settings: Any) -> None:
+        """`program` is the word after `minitri`; help.txt describes it, with examples."""
         if program:
             settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
-            lines = ["examples:", *(f"  minitri {program} {flags}" for flags in examples)]
-            settings["epilog"] = "\n".join(lines)
-        super().__init__(formatter_class=HelpFormatter, **settings)
+            [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)
+            settings = {"description": about.split(None, 1)[1], **settings}
+            settings["epilog"] = "\n  ".join(["examples:", *examples])
+        super().__init__(formatter_class=HelpFormatter, add_help=False, **settings)
+        text = "the flags that most people need; --help-all: all flags, by topic"
+        self.add_argument("-h", "--help", "--help-all", action=Help, help=text)
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:
@@ -131,7 +156,26 @@ class OneLineParser(argparse.ArgumentParser):
         return f"{flags[name]} is {rest}" if name in flags else text
 
     def error(self, message: str) -> NoReturn:
-        raise InputError(f"{shorten(message, 400)}; see --help")
+        _, _, rest = message.partition("unrecognized arguments: ")
+        if rest:
+            word = rest.split()[0]
+            near = difflib.get_close_matches(word, self._option_string_actions, 1)
+            message = f"{word} means nothing to {self.prog}"
+            message += "".join(f"; did you mean {flag}?" for flag in near)
+        raise InputError(f"{shorten(message, 400)}; see --help-all")
+
+    def check_needs(self, args: argparse.Namespace) -> None:
+        """Raises `InputError` for a flag that has no effect without another one; warns of those
+        that the method ignores."""
+        given = {name for name, value in vars(args).items() if value != self.get_default(name)}
+        for name, *others in map(str.split, NEEDS.split(",")):
+            if name in given and given.isdisjoint(others) and vars(args).keys() & others:
+                flag, *ways = (f"--{word.replace('_', '-')}" for word in (name, *others))
+                raise InputError(f"{flag} has no effect alone; add {' or '.join(ways)}, or drop it")
+        for name in UNUSED.get(vars(args).get("method", ""), ()):
+            if name in given:
+                flag = name.replace("_", "-")
+                log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
@@ -157,7 +201,6 @@ class GrammarFlag(argparse.Action):
     """Stores a flag's value, or the text of the file it names, as the setting `grammar`."""
 
     def __call__(self, _: object, args: argparse.Namespace, value: Any, *__: object) -> None:
-        """Raises `InputError`."""
         kind = self.const
         if kind == "lark" or (kind == "json_schema" and not value.lstrip().startswith("{")):
             value = read_text(value, self.option_strings[0])
@@ -211,11 +254,16 @@ def add_prompt_flags(parser: argparse.ArgumentParser, default: str = "demo") -> 
     return group
 
 
-def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy") -> None:
-    """Adds the flags of sampling, grammar and speculation. A sampling flag that is not given is
-    None, and the model's files decide."""
-    title = f"sampling (default: as the model's generation_config.json says, or else {otherwise})"
-    add_flags(parser, *SAMPLING, "seed", title=title)
+def add_sampling_flags(parser: argparse.ArgumentParser, *others: str, note: str = "") -> None:
+    """Adds the flags of sampling, which are None if they are not given, and `others`."""
+    how = "as the model's generation_config.json says, else temperature 0.7, top-p 0.9"
+    add_flags(parser, *SAMPLING, *others, title=f"sampling{note} (default: {how})")
+    parser.set_defaults(**dict.fromkeys(SAMPLING))
+
+
+def add_decoding_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of sampling, grammar and speculation."""
+    add_sampling_flags(parser, "seed")
     title = "grammar of the whole output (needs minitri[grammar]); one of"
     group = parser.add_argument_group(title).add_mutually_exclusive_group()
     add = functools.partial(group.add_argument, action=GrammarFlag, dest="grammar")
@@ -223,7 +271,6 @@ def add_decoding_flags(parser: argparse.ArgumentParser, otherwise: str = "greedy
     add("--json-object", const="json_object", nargs=0, help="any object of JSON")
     add("--regex", const="regex", help="text that this regular expression matches: '[0-9]+'")
     add("--grammar", const="lark", metavar="FILE", help="text of the rule `start` in Lark")
-    parser.set_defaults(**dict.fromkeys(SAMPLING))
     add_flags(parser, *SPECULATION, title="speculation (the text's distribution stays the same)")
 
 
@@ -231,7 +278,7 @@ def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of a program that compares methods, but for their names."""
     add_flags(parser, *MODEL, "json", *MEMORY)
     add_flags(parser, "draft", *SIZES, title="speculation")
-    add_flags(parser, *SAMPLING, "seed", title="sampling")
+    add_flags(parser, *SAMPLING, "seed", title="sampling (whatever the model recommends)")
 
 
 def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:
@@ -250,14 +297,9 @@ def taken(
 
 
 def model_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments of `minitri.load` by the flags; warns of flags that the method ignores."""
+    """Keyword arguments of `minitri.load` by the flags."""
     options = vars(taken(ModelChoice, args)) | {"progress": not args.quiet and sys.stderr.isatty()}
-    defaults = {"draft": "auto", **vars(SpeculationConfig())}
     unused = UNUSED.get(vars(args).get("method", ""), ())
-    for name in unused:
-        if vars(args).get(name, defaults[name]) != defaults[name]:
-            flag = name.replace("_", "-")
-            log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)
     if "draft" in unused:
         options["draft"] = "suffix"
     if "budget" in unused and options["draft_weights"] != "same":

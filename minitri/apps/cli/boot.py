@@ -10,7 +10,7 @@ from minitri import GenerationConfig, InputError, SamplingParams
 from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.inputs import encode
 from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.cli.report import outline, where
+from minitri.apps.cli.report import how_sampled, outline, where
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
@@ -18,12 +18,7 @@ from minitri.devices.parallel.ranks import join
 from minitri.text.prompt_ids import draw_seed
 
 
-def boot(args: Namespace) -> "minitri.Engine":
-    """The engine of the flags. Raises `InputError`."""
-    return load_weights(args, open_engine(args))
-
-
-def load_engine(args: Namespace, texts: Sequence[str]) -> "tuple[minitri.Engine, list[list[int]]]":
+def load_engine(args: Namespace, *texts: str) -> "tuple[minitri.Engine, list[list[int]]]":
     """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
     prompts = [encode(text, opened, args) for text in texts]
@@ -59,23 +54,17 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 
 
 def sampling_of(
-    args: Namespace,
-    engine: "minitri.Engine",
-    *work: str,
-    otherwise: SamplingParams = SamplingParams(),  # noqa: B008 (frozen)
+    args: Namespace, engine: "minitri.Engine", *work: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else by the model's files, or else `otherwise`; and the seed, drawn
-    if no flag gives it. Logs the model, `work` (notes) and the sampling."""
-    plain = SamplingParams()
-    advised = otherwise if engine.sampling_defaults == plain else engine.sampling_defaults
-    sampling = taken(SamplingParams, args, advised)
-    changes = {name: value for name, value in vars(sampling).items() if value != vars(plain)[name]}
+    """Sampling by the flags, or else as the engine has it, and the seed. Logs the model, `work`
+    (notes) and the sampling. A seed that is drawn counts as one that a flag has given."""
+    sampling = taken(SamplingParams, args, engine.sampling_defaults)
+    if sampling.temperature and args.seed is None:
+        args.seed = join().ask_first(draw_seed)
     seed: int = args.seed or 0
-    if sampling.temperature:
-        seed = changes["seed"] = join().ask_first(draw_seed) if args.seed is None else seed
-    how = ", ".join(f"{name} {shorten(value, 80)}" for name, value in changes.items()) or "greedy"
-    model = "{}, {dtype} on {device}".format(engine.config.name, **where(engine.model))
-    log.info("%s", "; ".join((model, *work, how)))
+    size = f"{engine.model.num_bytes / 1e6:.0f} MB of weights"
+    model = "{}, {}, {dtype} on {device}".format(engine.config.name, size, **where(engine.model))
+    log.info("%s", "; ".join((model, *work, how_sampled(sampling, seed))))
     return sampling, seed
 
 

@@ -1,13 +1,22 @@
-"""Documents to ask about: text in any encoding, PDF and HTML (an extra), as plain text."""
+"""Files that flags name: text in any encoding, PDF and HTML (an extra), as plain text."""
 
+import functools
 import io
 import logging
 import re
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
+from pathlib import Path
+from typing import TypeVar
 
-from minitri.apps.cli.inputs import read_file
-from minitri.core.errors import shorten
+from minitri.core.errors import explain, shorten
 from minitri.core.log import log
+from minitri.devices.parallel.ranks import join
+
+Text = TypeVar("Text")
+MAX_BYTES = 16 << 20  # 4 million tokens of English; some files have no end
 
 
 def read_document(file: str, flag: str) -> str:
@@ -50,3 +59,24 @@ def _text_of(content: bytes) -> tuple[str, str]:
     if not text.strip():
         raise ValueError("it has no text")
     return text, encoding
+
+
+def read_text(file: str, flag: str) -> str:
+    """The UTF-8 text of the file that a flag names, or of standard input (`-`). Raises
+    `InputError`."""
+    decode = functools.partial(str, encoding="utf-8-sig")
+    return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
+
+
+def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Text]) -> Text:
+    """The content of the file that a flag names, or of standard input (`-`), after `decode`. Raises
+    `InputError`, which says what is `wanted`."""
+    name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
+    with explain(f"{name} cannot be read", f"give {wanted}"):
+        with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:
+            content = stream.read(MAX_BYTES + 1) or b""  # None where nothing waits
+        if len(content) > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES >> 20} MB")
+        if not content:
+            raise ValueError("it is empty")
+        return decode(content)

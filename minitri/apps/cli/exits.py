@@ -54,6 +54,7 @@ def program(
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
             try:
+                parser.check_needs(args)
                 check_flags(args, *own)  # before anything is loaded
                 sys.exit(run_command(args))
             except InputError as error:
@@ -79,7 +80,7 @@ def clean_exits() -> Iterator[None]:
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
-        raise _end(2, f"{error}; pip install it, or 'minitri[all]'") from None
+        raise _end(2, f"{error}; pip install 'minitri[all]'") from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None

@@ -17,9 +17,10 @@ from typing import IO, Any, NamedTuple
 import minitri
 from minitri import End, GenerationConfig, InputError, Request
 from minitri.apps.cli.arguments import taken
-from minitri.apps.cli.boot import boot, running, sampling_of
-from minitri.apps.cli.inputs import encode, read_text
-from minitri.apps.cli.report import Json, answer, json_line
+from minitri.apps.cli.boot import load_engine, running, sampling_of
+from minitri.apps.cli.documents import read_text
+from minitri.apps.cli.inputs import encode
+from minitri.apps.cli.report import Json, answer, json_line, progress_bar
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
 from minitri.core.settings import TEXT_FIELDS
@@ -43,14 +44,11 @@ class Line(NamedTuple):
 def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
     """Writes the answers of `answer_all(lines, args)` to the lines of --prompts, but for those that
     --output holds. Raises `InputError` at the end if lines were wrong, or there are none."""
-    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
-
     lines = read_lines(args)
     with output_of(args) as (file, done):
         results = answer_all([line for line in lines if key_of(line.id) not in done], args)
         num_wrong = sum(done.values())
-        hidden = args.quiet or None  # None: where standard error is no terminal
-        for result in tqdm(results, total=len(lines), initial=len(done), disable=hidden):
+        for result in progress_bar(args, iterable=results, total=len(lines), initial=len(done)):
             print(json_line(result), file=file, flush=True)
             num_wrong += "error" in result
     if num_wrong or not lines:
@@ -113,7 +111,7 @@ def answers(
     lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
     """The answer to each line, as soon as it is done; by default of the flags' engine."""
-    engine = engine or boot(args)
+    engine = engine or load_engine(args)[0]
     generation = taken(GenerationConfig, args)
     sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
     heads: list[Json] = []

@@ -1,25 +1,29 @@
 """Results of a run: a line and tables for people, objects of JSON for programs."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import minitri
+from minitri import SamplingParams
 from minitri.apps.cli.arguments import UNUSED
+from minitri.core.errors import shorten
+from minitri.core.log import log
 from minitri.core.requests import Row
 
 if TYPE_CHECKING:
     from minitri.core.model.llama import Llama
 
-Json = dict[str, Any]
-"""An object of JSON."""
+Json = dict[str, Any]  # an object of JSON
 _NO_TEXT = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029, *range(0xD800, 0xE000))}
-"""Escapes of ends of lines for some readers of JSON, and of lone surrogates."""
 
 
 def json_line(content: Json) -> str:
-    """An object of JSON in one line for all readers, which UTF-8 can write."""
+    """An object of JSON in one line, with escapes for all readers, and of lone surrogates."""
     return json.dumps(content, ensure_ascii=False).translate(_NO_TEXT)
 
 
@@ -37,19 +41,44 @@ def where(model: "Llama") -> dict[str, str]:
     }
 
 
+def progress_bar(args: Namespace, **settings: Any) -> Any:
+    """A bar with the time to go, at a terminal; else, as in a log, a line every 10 seconds."""
+    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
+
+    if not sys.stderr.isatty():
+        file = SimpleNamespace(
+            write=lambda s: log.info(s.strip()) if s.strip() else None, flush=int
+        )
+        line = "{desc} {n_fmt} of {total_fmt}{unit}, {remaining} to go"
+        settings |= {"file": file, "bar_format": line, "delay": 10, "mininterval": 10}
+    return tqdm(disable=args.quiet, **settings)
+
+
+def how_sampled(sampling: SamplingParams, seed: int) -> str:
+    """The settings that are not neutral, with the seed where random numbers count."""
+    greedy = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # which change no greedy text
+    fields = vars(sampling if sampling.temperature else greedy)
+    neutral = vars(SamplingParams())
+    words = [f"{key} {shorten(fields[key], 80)}" for key in fields if fields[key] != neutral[key]]
+    return ", ".join([*words, f"seed {seed}"] if sampling.temperature else ["greedy", *words])
+
+
 def outline(run: "minitri.Generation") -> str:
     """Statistics of a run in a line for people."""
     stats = run.stats
     total = stats.num_generated_tokens
     seconds = stats.prefill_seconds + stats.decode_seconds
     line = f"{total} tokens in {seconds:.2f} s, {stats.prefill_seconds:.2f} s of it for "
-    line += f"{stats.num_prefilled_tokens} tokens of the prompt"
+    line += f"{stats.num_prefilled_tokens} tokens of the prompt and warm-up"
     if stats.tokens_per_second is not None:
         line += f", decoded at {stats.tokens_per_second:.1f} tokens/s"
     if total and stats.levels:
         counts = [row.stats.by_origin for row in run.rows]
         num_guessed = sum(count["draft"] + count["retrieval"] for count in counts)
-        line += f", {num_guessed / total:.0%} guessed"
+        line += f"; {num_guessed / total:.0%} of them were proposed ahead and confirmed"
+    if len(run.rows) == 1:
+        request = run.rows[0].request
+        line += f"; {how_sampled(request.sampling, request.seed or 0)}"
     return line
 
 

@@ -6,20 +6,15 @@ from argparse import Namespace
 
 from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags
 from minitri.apps.cli.boot import load_engine
+from minitri.apps.cli.documents import read_document
 from minitri.apps.cli.exits import program
-from minitri.apps.cli.inputs import read_text
 from minitri.apps.cli.report import where
 
 
 def build_parser() -> OneLineParser:
     """The command-line parser of `minitri score`."""
-    parser = OneLineParser(
-        "score",
-        "novel.txt --max-prompt-tokens 4000",
-        "--json - < novel.txt",
-        description="Scores a text: how likely the model finds it, before temperature and filters.",
-    )
-    parser.add_argument("file", metavar="FILE", help="a UTF-8 file; - is standard input")
+    parser = OneLineParser("score")
+    parser.add_argument("file", metavar="FILE", help="text, PDF or HTML; - is standard input")
     add_flags(parser, *MODEL, "max_prompt_tokens", "json")
     parser.set_defaults(max_new_tokens=None, method="autoregressive", tree="")
     return parser
@@ -27,7 +22,7 @@ def build_parser() -> OneLineParser:
 
 def run_command(args: Namespace) -> None:
     """Prints the scores. Raises `InputError`."""
-    engine, [ids] = load_engine(args, [read_text(args.file, "FILE")])
+    engine, [ids] = load_engine(args, read_document(args.file, "FILE"))
     scores = engine.score(ids).tolist()
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)

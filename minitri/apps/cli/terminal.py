@@ -8,6 +8,7 @@ from argparse import Namespace
 import minitri
 from minitri import PrefillProgress, Token
 from minitri.apps.cli.exits import on_ctrl_c
+from minitri.apps.cli.report import progress_bar
 
 COLORS = {  # of a token's origin, with its meaning
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -33,8 +34,6 @@ def colored(token: Token) -> str:
 def stream(run: "minitri.Generation", args: Namespace, *, show: bool) -> None:
     """Runs one prompt, with a progress bar; prints the text if `show`. A Ctrl-C stops the run after
     the next event, a second one at once."""
-    from tqdm import tqdm  # with 20 ms of imports, which --help does not need
-
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -43,8 +42,7 @@ def stream(run: "minitri.Generation", args: Namespace, *, show: bool) -> None:
         is_stopped = True
 
     total = len(run.rows[0].prompt_ids)
-    hidden = args.quiet or None  # None: where standard error is no terminal
-    bar = tqdm(total=total, desc="prompt", unit=" tokens", leave=False, disable=hidden)
+    bar = progress_bar(args, total=total, desc="prompt", unit=" tokens", leave=False)
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from minitri import InputError
-from minitri.apps.cli.boot import boot
+from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.jsonl import Line, answers
 from minitri.apps.cli.report import Json
 from minitri.core.errors import explain, shorten
@@ -70,5 +70,5 @@ class Replica:
 
     def answers(self, lines: list[Line]) -> list[Json]:
         """Answers lines; the first call reads the weights."""
-        self.engine = self.engine or boot(self.args)
+        self.engine = self.engine or load_engine(self.args)[0]
         return [*answers(lines, self.args, self.engine)]

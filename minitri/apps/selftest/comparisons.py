@@ -41,10 +41,8 @@ from minitri.core.stats import num_common
 from minitri.text.prompt_ids import next_seed
 from minitri.text.rows import text_filters
 
-LENGTH = 64
-"""Tokens of the prompt, and of the output, of each text of the statistical test."""
-FALSE_ALARM = 1e-4
-"""Odds that a correct engine fails a self-test, all methods and scores together."""
+LENGTH = 64  # tokens of the prompt, and of the output, of each text of the statistical test
+FALSE_ALARM = 1e-4  # odds that a correct engine fails, all methods and scores together
 BATCH_SIZE = 32
 
 
@@ -58,17 +56,11 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
     settings = speculation_of(args)
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
+        how: Json = {"generation": generation, "seed": args.seed, "temperature": temperature}
         expected: list[int] = []
         for method in ("autoregressive", *args.methods):
             speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
-            end = engine.complete(
-                prompt,
-                speculation=speculation,
-                generation=generation,
-                seed=args.seed,
-                temperature=temperature,
-            )
-            tokens = [*end.token_ids]
+            tokens = [*engine.complete(prompt, speculation=speculation, **how).token_ids]
             expected = expected or tokens
             n = num_common(expected, tokens)
             row: Json = {

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-RATES = [2.0**-k for k in range(13)]
-"""Absolute values of the rates r that are tried, with either sign."""
+RATES = [2.0**-k for k in range(13)]  # absolute values of the rates r, of either sign
 
 
 @dataclass

@@ -2,10 +2,8 @@
 
 Greedy and seed-coupled texts of every method are compared with autoregressive decoding, token by
 token; a difference is a tie if rounding explains it (`comparisons.py`), else a BUG. In the default
-mode, with independent random numbers, statistical tests of many short texts check that they follow
-the model's distribution; an alarm that rounding may cause is unclear.
-
-Exit codes: 0 no bug, 1 a bug or unclear. Prints a table, or with --json one JSON object.
+mode statistical tests of many short texts check that they follow the model's distribution; an alarm
+that rounding may cause is unclear. Exit codes: 0 no bug, 1 a bug or unclear.
 """
 
 import json
@@ -25,18 +23,13 @@ VERDICTS = {
     "tie": "speculation changes nothing beyond rounding",
     "unclear": "rounding, or a bug; repeat with --dtype float32",
     "BUG": "speculation changes texts, which is a bug",
-}
-"""Verdicts, from best to worst, and the conclusion from the worst one."""
+}  # from best to worst, with the conclusion from the worst one
 COLUMNS = "mode method verdict num_tokens num_equal_tokens score_gap bound least_p_value"
 
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri selftest`."""
-    parser = arguments.OneLineParser(
-        "selftest",
-        "--temperature 0.6 --top-p 0.9 --num-samples 20000",
-        description="Does speculation change the text, or its distribution, on your weights?",
-    )
+    parser = arguments.OneLineParser("selftest")
     arguments.add_comparing_flags(parser)
     arguments.add_prompt_flags(parser)
     choices = ("auto", *METHODS[2:])
@@ -44,7 +37,7 @@ def build_parser() -> arguments.OneLineParser:
     parser.add_argument("--method", action="append", choices=choices, dest="methods", help=text)
     arguments.add_flags(parser, "num_samples")
     parser.set_defaults(
-        max_prompt_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
+        usual_tokens=2000, max_new_tokens=128, ignore_eos=True, temperature=0.8, seed=7
     )
     return parser
 
@@ -61,7 +54,7 @@ def run_command(args: Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"
-    engine, [prompt] = load_engine(args, [read_prompt(args.prompt_file, args.prompt)])
+    engine, [prompt] = load_engine(args, read_prompt(args.prompt_file, args.prompt))
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
     rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]

@@ -13,7 +13,7 @@ from pathlib import Path
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
 from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import boot
+from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.serve.access import Access
@@ -53,25 +53,19 @@ class ServeFlags:
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri serve`."""
-    parser = arguments.OneLineParser(
-        "serve",
-        "--context 32768 --batch-size 2 --port 8080 --api-key secret",
-        description="Serves a model at OpenAI's /v1/completions and /v1/chat/completions.",
-    )
+    parser = arguments.OneLineParser("serve")
     arguments.add_flags(parser, *arguments.MODEL)
     arguments.add_fields(parser, ServeFlags)
     arguments.add_fields(parser.add_argument_group("clients"), Access)
     arguments.add_flags(parser, *arguments.MEMORY)
-    title = "sampling where a request does not say (a GPU's graphs know no other kinds of filters)"
-    arguments.add_flags(parser, *arguments.SAMPLING, title=title)
-    parser.set_defaults(temperature=1.0)
+    note = " where a request does not say; a GPU's graphs know no other kinds of filters"
+    arguments.add_sampling_flags(parser, note=note)
     arguments.add_flags(parser, *{*arguments.SPECULATION} - {"coupled"}, title="speculation")
     return parser
 
 
 def run_command(args: Namespace) -> None:
     """Answers requests until Ctrl-C."""
-    sampling = arguments.taken(SamplingParams, args)
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.digests or access.is_for_one)
@@ -87,7 +81,9 @@ def run_command(args: Namespace) -> None:
     if is_open:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     with listener:  # clients may connect while the model is loaded
-        engine = boot(args)
+        minitri.loader.suggest_larger(args.model)
+        engine, _ = load_engine(args)
+        sampling = arguments.taken(SamplingParams, args, engine.sampling_defaults)
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
             names = [*dict.fromkeys([engine.config.name, Path(args.model).name])]

@@ -28,6 +28,7 @@ def instruct(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat") / "tiny"
     write_hf_folder(folder, max_position_embeddings=2048, vocab_size=330)
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHATML}))
+    (folder / "generation_config.json").unlink()  # so no sampling is recommended
     return folder
 
 

@@ -16,8 +16,10 @@ def run(folder, call):
     """Runs the benchmark on the tiny model; gives the figures, which are all that it prints."""
 
     def run(flags: str) -> dict:
-        always = f"--model {folder} --dtype float32 --device cpu --prompt-tokens 150 --quiet --json"
-        sizes = "--new-tokens 24 --budget 64 --num-recent-tokens 40"
+        always = (
+            f"--model {folder} --dtype float32 --device cpu --max-prompt-tokens 150 --quiet --json"
+        )
+        sizes = "--max-new-tokens 24 --budget 64 --num-recent-tokens 40"
         done = call(bench.main, *f"{always} {sizes} {flags}".split())
         assert (done.code, done.err, len(done.out.splitlines())) == (0, "", 1)
         return done.json

@@ -24,15 +24,15 @@ ADDED = {
     "< novel.txt": "-n 8 --max-prompt-tokens 600",
     'minitri "A ship, as JSON:" --json-object': "-n 8",
     "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv a.kv": "-n 8 "
-    "--max-prompt-tokens 600",
+    "--max-prompt-tokens 600 --temperature 0",
     f"minitri --model {LLAMA} --prompt-file novel.txt --max-prompt-tokens 120000 --json "
     "--logprobs 3": "",
     'minitri "The sea was" --method triforce': "-n 8",
     "minitri chat": "-n 8",
-    "minitri score novel.txt": "--max-prompt-tokens 300",
+    "minitri score novel.txt --max-prompt-tokens 8000": "--max-prompt-tokens 300",
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 8 --num-samples 64 "
     "--method naive",
-    "minitri bench --compare": "--prompt-tokens 300 --new-tokens 8 --seeds 1 --method naive",
+    "minitri bench --compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
     "minitri plan --gpu rtx4090": "",
     "python -m tools.paper": "",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "

@@ -50,6 +50,12 @@ def test_sound_code_passes_with_every_method_and_both_modes(check):
     assert selftest.table(rows).endswith("\n\nspeculation changes nothing: 6 equal")
 
 
+def test_its_text_is_as_long_as_a_small_model_holds(folder, call):
+    words = f"--model {folder} --dtype float32 -n 8 --num-samples 0 --method naive --json"
+    done = call(selftest.main, *words.split())
+    assert (done.code, done.json["num_prompt_tokens"]) == (0, 504)
+
+
 def accept_all(p_BNV, uniforms_BN, guesses):
     verdict = verify(p_BNV, uniforms_BN, guesses)
     return verdict._replace(num_accepted_B=guesses.counts_B)

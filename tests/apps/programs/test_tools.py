@@ -20,7 +20,9 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, 
     runs, decoding = [], floor.plain_decoding
     spy = lambda *args: runs.append(decoding(*args)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(floor, "plain_decoding", spy)
-    flags = f"--model {folder} --dtype float32 --prompt-tokens 60 --new-tokens 8 --repeats 2"
+    flags = (
+        f"--model {folder} --dtype float32 --max-prompt-tokens 60 --max-new-tokens 8 --repeats 2"
+    )
     done = call(bench.main, *flags.split(), "--profile", "--quiet", "--json")
     assert done.json["repeats"] == 2
     assert [run.stats.num_prefilled_tokens for run in runs] == [60] * 3

@@ -64,7 +64,7 @@ def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monk
 
 def test_the_shortest_context_has_room_for_the_text_that_warms_up(engine):
     args = build_parser().parse_args(["--context", "2", "--batch-size", "1"])
-    assert args.temperature == 1.0  # of requests that do not say
+    assert args.temperature is None  # of requests that do not say: as the model's files have it
     worker, *size = open_worker(args, engine, SamplingParams(), SpeculationConfig())
     worker.close()
     assert size[:2] == [1, 2]

@@ -72,7 +72,7 @@ def answer(lab: Lab, question: Question) -> tuple[Continuation, int, Json]:
     tokens = said.tokens[said.num_prompt :][:num_new]
     ends = [n for n, token in enumerate(tokens) if token in engine.config.eos_token_ids]
     tokens = tokens[: (ends or [num_new])[0]]
-    settings: Json = {"speculation": lab.speculation("triforce"), "seed": 0}
+    settings: Json = {"speculation": lab.speculation("triforce"), "seed": 0, "temperature": 0}
     own = engine.complete(question.prompt, max_new_tokens=num_new, **settings)
     text = engine.tokenizer.decode(tokens)
     values: Json = {"answer": text, "grade": question.grade(text)}
