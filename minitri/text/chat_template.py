@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from minitri.core.errors import InputError, explain
+from minitri.core.errors import InputError, explain, shorten
 
 PROGRAM = Path(__file__).with_name("template_sandbox.py")
 MAX_SECONDS = 5.0  # processor time for one rendering

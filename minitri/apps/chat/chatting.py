@@ -20,7 +20,6 @@ from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
 from minitri.apps.cli.terminal import LEGEND, stream
 from minitri.core.errors import explain, shorten
-from minitri.core.fields import check_names
 from minitri.core.log import log
 from minitri.core.requests import Row
 from minitri.core.stats import num_common
@@ -36,11 +35,9 @@ class Chat:
         self.talk = talk
         self._engine = engine
         self._args = args
-        self._sampling, seed = sampling_of(args, engine)
-        self._numbers: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
-        for name, value in vars(self._sampling).items():
-            if isinstance(value, int | float):  # others have flags
-                self._numbers[name] = value
+        sampling, seed = sampling_of(args, engine)
+        self._settings: Json = {"seed": seed, "max_new_tokens": args.max_new_tokens}
+        self._settings |= vars(sampling)
         if args.load is not None:
             self.do_load(args.load)
         else:
@@ -48,10 +45,10 @@ class Chat:
 
     def obey(self, line: str) -> None:
         """Answers a question or obeys a command; logs what is wrong with it."""
-        name, _, value = line[1:].partition(" ")
+        name, _, value = line.removeprefix("/").partition(" ")
         command = COMMANDS.get(name)
         try:
-            if not line.startswith("/"):
+            if not line.startswith("/") and line not in ("quit", "exit", "clear"):
                 self._answer(self.talk.turns, Turn(line))
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
@@ -64,7 +61,7 @@ class Chat:
 
     def do_help(self, _: str) -> None:
         """this list"""
-        say("\n".join(f"/{name} {command.__doc__}" for name, command in COMMANDS.items()))
+        say("\n".join(f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()))
 
     def do_show(self, _: str) -> None:
         """the conversation"""
@@ -85,16 +82,16 @@ class Chat:
 
     def do_sampling(self, values: str) -> None:
         """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
-        numbers = {**self._numbers}
+        settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
-            check_names([name], numbers)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
-                numbers[name] = type(numbers[name])(value)
-        as_seeds(numbers["seed"], 1)
-        Request("", **numbers)
-        self._numbers = numbers
-        say(", ".join(f"{name}={value}" for name, value in numbers.items()))
+                settings[name] = (float if "." in value else int)(value)
+        as_seeds(settings["seed"], 1)
+        Request("", **settings)
+        self._settings = settings
+        shown = (f"{k}={v}" for k, v in settings.items() if isinstance(v, int | float))
+        say(", ".join(shown))
 
     def do_system(self, text: str) -> None:
         """[TEXT] show the system message, which says how the model is to behave, or change it"""
@@ -117,7 +114,9 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
-        self.talk = self.talk.restored(self._engine.snapshot_note)
+        talk = self.talk.restored(self._engine.snapshot_note)
+        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
+        self._read(talk.with_documents({}, self._engine.config, self._args))
         if self.talk.turns:
             self.do_show("")
         say(f"loaded {num_tokens} tokens from {file}")
@@ -130,6 +129,9 @@ class Chat:
     def do_quit(self, _: str) -> None:
         """leave, as Ctrl-D does; Ctrl-C stops an answer, or clears the line"""
         sys.exit()
+
+    do_exit = do_quit
+    do_clear = do_reset
 
     def _turns(self) -> Sequence[Turn]:
         if not self.talk.turns:
@@ -148,7 +150,7 @@ class Chat:
         """Writes the answer to a question after earlier turns, or continues its answer."""
         talk = self.talk
         context = self._engine.config.context_length
-        most_new = self._numbers["max_new_tokens"]
+        most_new = self._settings["max_new_tokens"]
         wanted = min(most_new, (context - len(talk.beginning)) // 2)
         turns = talk.slide([*earlier, turn], context - wanted)
         prompt = talk.ids(turns)
@@ -158,7 +160,7 @@ class Chat:
         if (num_gone := 1 + len(earlier) - len(turns)) > 0:
             log.info("the context is full: the oldest %d questions are forgotten", num_gone)
         row = self._run(prompt, min(most_new, room), show=True)
-        self._numbers["seed"] = next_seed(self._numbers["seed"])
+        self._settings["seed"] = next_seed(self._settings["seed"])
         ids = row.token_ids
         if talk.stops:  # the tokens may be those of a stop string, too
             ids = talk.tokenizer.encode_marked(row.text)
@@ -176,10 +178,9 @@ class Chat:
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
         run = self._engine.generate(
             prompt,
-            sampling=self._sampling,
             generation=arguments.taken(GenerationConfig, self._args),
             speculation=arguments.speculation_of(self._args),
-            **self._numbers | limits,
+            **self._settings | limits,
         )
         with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
             stream(run, self._args, show=show)

@@ -21,8 +21,7 @@ from minitri.text.tokenizer import Tokenizer
 QUESTION = "\nQuestion: "  # without a chat template
 ANSWER = "\nAnswer:"
 TALK_TOKENS = 4096  # room for questions and answers, or else a quarter of the context
-MARK = "<|minitri-question|>"
-EARLIER = "<|minitri-answer|>"
+MARK = "<|minitri|>"
 
 
 class Document(NamedTuple):
@@ -62,16 +61,13 @@ class Conversation:
         template = self.tokenizer.chat_template
         if template is None:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
-        system = [("system", self.system)] if self.system is not None else []
-        parts = []
-        for earlier in ([], [("user", "x"), ("assistant", EARLIER)]):
-            messages = [*system, *earlier, ("user", MARK)]
-            text = template.render([{"role": role, "content": text} for role, text in messages])
-            parts.append(text.rpartition(MARK))
-        (start, _, _), (before, mark, after) = parts
-        if not mark:
+        messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
+        if self.system is not None:
+            messages.insert(0, {"role": "system", "content": self.system})
+        parts = template.render(messages).split(MARK)
+        if len(parts) != 4:
             raise InputError("the model's chat template leaves questions out; use another model")
-        return start, before.rpartition(EARLIER)[2], after
+        return parts[0], parts[2], parts[3]
 
     @functools.cached_property
     def beginning(self) -> list[int]:
@@ -85,16 +81,18 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy with more documents, by name. --fit and --max-prompt-tokens cut the longest of all
-        documents to one length. Raises `InputError` if the context has no room for them."""
-        documents = [*self.documents]
+        """A copy with more documents, by name, in place of others of the name. --fit and
+        --max-prompt-tokens cut the longest of all documents to one length. Raises `InputError` if
+        the context has no room for them."""
+        named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
-            documents.append(Document(name, ids, len(ids)))
+            named[name] = Document(name, ids, len(ids))
+        documents = named.values()
         context = config.context_length
         start = len(replace(self, documents=()).beginning)
         room = context - start - min(TALK_TOKENS, context // 4)
-        sizes = [document.size for document in documents]
+        sizes = [len(document.token_ids) for document in documents]
         kept = min(sum(sizes), args.max_prompt_tokens or MAX_COUNT)
         if args.fit:
             kept = max(0, min(kept, room))
@@ -102,15 +100,16 @@ class Conversation:
             factor = -(-(context - room + kept) // context)
             raise InputError(
                 f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
-                "and for questions and answers; --fit keeps what fits, --max-prompt-tokens N keeps "
-                f"N tokens, --rope-scaling yarn:{factor} extends the context"
+                "and for questions and answers; --fit keeps what fits, "
+                "--max-prompt-tokens N keeps N tokens, "
+                f"a start with --rope-scaling yarn:{factor} extends the context"
             )
-        lengths = range(1, max(sizes, default=0) + 1)
+        lengths = range(1, sum(sizes) + 1)
         most = bisect.bisect(lengths, kept, key=lambda n: sum(min(n, size) for size in sizes))
-        for name, _, size in documents:
-            if most < size:
+        for name, token_ids, size in documents:
+            if most < len(token_ids):
                 log.info("%s: its first %d of %d tokens", name, most, size)
-        cut = [document._replace(token_ids=document.token_ids[:most]) for document in documents]
+        cut = [Document(name, token_ids[:most], size) for name, token_ids, size in documents]
         return replace(self, documents=cut)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:

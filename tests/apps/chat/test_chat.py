@@ -64,7 +64,7 @@ def begin(loaded, monkeypatch, capsys):
 def test_piped_questions_are_answered_and_commands_obeyed(instruct, call, tmp_path, monkeypatch):
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text("It was a dark night. " * 20)
-    (tmp_path / "lines").write_text("Who?\n\nAnd why?\n/nonsense\n/help\n/reset\n/quit\nnever")
+    (tmp_path / "lines").write_text("Who?\n\nAnd why?\n/nonsense\n/help\n/reset\nexit\nnever")
     words = f"--model {instruct} --dtype float32 --device cpu -n 12 -v --color {ENDLESS}".split()
     with (tmp_path / "lines").open() as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
@@ -82,7 +82,7 @@ COMMAND_LINES = """
 /sampling temperature=hot | temperature is 'hot'
 /sampling top_p=0.5 seed=7 max_new_tokens=3 | seed=7, max_new_tokens=3,
 /sampling top-p=0.5 | top-p is not a setting; did you mean top_p?
-/sampling presence_penalty=9 | presence_penalty is 9.0; it must be
+/sampling presence_penalty=9 | presence_penalty is 9; it must be
 /save | there is no KV cache to save
 /documents /no/such/file | /documents /no/such/file cannot be read (No such file
 /documents | there are no documents
@@ -114,6 +114,15 @@ def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, ca
     )
     other.obey("Why?")
     assert num_cached()[-1] > 100  # the document is not read again
+
+
+def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_path):
+    chat = begin(documents=[NIGHT])
+    chat.obey("Who?")
+    chat.obey(f"/save {tmp_path}/kv")
+    other = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
+    assert [document.name for document in other.talk.documents] == ["night.txt", "day.txt"]
+    assert [turn.question for turn in other.talk.turns] == ["Who?"]
 
 
 @pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
