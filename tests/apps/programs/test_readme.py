@@ -20,8 +20,8 @@ LLAMA = "llama2-7b-128k"
 ADDED = {
     'minitri "The sea was" -n 60': "",
     "minitri chat --document novel.txt --fit": "--max-prompt-tokens 500 -n 8",
-    "minitri -n 200 --max-prompt-tokens 20000 --rope-scaling yarn:4 --temperature 0.6 --top-p 0.9 "
-    "< novel.txt": "-n 8 --max-prompt-tokens 600",
+    "minitri -n 200 --max-prompt-tokens 20000 --rope-scaling yarn:4 < novel.txt": "-n 8 "
+    "--max-prompt-tokens 600",
     'minitri "A ship, as JSON:" --json-object': "-n 8",
     "minitri --prompt-file novel.txt --max-prompt-tokens 7000 --save-kv a.kv": "-n 8 "
     "--max-prompt-tokens 600 --temperature 0",
