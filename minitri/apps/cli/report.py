@@ -46,7 +46,7 @@ def progress_bar(args: Namespace, **settings: Any) -> Any:
     from tqdm import tqdm  # with 20 ms of imports, which --help does not need
 
     if not sys.stderr.isatty():
-        file = SimpleNamespace(write=lambda s: s.strip() and log.info(s.strip()), flush=int)
+        file = SimpleNamespace(write=lambda s: [*map(log.info, s.strip().splitlines())], flush=int)
         line = "{desc} {n_fmt} of {total_fmt}{unit}, {remaining} to go"
         settings |= {"file": file, "bar_format": line, "delay": 10, "mininterval": 10}
     return tqdm(disable=args.quiet, **settings)
