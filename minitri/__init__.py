@@ -70,6 +70,8 @@ _HOMES += "core.requests core.drafters.plugin core.caches.policies core.generati
 
 def __getattr__(name: str) -> object:
     for home in _HOMES.split() if name in __all__ else ():
+        if home == "core.drafters.plugin":  # imports PyTorch, as do those after it
+            import_module("minitri.devices.cpu.build").let_threads_sleep()
         module = import_module(f"minitri.{home}")
         if hasattr(module, name):
             return getattr(module, name)

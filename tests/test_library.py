@@ -14,6 +14,7 @@ import pydantic
 import pytest
 import torch
 
+import minitri
 from minitri import (
     End,
     Generation,
@@ -25,6 +26,7 @@ from minitri import (
     SpeculationConfig,
 )
 from minitri.core.model.block import read_block
+from minitri.devices.cpu.build import has_kernels
 from minitri.text.chat_template import ChatTemplate
 from tests.conftest import tiny_engine
 from tests.core.rigs import new_cache
@@ -32,6 +34,17 @@ from tests.files.test_chat_template import CHATML
 
 WARM = {"temperature": 0.9, "top_p": 0.95, "ignore_eos": True}
 COUPLED = {**WARM, "max_new_tokens": 20, "coupled": True}
+
+
+@pytest.mark.skipif(not has_kernels(), reason="there is no C++ compiler here")
+def test_waiting_threads_of_pytorch_leave_the_cores_to_the_kernels(monkeypatch):
+    """Of a program, too, which imports minitri before torch. A value of the user's stays."""
+    for value, kept in (("7", "7"), (None, "1000")):
+        monkeypatch.setenv("GOMP_SPINCOUNT", "7")
+        if value is None:
+            monkeypatch.delenv("GOMP_SPINCOUNT")
+        assert minitri.load
+        assert os.environ["GOMP_SPINCOUNT"] == kept
 
 
 def test_keywords_say_what_settings_say(engine):

@@ -14,13 +14,10 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
     short texts of a server take much memory. Variables of the environment that are set win.
     """
-    from minitri.devices.cpu.build import has_kernels
+    from minitri.devices.cpu.build import let_threads_sleep
 
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
-    # Waiting threads of PyTorch would spin on the cores of compiled kernels: with them asleep
-    # prompts are read 15 % faster. Without those kernels spinning is faster.
-    if os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    let_threads_sleep()
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:

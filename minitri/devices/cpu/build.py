@@ -61,6 +61,13 @@ def has_kernels() -> bool:
     return False
 
 
+def let_threads_sleep() -> None:
+    """Called before PyTorch is imported: its waiting threads would spin on the cores of the
+    kernels; with them asleep prompts are read 1.5 times as fast. Without kernels they may spin."""
+    if os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
 def candidates(source: Path) -> Iterator[Path]:
     """Libraries that this processor can run, best first: of a wheel, then the one built here."""
     wanted = os.environ.get("MINITRI_KERNELS", "")
