@@ -89,7 +89,7 @@ def load_model(
     model.execution = replace(
         model.execution,
         computed_by=computed_by,
-        fingerprint=fingerprint_of(checkpoint.files, sorted(packed)),
+        identify=fingerprint_of(checkpoint.files, sorted(packed)),
     )
     fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
     if lender:

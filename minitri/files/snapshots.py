@@ -69,7 +69,7 @@ class Origin:
 def origin_of(model: Llama) -> Origin:
     """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
     execution = model.execution
-    if execution.ranks.count > 1 or not (fingerprint := execution.fingerprint()):
+    if execution.ranks.count > 1 or not (fingerprint := execution.fingerprint):
         raise InputError(
             f"the KV cache of {model.config.name} is neither saved nor loaded: it was not read "
             "from a file, or is divided among processes; use a model of a file in one process"

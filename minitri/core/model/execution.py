@@ -58,6 +58,9 @@ class Execution:
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device
     ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
-    fingerprint: Callable[[], str] = str
-    """Digests the files of the weights, a second for 2 GB; "" if there are none. Raises
-    `InputError`."""
+    identify: Callable[[], str] = str  # digests the files of the weights; "" if there are none
+
+    @property
+    def fingerprint(self) -> str:
+        """What `identify` says, which takes a second for 2 GB. Raises `InputError`."""
+        return self.identify()
