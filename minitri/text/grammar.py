@@ -1,14 +1,16 @@
 """Grammars as a user writes them, checked; `text/matcher.py` compiles them."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minitri.core.errors import check_unicode, explain
 from minitri.core.fields import brief, check_fields, one_of, refuse
 
-MAX_CHARACTERS = 1 << 20
-"""Longest text of a grammar, in characters; schemas in use have at most a tenth of that."""
+MAX_CHARACTERS = 1 << 17
+"""Longest text of a grammar, in characters; schemas in use have at most 100 KB."""
+MAX_KEYS = 5000
+"""Most keys of a schema, or rules in Lark: llguidance's time may grow with the square of them."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class Grammar:
     """`json_object`: any JSON object; `choice`: one of several texts."""
     text: str = ""
     """The schema as JSON, the regular expression, the Lark grammar, or the texts as a JSON list."""
+    start: Any = field(default=None, repr=False, compare=False)  # compiled by `text/matcher.py`
 
     def __str__(self) -> str:
         return self.kind
@@ -28,8 +31,10 @@ class Grammar:
     def __post_init__(self) -> None:
         check_fields(self)
         check_unicode(self.text, f"the {self.kind}")
-        if len(self.text) > MAX_CHARACTERS:
-            refuse(self, "text", f"it must have at most {MAX_CHARACTERS} characters")
+        num_keys = self.text.count('":' if self.kind == "json_schema" else ":")
+        if len(self.text) > MAX_CHARACTERS or num_keys > MAX_KEYS:
+            most = f"{MAX_CHARACTERS} characters, and {MAX_KEYS} keys or rules"
+            refuse(self, "text", f"it must have at most {most}")
         if (self.kind == "json_object") != (not self.text):
             refuse(self, "text", f"it must be {'empty' if self.text else 'given'} for {self.kind}")
         if self.kind == "json_schema":
