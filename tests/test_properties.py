@@ -11,7 +11,7 @@ import dataclasses
 import itertools
 import os
 import random
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from minitri import End, InputError, Request, SpeculationConfig, Token
 from minitri.core.decoding.autotuner import Autotuner
-from minitri.text.text_stream import StopScanner
+from minitri.text.text_stream import TextReader
 from tests.conftest import ends_of, tiny_engine
 from tests.core.policies import policy_of
 from tests.strategies import Case, case_of, engine_of
@@ -132,12 +132,15 @@ def test_a_text_ends_at_every_place_of_a_block():
 @example("abcabcd", ["abcd", "zz"], range(9))
 @example("xaaac", ["aab"], range(9))  # a false alarm loses nothing
 def test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut(text, stops, borders):
-    scanner, shown = StopScanner(stops), ""
-    places = sorted({0, *borders, len(text)})
-    for start, end in itertools.pairwise(places):
-        shown += scanner.push(text[start:end])
+    tokenizer = Mock(strips_space=False, control_ids=lambda _: {})
+    tokenizer.text_bytes = lambda pieces, _: "".join(pieces).encode()
+    reader, shown = TextReader(tokenizer, [], stop=stops), ""
+    for start, end in itertools.pairwise(sorted({0, *borders, len(text)})):
+        piece, found = reader(text[start:end])
+        shown += piece
         wanted = cut_at_stop(text[:end], tuple(stops))
-        assert scanner.found == (wanted is not None)
-        assert shown == wanted if scanner.found else text.startswith(shown)
-    wanted = cut_at_stop(text, tuple(stops))
-    assert shown + scanner.flush() == (text if wanted is None else wanted)
+        assert found == (wanted is not None)
+        assert shown == wanted if found else text.startswith(shown)
+        if found:
+            return
+    assert shown + reader(None)[0] == text

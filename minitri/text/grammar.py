@@ -1,13 +1,16 @@
 """Grammars as a user writes them, checked; `text/matcher.py` compiles them."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minitri.core.errors import check_unicode, explain
 from minitri.core.fields import brief, check_fields, one_of, refuse
 
-MAX_CHARACTERS = 1 << 20  # of a text; schemas in use have at most a tenth of that
+MAX_CHARACTERS = 1 << 17
+"""Longest text of a grammar, in characters; schemas in use have at most 100 KB."""
+MAX_KEYS = 5000
+"""Most keys of a schema, or rules in Lark: llguidance's time may grow with the square of them."""
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Grammar:
     """`json_object`: any JSON object; `choice`: one of several texts."""
     text: Any = ""
     """A schema (JSON, a dictionary, a pydantic class), an expression, a Lark grammar, or texts."""
+    start: Any = field(default=None, repr=False, compare=False)  # compiled by `text/matcher.py`
 
     def __str__(self) -> str:
         return self.kind
@@ -36,8 +40,10 @@ class Grammar:
             refuse(self, "text", "it must be a text, a dictionary, a list or a class of pydantic")
         object.__setattr__(self, "text", text)
         check_unicode(self.text, f"the {self.kind}")
-        if len(self.text) > MAX_CHARACTERS:
-            refuse(self, "text", f"it must have at most {MAX_CHARACTERS} characters")
+        num_keys = self.text.count('":' if self.kind == "json_schema" else ":")
+        if len(self.text) > MAX_CHARACTERS or num_keys > MAX_KEYS:
+            most = f"{MAX_CHARACTERS} characters, and {MAX_KEYS} keys or rules"
+            refuse(self, "text", f"it must have at most {most}")
         if (self.kind == "json_object") != (not self.text):
             refuse(self, "text", f"it must be {'empty' if self.text else 'given'} for {self.kind}")
         if wanted := {"json_schema": dict | bool, "choice": list}.get(self.kind):

@@ -1,14 +1,18 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
-The library sees the exact bytes of our tokens. The latest compiled grammars are kept. Every row has
-its own matcher, which is advanced along guesses and rolled back when they are rejected.
+The library sees the exact bytes of our tokens. A process with limits compiles each grammar first
+(`grammar_probe.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
+advanced along guesses and rolled back when they are rejected.
 Legend: V vocab.
 """
 
 import functools
 import json
 import re
+import subprocess
+import sys
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,10 @@ from minitri.core.stats import num_common
 from minitri.text.grammar import Grammar
 from minitri.text.tokenizer import Tokenizer
 
+PROBE = Path(__file__).with_name("grammar_probe.py")
+MAX_KEPT = 1 << 14  # characters of a grammar that is kept; compiled, each takes up to 500 bytes
+MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
+
 
 class GrammarMatcher:
     """The state of one text in its grammar; implements `Matcher` of the core."""
@@ -30,7 +38,6 @@ class GrammarMatcher:
         self._config = config  # its vocabulary may be smaller than the tokenizer's
         self._path: list[int] = []  # tokens that the library has read after the committed ones
         self._is_over = False
-        self._forced: list[int] = []  # the latest result of `forced`, after the committed tokens
         self._masks: dict[tuple[int, ...], Tensor | None] = {}  # by path, for several levels
 
     def extend(self, tokens: list[int]) -> None:
@@ -38,42 +45,34 @@ class GrammarMatcher:
         self._is_over |= not self._read(tokens)
         self._path = []
         self._masks.clear()
-        is_as_forced = self._forced[: len(tokens)] == tokens
-        self._forced = self._forced[len(tokens) :] if is_as_forced else []
 
     def forbidden(self, path: list[int]) -> Tensor | None:
-        """Boolean (V,): tokens that may not follow the committed text and `path`; None: failed."""
+        """Boolean (V,): tokens that the grammar forbids after the committed text and the guesses
+        `path`; None: it failed. Only end tokens may follow a complete text, another end token, or a
+        guess that the grammar does not allow."""
         key = tuple(path)
         if key not in self._masks:
-            self._masks[key] = self._mask(path)
+            is_over = self._is_over or not self._read(path)
+            mask = bytearray(self._matcher.compute_logit_bias())[: self._config.vocab_size]
+            self._masks[key] = None
+            if not self._matcher.is_error():
+                is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
+                may_end = is_over or self._matcher.is_accepting()
+                is_bad_V[[*self._config.eos_token_ids]] = not may_end
+                self._masks[key] = is_bad_V
         return self._masks[key]
 
     def forced(self, path: list[int]) -> list[int]:
         """Tokens of the text that must follow `path`; other tokens of the same text may, too."""
-        if len(path) >= len(self._forced) or self._forced[: len(path)] != path:
-            is_over = self._is_over or not self._read(path)
-            if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
-                return []
-            known = takewhile(self._config.vocab_size.__gt__, self._matcher.compute_ff_tokens())
-            self._forced = [*path, *known]
-        return self._forced[len(path) :]
+        is_over = self._is_over or not self._read(path)
+        if is_over or self._matcher.is_error() or not self._matcher.compute_ff_bytes():
+            return []
+        return [*takewhile(self._config.vocab_size.__gt__, self._matcher.compute_ff_tokens())]
 
     @property
     def error(self) -> str:
         """Why the library's matcher failed, in one line."""
-        return error_of(self._matcher)
-
-    def _mask(self, path: list[int]) -> Tensor | None:
-        """Boolean (V,): tokens that the grammar forbids after the guesses `path`; None: it failed.
-        Only end tokens may follow a complete text, another end token, or a guess that the grammar
-        does not allow."""
-        is_over = self._is_over or not self._read(path)
-        mask = bytearray(self._matcher.compute_logit_bias())[: self._config.vocab_size]
-        if self._matcher.is_error():
-            return None
-        is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
-        is_bad_V[[*self._config.eos_token_ids]] = not (is_over or self._matcher.is_accepting())
-        return is_bad_V
+        return error_of(self._matcher.get_error())
 
     def _read(self, path: list[int]) -> bool:
         """Replaces the guesses that the library has read by `path`, as far as the grammar allows.
@@ -88,11 +87,15 @@ class GrammarMatcher:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
+    if grammar.start is not None:
+        return grammar.start.deep_copy()
     if not config.eos_token_ids:
         problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
         raise InputError(f"{problem}; use another model")
     lexicon = lexicon_of(tokenizer, config.vocab_size, config.eos_token_ids)
-    return compile_grammar(grammar, lexicon).deep_copy()
+    is_kept = len(grammar.text) <= MAX_KEPT
+    start = (compile_grammar if is_kept else compile_grammar.__wrapped__)(grammar, lexicon)
+    return start.deep_copy()
 
 
 @functools.lru_cache(maxsize=4)
@@ -106,8 +109,9 @@ def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> 
 
 
 def schema_text(text: str, **options: object) -> str:
-    """A JSON schema for llguidance; white space is bounded, as some models never end it."""
-    schema = json.loads(text, parse_int=as_exact)
+    """A JSON schema for llguidance; white space is bounded, as some models never end it. Raises
+    `ValueError` for a number that llguidance rounds, unless `lenient` is among its options."""
+    schema = json.loads(text, parse_int=int if options.get("lenient") else as_exact)
     if not isinstance(schema, dict):
         return text
     how = {"whitespace_pattern": r"[ \n]{0,16}", **schema.get("x-guidance", {}), **options}
@@ -126,7 +130,7 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 """An option of llguidance, without which masks allow only one tokenization of forced text."""
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=32)
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
@@ -141,21 +145,34 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
         elif grammar.kind != "lark":
             text = "start: %json " + schema_text(text or '{"type": "object"}')
         source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
-        limits = LLParserLimits(verbose_errors=False)
-        matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)
-        if not matcher.is_error():
+        [error] = probe(source)
+        if not error:
+            limits = LLParserLimits(step_max_items=MAX_ITEMS, verbose_errors=False)
+            matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)
             matcher.compute_logit_bias()
-        if matcher.is_error():
-            problem = error_of(matcher)
+            error = matcher.get_error()
+        if error:
+            problem = error_of(error)
             if grammar.kind != "lark":  # the user did not write the text that has these lines
                 problem = re.sub(r"^line \d+, column \d+: ", "", problem)
             raise ValueError(problem)
     return matcher
 
 
-def error_of(matcher: Any) -> str:
-    """The error of a matcher of llguidance, in one line."""
-    text = re.split(r"\n *1 \||\n<state>", matcher.get_error())[0]
+@functools.lru_cache(maxsize=32)
+def probe(*sources: str) -> list[str]:
+    """What llguidance says against each grammar, or "". Raises `ValueError` if a process within
+    limits cannot compile all of them."""
+    command = [sys.executable, "-P", str(PROBE)]
+    done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
+    if done.returncode:
+        raise ValueError("it takes more than 1 second, or too much memory")
+    return list(json.loads(done.stdout))
+
+
+def error_of(error: str) -> str:
+    """An error of llguidance in one line."""
+    text = re.split(r"\n *1 \||\n<state>", error)[0]
     text = re.sub(r"(at )?(\d+)\((\d+)\)", r"line \2, column \3", text)
     text = re.sub("NoExtensionBias(.|\n)*", "it allows no text", text)
     return shorten(text.replace("failed to compile JSON schema: ", ""))

@@ -79,12 +79,6 @@ def next_seed(seed: int, number: int = 1) -> int:
     return (seed + number) % (MAX_SEED + 1)
 
 
-def fold_seed(seed: int) -> int:
-    """Maps any integer to a valid seed of 32 bits; a valid seed stays as it is."""
-    seed %= 1 << 64
-    return (seed ^ seed >> 32) & MAX_SEED
-
-
 def as_seeds(seed: int | Sequence[int], num_rows: int) -> list[int]:
     """One seed per row: seed + b for an integer. Raises `InputError` for wrong seeds."""
     try:

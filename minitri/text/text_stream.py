@@ -2,7 +2,6 @@
 
 import codecs
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
 
 from minitri.text.tokenizer import Tokenizer
 
@@ -24,7 +23,8 @@ class TextReader:
         """The output ends before the first of the strings `stop`, which may be control tokens;
         `shown` are ids of control tokens that the text spells out, while others are left out."""
         self._tokenizer, self._shown = tokenizer, shown
-        self._scanner = StopScanner(stop)
+        self._stop = stop
+        self._held = ""  # what may begin a stop string
         self._stop_ids = {*tokenizer.control_ids(stop).values()}
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         before = tokenizer.text_bytes(prompt_ids[-self.CONTEXT :], shown)
@@ -43,43 +43,14 @@ class TextReader:
         text = self._decoder.decode(data, not tokens)
         if self._is_broken and text:  # U+FFFD for what is cut is part of the prompt
             text, self._is_broken = text.removeprefix("\ufffd"), False
-        text = self._scanner.push(text)
-        if not tokens:
-            text += self._scanner.flush()
-        return text, self._scanner.found or is_stop
-
-
-@dataclass
-class StopScanner:
-    """A filter of streamed text, which ends it before the first complete stop string.
-
-    Text that may be the beginning of a stop string is held back."""
-
-    stop: Sequence[str]
-    held: str = ""
-    found: bool = False
-
-    def push(self, text: str) -> str:
-        """Takes the next piece of text; returns what can be shown, up to any stop string. Sets
-        `found` at the first stop string."""
-        if self.found:
-            return ""
-        text = self.held + text
-        starts = ((text.find(stop), len(stop)) for stop in self.stop)
+        text = self._held + text
+        starts = ((text.find(stop), len(stop)) for stop in self._stop)
         ends = [(start + length, start) for start, length in starts if start >= 0]
-        if ends:
-            self.found = True
-            self.held = ""
-            return text[: min(ends)[1]]
-        cut = len(text) - max((overlap(text, stop) for stop in self.stop), default=0)
-        self.held = text[cut:]
-        return text[:cut]
-
-    def flush(self) -> str:
-        """Returns the text that was held back, at the end of the output."""
-        held = self.held
-        self.held = ""
-        return held
+        if ends:  # the first stop string that is complete
+            return text[: min(ends)[1]], True
+        held = max((overlap(text, stop) for stop in self._stop), default=0) if tokens else 0
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held], is_stop
 
 
 def overlap(text: str, stop: str) -> int:

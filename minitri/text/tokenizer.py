@@ -87,10 +87,8 @@ class Tokenizer:
         if isinstance(messages, str):
             messages = [{"role": "user", "content": messages}]
         if not self.chat_template:
-            raise InputError(
-                "this model has no chat template: it completes texts; use an instruct model, or "
-                "write the conversation into the prompt"
-            )
+            problem = "this model has no chat template: it completes texts; use an instruct model"
+            raise InputError(f"{problem}, or write the conversation into the prompt")
         return self.chat_template.render(messages, tools)
 
     def encode_marked(self, text: str) -> list[int]:
@@ -141,8 +139,8 @@ def check_same_vocabulary(draft: Tokenizer, target: Tokenizer, draft_name: str) 
     for token in range(min(draft.num_tokens, target.num_tokens)):
         theirs, ours = draft.token(token), target.token(token)
         if theirs != ours:
-            raise InputError(
-                f"the drafter {draft_name} has another vocabulary: its token {token} is "
-                f"{theirs!r}, the target's is {ours!r}; use a drafter of the target's family, or "
-                "draft=suffix"
+            got = (
+                f"the drafter {draft_name} has another vocabulary: its token {token} is {theirs!r}"
             )
+            advice = "use a drafter of the target's family, or draft=suffix"
+            raise InputError(f"{got}, the target's is {ours!r}; {advice}")

@@ -25,15 +25,26 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
         assert error(*sizes, rule=rule, seed=seed, **KINDS["grammar"]) < ROUNDING
 
 
+MUCH = "more than 1 second, or too much memory"
+REFS = {f"r{n}": {"properties": {"a": {"$ref": f"#/$defs/r{n + 1}"}}} for n in range(1200)}
+RULES = "".join(f'r{n}: "a" r{n + 1}\n' for n in range(3000))
+BOTH = " & ".join(f"/.*a{{{n}}}.*/" for n in range(1, 33))
 REFUSED = [
     ("json_schema", '{"$ref": "#"}', "cannot be used (it allows no text)"),
-    ("json_schema", json.dumps({"enum": ["x" * 10**7]}), "at most 1048576 characters"),
+    ("json_schema", json.dumps({"enum": ["x" * 10**7]}), "at most 131072 characters"),
     ("json_schema", '{"items": ' * 3000 + "{}" + "}" * 3000, "the json_schema cannot be read"),
     ("json_schema", '{"enum": [9007199254740993]}', "rounds the number 9007199254740993"),
     ("json_schema", '{"maximum": 9223372036854775808}', "rounds the number 9223372036854775808"),
     ("regex", "(a", "the regex cannot be used (invalid"),
     ("lark", 'start: "a" $', "(line 1, column 12: lexer error"),
     ("gbnf", "root ::= x", "gbnf"),
+    # Others end the process, or take seconds, minutes or 500 MB of it.
+    ("lark", f'start: r0\n{RULES}r3000: "b"', MUCH),
+    ("lark", f"start: T\nT: {BOTH}", MUCH),
+    ("lark", "start: " + "s " * 16384 + '\ns: "a" | s s |', "Too many items"),
+    ("json_schema", json.dumps({"$ref": "#/$defs/r0", "$defs": REFS}), MUCH),
+    ("json_schema", json.dumps({"properties": dict.fromkeys(map(str, range(6000)), True)}), "keys"),
+    ("json_schema", '{"type": "integer", "multipleOf": 8192000}', MUCH),
 ]
 
 
@@ -42,6 +53,12 @@ def test_what_is_no_grammar_is_refused_in_one_line(kind, text, word):
     tokenizer = Tokenizer(byte_level_tokenizer())
     with refused(word):
         compiled(Grammar(kind, text), tokenizer, tiny_config(vocab_size=320, eos_token_ids=(2,)))
+
+
+def test_forced_text_that_is_longer_than_a_round_ends_where_the_output_does(engine):
+    grammar = Grammar("choice", json.dumps(["She had been forced into prudence " * 9]))
+    how = {"method": "naive", "gamma1": 2, "max_new_tokens": 3, "grammar": grammar}
+    assert len(engine.complete("a", **how).token_ids) == 3
 
 
 def test_a_model_without_an_end_token_has_no_grammars():

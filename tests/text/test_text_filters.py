@@ -190,3 +190,5 @@ def test_a_long_bad_word_is_seen_next_to_short_ones():
     logits_NV = torch.zeros(1, 4)
     filters.apply(logits_NV, [[]])
     assert logits_NV.isinf().tolist() == [[False, False, True, True]]
+    filters.apply(smaller_NV := torch.zeros(1, 3), [[]])  # of a drafter that lacks the last token
+    assert smaller_NV.isinf().tolist() == [[False, False, True]]

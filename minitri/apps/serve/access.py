@@ -61,9 +61,8 @@ class Access:
         is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
         names = ("localhost", self.host, *self.allowed_host)
         if not (is_address or host.partition(":")[0].lower() in names):
-            raise ApiError(
-                403, "forbidden", f"it is for host {shorten(host, 60)}; see --allowed-host"
-            )
+            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
+            raise ApiError(403, "forbidden", got)
         if not self.digests:
             return request.client.host if request.client else ""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")

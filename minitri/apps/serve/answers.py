@@ -56,10 +56,8 @@ class Writer:
         if not asked.stream:
             if not is_done:
                 return b""
-            choices = [
-                self._choices[index].piece(end.text, end.tokens, end)
-                for index, end in sorted(self._ends.items())
-            ]
+            ends = sorted(self._ends.items())
+            choices = [self._choices[n].piece(end.text, end.tokens, end) for n, end in ends]
             return json_line({**self._head, "choices": choices, "usage": self._usage()}).encode()
         match event:
             case PrefillProgress(_, done, total, cached) if asked.details:

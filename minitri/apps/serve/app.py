@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ from minitri.worker import NUM_TICKS, Job, Worker
 
 BODY_SECONDS = 30  # in which a client has to send its request
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
+COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
@@ -122,10 +124,8 @@ class Service:
         with self._counted(client, 1):
             call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
         writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
-        return Answer(
-            self._pieces(call, writer, client),
-            media_type="text/event-stream" if call.asked.stream else "application/json",
-        )
+        media_type = "text/event-stream" if call.asked.stream else "application/json"
+        return Answer(self._pieces(call, writer, client), media_type=media_type)
 
     async def _pieces(self, call: Call, writer: Writer, client: str) -> AsyncGenerator[bytes, None]:
         """Answer to a call, piece by piece, while its texts run; cancelled if the client leaves.
@@ -135,7 +135,11 @@ class Service:
         outcome = "left"
         with self._counted(client, len(call.requests)):
             job = Job(call.requests)
+            loop = asyncio.get_running_loop()
             try:
+                if call.requests[0].sampling.grammar or (call.chat and call.chat.names):
+                    compiled = loop.run_in_executor(COMPILERS, self.protocol.compiled, call)
+                    job.requests = await compiled  # begins only while the client is there
                 self.worker.submit(job)
                 async for event in job.events(WAITING_SECONDS):
                     index = 0 if isinstance(event, Idle) else job.numbers.index(event.row)
@@ -204,7 +208,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, *_: Any) -> None:
         if self.should_exit:
-            os.write(2, b"stopped\n")
+            log.info("stopped")
             os._exit(0)  # whatever still runs
         self.should_exit = True
 

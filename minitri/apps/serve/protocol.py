@@ -1,10 +1,10 @@
 """Requests of clients for one model: from the JSON of a body to the `Request` of each text."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from minitri import Engine, GenerationConfig, InputError, Request, SamplingParams
+from minitri import Engine, GenerationConfig, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.bodies.chat_body import checked
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody, read_form
@@ -12,7 +12,8 @@ from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed, refuse
 from minitri.files.hf_config import without_null
-from minitri.text.prompt_ids import draw_seed, encode_prompt, fold_seed, next_seed, split_prompts
+from minitri.text.matcher import compiled
+from minitri.text.prompt_ids import draw_seed, encode_prompt, next_seed, split_prompts
 from minitri.text.rows import text_filters
 
 Asked = TextBody | ChatBody | ResponseBody
@@ -48,23 +49,22 @@ class Protocol:
         if asked.model not in ("", *self.names):
             message = f"model {shorten(repr(asked.model), 60)} is not served; use {self.names[0]}"
             raise ApiError(404, "model_not_found", message)
-        owner = (
-            salt and f"{salt}/{asked.safety_identifier or asked.user or asked.prompt_cache_key!a}"
-        )
+        user = asked.safety_identifier or asked.user or asked.prompt_cache_key
+        owner = salt and f"{salt}/{user!a}"
         if isinstance(asked, TextBody):
             chat = None
-            tokenizer = self.engine.tokenizer
-            prompts = [encode_prompt(given, tokenizer) for given in split_prompts(asked.prompt)]
+            given = split_prompts(asked.prompt)
+            prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
             chat = ChatPrompt(asked, self.engine)
             prompts = [chat.token_ids]
-        sampling = self.sampling_of(asked, chat)
-        seed = draw_seed() if asked.seed is None else fold_seed(asked.seed)
+        sampling = self.sampling_of(asked)
+        seed = draw_seed() if asked.seed is None else asked.seed % (1 << 64)
         texts = [ids for ids in prompts for _ in range(asked.n)]
         requests = [
             Request(
                 ids,
-                next_seed(seed, number),
+                next_seed(seed ^ seed >> 32, number),
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
@@ -76,17 +76,21 @@ class Protocol:
         ]
         return Call(requests, asked, chat)
 
-    def sampling_of(self, asked: Asked, chat: ChatPrompt | None) -> SamplingParams:
-        """Sampling of each text. A grammar is compiled here, in the thread that reads the request,
-        so that a wrong one is refused and no step of others waits. Raises `InputError`."""
-        form = read_form(asked.response_format)
-        calls = chat.grammar if chat is not None else None
-        if form and calls:
-            raise InputError("response_format is given with tools; leave one of them out")
-        grammar = form or calls or self.sampling.grammar
-        sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": grammar})
+    def sampling_of(self, asked: Asked) -> SamplingParams:
+        """Sampling of each text, whose grammar is the form of the answer. Raises `InputError`."""
+        form = read_form(asked.response_format) or self.sampling.grammar
+        sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": None})
         text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
-        return sampling
+        return replace(sampling, grammar=form)
+
+    def compiled(self, call: Call) -> list[Request]:
+        """The call's requests with their grammar compiled, within 3 seconds of processor time, so
+        that no step of others waits for that. Raises `InputError`."""
+        sampling = call.requests[0].sampling
+        grammar = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
+        start = compiled(grammar, self.engine.tokenizer, self.engine.config)
+        sampling = replace(sampling, grammar=replace(grammar, start=start))
+        return [replace(request, sampling=sampling) for request in call.requests]
 
     def generation_of(self, asked: Asked, num_prompt_tokens: int) -> GenerationConfig:
         """When each text ends. Raises `ApiError` if the context has no room for it."""

@@ -19,7 +19,7 @@ from minitri.apps.cli.pytorch import import_pytorch
 from minitri.apps.serve.access import Access
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import between
-from minitri.core.log import log
+from minitri.core.log import LossyHandler, log
 from minitri.core.settings import MAX_ROWS
 from minitri.core.shape import MemoryShape
 
@@ -80,6 +80,7 @@ def run_command(args: Namespace) -> None:
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     if is_open:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
+    log.handlers = [LossyHandler()]
     with listener:  # clients may connect while the model is loaded
         minitri.loader.suggest_larger(args.model)
         engine, _ = load_engine(args)

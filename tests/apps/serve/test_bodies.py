@@ -103,7 +103,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (chat(tools=[TOOL["function"]]), "tools is [{'name': 'f'}]", "function"),
     (chat(tools=[TOOL], tool_choice={}), "tool_choice is {}", "/docs"),
     (chat(tools=[TOOL], tool_choice="g"), "tool_choice is 'g'", "a function in tools"),
-    (chat(tools=[TOOL], response_format=FORM), "response_format", "tools"),
+    (chat(tools=[TOOL], structured_outputs={"regex": "a"}), "not JSON", "tools"),
     (chat(tools=[TOOL], tool_choice="f", continue_final_message=True), "tool_choice", "none"),
     (response(input=3), "input is 3", "messages and calls"),
     (response(input=[{"type": "item_reference", "id": "x"}]), "input", "messages and calls"),

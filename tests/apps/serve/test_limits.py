@@ -4,10 +4,12 @@ reads from counts what others ask."""
 import contextlib
 import select
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import pytest
 
 from minitri.apps.serve import app, connections
+from minitri.text import matcher
 from tests.apps.serve.conftest import ENDLESS, Gate, complete, own_text, post_of, serving
 
 HEAD = post_of(b"").partition(b"Content-Length")[0]
@@ -163,6 +165,22 @@ def test_a_stream_that_waits_gives_signs_of_life(server, monkeypatch):
             while received.count(b": still at work\n\n") < 3:
                 received += connection.recv(1000)
         gate.set()
+
+
+def test_grammars_of_clients_that_leave_keep_nobody_waiting(server, monkeypatch):
+    gate, probe = Gate(0), Mock(side_effect=lambda *_: gate() or [""])
+    monkeypatch.setattr(matcher, "probe", probe)
+    forms = [{"structured_outputs": {"regex": f"a{{{n}}}"}} for n in range(1, 41)]
+    with contextlib.ExitStack() as stack:
+        stack.callback(gate.set)
+        stack.callback(server.wait_for, 0)
+        for form in forms:
+            stack.enter_context(server.raw(prompt="a", **form))
+        server.wait_for(num_open=40)
+        assert server.post(prompt="She had", max_tokens=1).status_code == 200
+        assert "exceed" in server.post(prompt="She " * 5000, **forms[0]).text
+    assert server.post(prompt="a", **forms[4]).json()["choices"][0]["text"] == "aaaaa"
+    assert probe.call_count <= 3
 
 
 API_KEYS = {"api_key": "clé alice bob"}

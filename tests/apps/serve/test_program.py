@@ -4,6 +4,8 @@ import collections
 import contextlib
 import functools
 import json
+import logging
+import os
 import re
 import signal
 import subprocess
@@ -18,7 +20,7 @@ from minitri import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.serve import app
 from minitri.apps.serve.room import SHARE, choose_rows
 from minitri.apps.serve.serving import build_parser, main, open_worker
-from minitri.core.log import log
+from minitri.core.log import LossyHandler, log
 from minitri.core.offload import allocation
 from minitri.core.offload.placement import GIB
 from minitri.core.shape import MemoryShape
@@ -39,6 +41,17 @@ def test_an_empty_key_is_refused_before_the_model_is_read(call, monkeypatch):
     for more in ([], ["--api-key= "]):
         done = call(main, *flags, *more)
         assert (done.code, done.err.count("\n"), "an API key is empty" in done.err) == (2, 1, True)
+
+
+def test_a_log_that_nobody_reads_stops_nobody():
+    reader, writer = os.pipe()
+    with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(writer, "w") as written:
+        handler, lines = LossyHandler(written), ["x" * 1000] * 200  # more than a pipe holds
+        for line in lines:
+            handler.handle(logging.makeLogRecord({"msg": line}))
+        num_lost = 200 - pipe.read(1 << 20).count(b"\n")
+        handler.handle(logging.makeLogRecord({"msg": "again"}))
+        assert pipe.read(100) == b"again (after %d lines that are lost)\n" % num_lost
 
 
 def test_less_memory_is_fewer_rows_and_never_more_than_is_asked_for(engine, monkeypatch):

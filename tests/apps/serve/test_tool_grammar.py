@@ -19,6 +19,7 @@ OTHER = f"<tool_call>{B}</tool_call>"
 LIST = f"[TOOL_CALLS] [{A}, {B}]"
 BY_NAME = {"tool_choice": {"type": "function", "function": {"name": "g"}}}
 REQUIRED = {"tool_choice": "required"}
+FORM = {"response_format": {"type": "json_object"}}
 SINGLE = {"parallel_tool_calls": False}
 FREE, OPEN = "{# <think> #}", "{{- '<think>\\n' }}"  # ends of templates: thoughts may be, are begun
 TAGS = ("<tool_call>", "</tool_call>")
@@ -28,6 +29,8 @@ CASES = [  # format, end of its template, control tokens, fields of the request,
     # whole answers, answers that may still go on, what is not allowed
     ("hermes", "", (), {}, ["", f"x {TOOL}\n{OTHER}", '{"a"', A], [TOOL[:30]], [f"{TOOL}x"]),
     ("hermes", "", (), {}, [], [], [TOOL.replace('"f"', '"h"'), TOOL.replace("city", "town")]),
+    ("hermes", "", (), FORM, ['{"a": 1}', TOOL], ['{"a'], ["x", f"x{TOOL}", '{"a": 1}x']),
+    ("hermes", "", (), FORM | REQUIRED, [TOOL], [], ['{"a": 1}']),
     ("hermes", "", (), REQUIRED, [TOOL, f"\n{TOOL}{OTHER}"], [""], ["x", f"x{TOOL}"]),
     ("hermes", "", (), BY_NAME, [OTHER], ["<tool"], [TOOL, f"{OTHER}{OTHER}", "x"]),
     ("hermes", FREE, (), {}, ["x", f"x{TOOL}", f"\n<think><tool_call>?</think>Yes {TOOL}"], [], []),

@@ -37,6 +37,14 @@ _TABLE = json.loads(Path(__file__).with_name("formats.json").read_text("utf-8"))
 FORMATS = {name: ToolFormat(name, **fields) for name, fields in _TABLE.items()}
 
 
+def format_of(template: str) -> ToolFormat:
+    """Format in which a chat template writes calls; Hermes' where it shows none."""
+    for form in FORMATS.values():
+        if form.opening in template or (form.is_bare and '"parameters"' in template):
+            return form
+    return FORMATS["hermes"]
+
+
 class Piece(NamedTuple):
     """Part of an answer, of one kind, or a whole call."""
 

@@ -13,16 +13,10 @@ import jinja2
 from minitri import Engine, Grammar, InputError
 from minitri.apps.cli.report import Json
 from minitri.apps.serve.bodies.chat_body import Conversation, Function, Message
-from minitri.apps.serve.chats.answer_parser import (
-    END_THINK,
-    FORMATS,
-    THINK,
-    AnswerParser,
-    ToolFormat,
-)
-from minitri.core.errors import shorten
+from minitri.apps.serve.chats.answer_parser import END_THINK, THINK, AnswerParser, format_of
+from minitri.core.errors import explain, shorten
 from minitri.core.fields import refuse
-from minitri.text.matcher import schema_text
+from minitri.text.matcher import probe, schema_text
 
 GRAMMARS = jinja2.FileSystemLoader(Path(__file__).with_name("grammars"))
 TEMPLATES = jinja2.Environment(loader=GRAMMARS, undefined=jinja2.StrictUndefined)
@@ -35,8 +29,8 @@ class ChatPrompt:
     def __init__(self, asked: Conversation, engine: Engine) -> None:
         """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
-        names = asked.callable_functions
-        if not names and asked.tool_choice not in ("auto", "none"):
+        self.names = asked.callable_functions.keys()
+        if not self.names and asked.tool_choice not in ("auto", "none"):
             refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
         offered = asked.tools if asked.tool_choice != "none" else ()
         tools = [
@@ -58,18 +52,30 @@ class ChatPrompt:
         encode = tokenizer.encode_marked
         self.token_ids = encode(self.text) + encode(self._begun)
         self._thinks = self.text.rstrip().endswith(THINK)
-        self._form = form if names else None
-        tags = [THINK, END_THINK, *((form.opening, form.closing) if names else ())]
+        self._form = form if self.names else None
+        tags = [THINK, END_THINK, *((form.opening, form.closing) if self.names else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
-        self.grammar = None
-        if names:
-            self.grammar = Grammar(
-                "lark",
-                calls_grammar(
-                    asked, form, controls, thinks=self._thinks, may_think=THINK in source
-                ),
-            )
+        self._asked = asked
+        self._tags = {"thinks": self._thinks, "may_think": THINK in source, "controls": controls}
+
+    def grammar(self, form: Grammar | None) -> Grammar | None:
+        """Grammar of an answer that may call functions, in llguidance's dialect of Lark, and has
+        this form if it calls none. Raises `InputError`."""
+        if self._form is None:
+            return form
+        if form and not form.kind.startswith("json"):
+            raise InputError("a form that is not JSON is given with tools; leave one of them out")
+        asked = self._asked
+        text = TEMPLATES.get_template(f"{self._form.name}.lark").render(
+            form=self._form,
+            functions=schemas_of(asked.callable_functions),
+            reply=form and schema_text(form.text or '{"type": "object"}'),
+            is_auto=asked.tool_choice == "auto",
+            is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.names,
+            **self._tags,
+        )
+        return Grammar("lark", text)
 
     def parser(self) -> AnswerParser:
         """Parser of an answer, which has read what the answer begins with."""
@@ -84,9 +90,7 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
     names: dict[str, str] = {}  # of functions, by the ids of their calls
     for message in messages:
         given = message.model_dump(exclude={"name"})
-        turn = {
-            name: value for name, value in given.items() if value or name in ("role", "content")
-        }
+        turn = {key: given[key] for key in given if given[key] or key in ("role", "content")}
         for call in turn.get("tool_calls", ()):
             names[call["id"]] = call["function"]["name"]
             call["id"] = short_id(call["id"])
@@ -111,44 +115,21 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def calls_grammar(
-    asked: Conversation, form: ToolFormat, controls: Mapping[str, int], **thoughts: bool
-) -> str:
-    """Grammar of an answer that may call functions, in llguidance's Lark dialect.
-
-    `controls` are the tags that are tokens, with their ids. `thoughts`: whether the prompt `thinks`
-    at its end, and whether the answer `may_think`. Raises `InputError`."""
-    functions = asked.callable_functions
-    return TEMPLATES.get_template(f"{form.name}.lark").render(
-        form=form,
-        controls=controls,
-        functions={name: schema_of(function) for name, function in functions.items()},
-        is_auto=asked.tool_choice == "auto",
-        is_parallel=asked.parallel_tool_calls and asked.tool_choice not in functions,
-        **thoughts,
-    )
-
-
-def schema_of(function: Function) -> str:
-    """JSON Schema of a function's arguments; of any object if llguidance does not know that one,
-    or `InputError` if the client wants it strict."""
+def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
+    """JSON Schemas of functions' arguments; of any object if llguidance does not know that one, or
+    `InputError` if the client wants it strict."""
     from llguidance import LLMatcher
 
-    lenient = not function.strict
-    try:
-        text = schema_text(json.dumps(function.parameters | {"type": "object"}), lenient=lenient)
-        problem = LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(text))
-    except (TypeError, ValueError) as error:
-        problem = str(error)
-    if problem and function.strict:
-        got = f"tools has {function.name}, whose parameters cannot be held ({shorten(problem)})"
-        raise InputError(f"{got}; simplify them, or leave strict out")
-    return schema_text('{"type": "object"}', lenient=lenient) if problem else text
-
-
-def format_of(template: str) -> ToolFormat:
-    """Format in which a chat template writes calls; Hermes' where it shows none."""
-    for form in FORMATS.values():
-        if form.opening in template or (form.is_bare and '"parameters"' in template):
-            return form
-    return FORMATS["hermes"]
+    schemas = dict[str, str]()
+    with explain("tools has parameters that cannot be held", "simplify them"):
+        for name, function in functions.items():
+            schema = json.dumps(function.parameters | {"type": "object"})
+            schemas[name] = schema_text(schema, lenient=not function.strict)
+        problems = probe(*map(LLMatcher.grammar_from_json_schema, schemas.values()))
+    for name, problem in zip(functions, problems, strict=True):
+        if problem and functions[name].strict:
+            got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"
+            raise InputError(f"{got}; simplify them, or leave strict out")
+        if problem:
+            schemas[name] = schema_text('{"type": "object"}', lenient=True)
+    return schemas
