@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams
 from minitri.apps.serve.api_error import ApiError
@@ -87,7 +87,7 @@ class Protocol:
         """The call's requests with their grammar compiled, within 3 seconds of processor time, so
         that no step of others waits for that. Raises `InputError`."""
         sampling = call.requests[0].sampling
-        grammar = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
+        grammar: Any = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
         start = compiled(grammar, self.engine.tokenizer, self.engine.config)
         sampling = replace(sampling, grammar=replace(grammar, start=start))
         return [replace(request, sampling=sampling) for request in call.requests]
