@@ -80,14 +80,14 @@ class OpenEngine:
             choice = replace(choice, draft="suffix")  # opens no draft model
         join().check_same("models, or ways to load them", choice)
         self._drafter = drafter
-        self._target = OpenModel(choice, progress=progress)
-        self.config = self._target.config
-        if not self._target.tokenizer:
+        self._target = target = OpenModel(choice, progress=progress)
+        self.config = target.config
+        if not target.tokenizer:
             problem = f"{self.config.name} is a drafter for {shorten(self.config.draft_of)}"
             raise InputError(f"{problem}, not a model; give it as draft=")
-        self.tokenizer = self._target.tokenizer
-        self._draft = open_drafter(self._target.choice, self.tokenizer, progress)
-        self._sampling = read_sampling(self._target.checkpoint.generation_config, self.config.name)
+        self.tokenizer = target.tokenizer
+        self._draft = open_drafter(target.choice, self.tokenizer, progress)
+        self._sampling = read_sampling(target.checkpoint.generation_config, self.config.name)
 
     def load(self) -> Engine:
         """Reads the weights and makes the engine. Raises `InputError`."""

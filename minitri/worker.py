@@ -114,8 +114,7 @@ class Worker:
     def _start(self, job: Job) -> None:
         """Submits the requests of a job, to a new run if the current one is of another kind."""
         try:
-            run = self._run if job.kind == self._kind else None
-            run = run or self._renew(job.kind)
+            run = (job.kind == self._kind and self._run) or self._renew(job.kind)
             for request in job.requests:
                 job.numbers.append(run.submit(request))
                 self._jobs[job.numbers[-1]] = job
@@ -133,22 +132,23 @@ class Worker:
     def _step(self) -> None:
         """Delivers the next event of the run; if the run fails, so do its jobs."""
         assert self._run
+        jobs = self._jobs
         try:
-            for number, job in [*self._jobs.items()]:
+            for number, job in [*jobs.items()]:
                 if job.is_cancelled:
                     self._run.cancel(number)
-                    del self._jobs[number]
+                    del jobs[number]
             event = next(self._run)
             self._num_quiet = 0
             self.problem = ""
-            if not isinstance(event, Idle) and event.row in self._jobs:
-                self._jobs[event.row].put(getattr(event, "error", None) or event)
+            if not isinstance(event, Idle) and event.row in jobs:
+                jobs[event.row].put(getattr(event, "error", None) or event)
                 if isinstance(event, End):
-                    del self._jobs[event.row]
+                    del jobs[event.row]
         except BaseException as error:
             self.problem = f"the run has failed, and no other is open: {shorten(repr(error))}"
-            report(error, *self._jobs.values())
-            self._jobs.clear()
+            report(error, *jobs.values())
+            jobs.clear()
             with contextlib.suppress(BaseException):  # if it fails, the next job opens a run
                 self._renew(self._kind)
 

@@ -1,7 +1,6 @@
 """Configuration of a model: sizes, norms and RoPE, independent of file formats. No tensors."""
 
-import dataclasses
-from dataclasses import MISSING, dataclass, field
+from dataclasses import MISSING, dataclass, field, replace
 
 from minitri.core.errors import InputError, explain
 from minitri.core.fields import between, check_fields, one_of, refuse
@@ -140,7 +139,7 @@ class ModelConfig:
                 "that; use another number of GPUs, or another model"
             )
         shares = {name: size // count for name, size in sizes.items()}
-        return dataclasses.replace(self, vocab_size=-(-self.vocab_size // count), **shares)
+        return replace(self, vocab_size=-(-self.vocab_size // count), **shares)
 
 
 def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
@@ -159,4 +158,4 @@ def stretch_rope(config: ModelConfig, text: str) -> ModelConfig:
             rope = RopeConfig(old.theta, kind, float(factor), base, rotary_dim=old.rotary_dim)
         except InputError as error:
             raise InputError(f"rope_scaling={text!r}: {error}") from None
-        return dataclasses.replace(config, rope=rope, context_length=int(base * rope.factor))
+        return replace(config, rope=rope, context_length=int(base * rope.factor))

@@ -48,10 +48,9 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._make_row = make_row
         self._num_requests = len(rows)
         self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # prefills by row of the batch
-        model = pool.models.target
         prompts = [row.prompt_ids for row in rows]
         settings = (shape, prompts, [row.request for row in rows])
-        model.execution.ranks.check_same("prompts, seeds or settings", settings)
+        pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
         is_open = make_row is not None
         with running(pool.models):
             self._stack = stack = Stack(pool.open(shape, prompts), shape, is_open=is_open)

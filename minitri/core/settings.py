@@ -251,18 +251,19 @@ class SpeculationConfig:
     @property
     def plans(self) -> list[StepPlan]:
         """Combinations of method, gamma1, gamma2 and tree that these settings allow in a step."""
-        depth = parse_tree(self.tree)[1] or None
-        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if self.tree else OPEN_GAMMA1)
+        tree = self.tree
+        depth = parse_tree(tree)[1] or None
+        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if tree else OPEN_GAMMA1)
         gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
         # The lowest stage guesses trees: the retrieval level only where there is no drafter.
-        tree = self.tree * (self.method == "retrieval")
-        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if tree else gammas2
+        lowest = tree * (self.method == "retrieval")
+        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if lowest else gammas2
         pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
-            "naive": [StepPlan("naive", gamma1, 0, self.tree) for gamma1 in gammas1],
-            "retrieval": [StepPlan("retrieval", 0, gamma2, tree) for gamma2 in depths],
-            "triforce": [StepPlan("triforce", *gammas, self.tree) for gammas in pairs],
+            "naive": [StepPlan("naive", gamma1, 0, tree) for gamma1 in gammas1],
+            "retrieval": [StepPlan("retrieval", 0, gamma2, lowest) for gamma2 in depths],
+            "triforce": [StepPlan("triforce", *gammas, tree) for gammas in pairs],
         }
         return plans.get(self.method) or [*itertools.chain(*plans.values())]
 

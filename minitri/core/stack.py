@@ -36,8 +36,6 @@ class Stack:
         self.shape = shape
         self.target = models.target
         self._is_open = is_open
-        # `_part` may cut rows, but not for CUDA graphs or K and V in host memory.
-        self._has_parts = not (memory.graphs or memory.full.is_hosted)
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
         stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
@@ -62,14 +60,15 @@ class Stack:
 
     def _drafter(self) -> Stage | None:
         """The stage that guesses first: draft model, user's drafter or lookup; None if unused."""
-        if self.memory.draft:
-            return self._level("draft", self.memory.draft)
+        memory = self.memory
+        if memory.draft:
+            return self._level("draft", memory.draft)
         if not self.shape.uses_drafter:
             return None
-        drafter = self.memory.models.drafter
+        drafter = memory.models.drafter
         if drafter is None:
-            return LookupDrafter(self.meter, self.memory.target)
-        return PluggedDrafter(self.meter, self.memory.target, self.source, drafter)
+            return LookupDrafter(self.meter, memory.target)
+        return PluggedDrafter(self.meter, memory.target, self.source, drafter)
 
     def _level(self, name: str, runner: ModelRunner) -> Level:
         """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""
@@ -203,7 +202,8 @@ class Stack:
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
         """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
         span = slice(min(rows), max(rows) + 1)
-        if not self._has_parts or span == slice(0, len(self.sequences)):
+        is_fixed = self.memory.graphs or self.memory.full.is_hosted  # rows cannot be cut
+        if is_fixed or span == slice(0, len(self.sequences)):
             return self.cascade, 0
         return self.cascade.of_rows(span), span.start
 

@@ -11,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
@@ -170,7 +169,7 @@ def check_drafter(model: Llama, target: Llama, path: Path) -> None:
     if fits and 0 <= ids.min() <= ids.max() < config.vocab_size and len(ids.unique()) == len(ids):
         rows = target.embed(sample_of_vocabulary(config).to(target.device)).float()
         sample = model.embedding_sample.float()
-        if F.cosine_similarity(rows, sample, dim=-1).median() > MIN_SIMILARITY:
+        if torch.cosine_similarity(rows, sample, dim=-1).median() > MIN_SIMILARITY:
             return
     raise InputError(
         f"the drafter {path} was made for {shorten(config.draft_of)}, whose embeddings are not "

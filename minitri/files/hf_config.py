@@ -83,6 +83,7 @@ def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig
         if not isinstance(settings, dict):
             raise TypeError(f"{form} is no object")
         scaling = without_null(settings) or scaling
+    get = scaling.get
     share = scaling.setdefault("partial_rotary_factor", given.get("partial_rotary_factor", 1.0))
     require(scaling, _ONLY, name)
     if given["model_type"] != "phi3":
@@ -90,18 +91,18 @@ def _read_rope(given: Mapping[str, Any], head_dim: int, name: str) -> RopeConfig
     if share != 1:
         scaling["rotary_dim"] = int(head_dim * share)
     theta = scaling.setdefault("rope_theta", given.get("rope_theta", RopeConfig.theta))
-    kind = scaling.get("rope_type", scaling.get("type"))
+    kind = get("rope_type", get("type"))
     if "long_factor" in scaling:
         kind = "longrope"
     if kind in (None, "default", "none"):
-        return RopeConfig(theta, rotary_dim=scaling.get("rotary_dim"))
+        return RopeConfig(theta, rotary_dim=get("rotary_dim"))
     context = given["max_position_embeddings"]
-    trained = given.get(_TRAINED, scaling.get(_TRAINED, context))
+    trained = given.get(_TRAINED, get(_TRAINED, context))
     fields = _fields(RopeConfig, scaling) | {"kind": kind, "original_context": trained}
     if kind != "longrope":
         return RopeConfig(**fields | {"factor": scaling["factor"]})
     factor = max(context / trained, 1.0)
-    scale = math.sqrt(1 + math.log(max(scaling.get("factor", factor), 1.0), trained))
+    scale = math.sqrt(1 + math.log(max(get("factor", factor), 1.0), trained))
     fields = {"attention_factor": scale, **fields, "factor": factor}
     fields["frequency_divisors"] = tuple(scaling["long_factor" if factor > 1 else "short_factor"])
     return RopeConfig(**fields)

@@ -43,28 +43,30 @@ class OpenModel:
     def __init__(self, choice: ModelChoice, *, progress: bool = False) -> None:
         """Finds or fetches the files, and reads all but the weights. Raises `InputError`."""
         self._progress = progress
-        device = choose_device(choice.device, join())
+        ranks = join()
+        device = choose_device(choice.device, ranks)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
             # The first sum makes NCCL take its memory, before the model takes the rest.
-            join().sum(torch.zeros(1, device=device))
-        located = join().ask_first(lambda: locate(choice.model, progress=progress))
+            ranks.sum(torch.zeros(1, device=device))
+        located = ranks.ask_first(lambda: locate(choice.model, progress=progress))
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
-        self.config = self.checkpoint.config(located.name)
-        self._kernels = kernels_for(device, self.config) if join().count == 1 else None
+        config = self.checkpoint.config(located.name)
+        self._kernels = kernels_for(device, config) if ranks.count == 1 else None
         is_in_bfloat16 = bool(self._kernels) and self.checkpoint.is_in_bfloat16()
         dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
-        self._runtime = Runtime(device, dtype, choice.attention, join())
+        self._runtime = Runtime(device, dtype, choice.attention, ranks)
         self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
-            self.config = replace(self.config, context_length=row.shape.context_length)
+            config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
-            self.config = stretch_rope(self.config, choice.rope_scaling)
+            config = stretch_rope(config, choice.rope_scaling)
         self.tokenizer: Tokenizer | None = None  # of a drafter with its target's table
-        if self.config.draft_of is None:
-            self.tokenizer = load_tokenizer(self.checkpoint, self.config)
-            self.config = replace(self.config, eos_token_ids=self.tokenizer.special.ends)
+        if config.draft_of is None:
+            self.tokenizer = load_tokenizer(self.checkpoint, config)
+            config = replace(config, eos_token_ids=self.tokenizer.special.ends)
+        self.config = config
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""

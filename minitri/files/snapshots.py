@@ -13,10 +13,10 @@ import itertools
 import json
 import os
 import tempfile
-import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from safetensors import safe_open
@@ -118,7 +118,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
                 for values in itertools.chain([tokens], pairs):
                     data = as_bytes(values)
                     file.write(data)
-                    total = zlib.crc32(data, total)
+                    total = crc32(data, total)
                 file.write(total.to_bytes(8, "little"))
                 file.flush()
                 os.fsync(file.fileno())
@@ -169,7 +169,7 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
             sums = list[int]()
             for path in files:
                 with path.open("rb") as file:
-                    sums += map(zlib.crc32, iter(lambda: file.read(1 << 24), b""))
+                    sums += map(crc32, iter(lambda: file.read(1 << 24), b""))
             if files != times_of(files):
                 raise ValueError("they were changed after they were opened")
         return hashlib.sha256(f"{sums} {form}".encode()).hexdigest()
@@ -179,9 +179,9 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
 
 def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
     """CRC-32 of the facts in a header and of the bytes of tensors."""
-    total = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
+    total = crc32(json.dumps(facts, sort_keys=True).encode())
     for tensor in tensors:
-        total = zlib.crc32(as_bytes(tensor), total)
+        total = crc32(as_bytes(tensor), total)
     return total
 
 

@@ -5,13 +5,13 @@ Another process renders templates, within limits (`template_sandbox.py`), and wa
 
 import json
 import os
-import subprocess
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 from minitri.core.errors import InputError, explain, shorten
@@ -36,7 +36,7 @@ class ChatTemplate:
         self._source = source
         self.tool_source = tool_source or source
         self._special_tokens = special_tokens
-        self._idle: list[subprocess.Popen[str]] = []
+        self._idle: list[Popen[str]] = []
         self._owner = os.getpid()
         weakref.finalize(self, stop, self._idle)
         with explain("the model's chat template is not valid", ADVICE):
@@ -85,22 +85,22 @@ class ChatTemplate:
         return answer["text"]
 
 
-def start() -> subprocess.Popen[str]:
+def start() -> Popen[str]:
     """A new process that renders templates. Raises `InputError` where nothing can limit it."""
     if not find_spec("resource"):
         problem = "chat templates run within limits of a process, which this system does not have"
         raise InputError(f"{problem}; write the prompt without --chat, or use Linux, macOS or WSL")
-    return subprocess.Popen(
-        [sys.executable, "-P", str(PROGRAM), str(MAX_SECONDS), str(MAX_BYTES)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
+    return Popen(
+        [sys.executable, "-P", PROGRAM, str(MAX_SECONDS), str(MAX_BYTES)],
+        stdin=PIPE,
+        stdout=PIPE,
+        stderr=DEVNULL,
         text=True,
         start_new_session=True,  # Ctrl-C ends minitri, not a rendering
     )
 
 
-def stop(children: list[subprocess.Popen[str]]) -> None:
+def stop(children: list[Popen[str]]) -> None:
     """Ends rendering processes; after a fork, not those of the parent process."""
     for child in children:
         with suppress(OSError), child:

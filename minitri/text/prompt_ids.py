@@ -10,10 +10,8 @@ from minitri.core.errors import InputError, shorten
 from minitri.core.requests import Prompt
 from minitri.text.tokenizer import Tokenizer
 
-MAX_STRETCH = 32
-"""Largest factor of RoPE scaling that an error message recommends."""
-MAX_SEED = 2**32 - 1
-"""Largest seed: PyTorch's generator on the CPU reads only 32 bits."""
+MAX_STRETCH = 32  # largest factor of RoPE scaling that an error message recommends
+MAX_SEED = 2**32 - 1  # largest seed: PyTorch's generator on the CPU reads only 32 bits
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Any]:

@@ -9,8 +9,7 @@ from minitri.text.tokenizer import Tokenizer
 class TextReader:
     """Turns one output's tokens into text with stop strings; a `minitri.core.requests.Reader`."""
 
-    CONTEXT = 6
-    """Tokens of the prompt whose bytes may begin a character of the output, or its first space."""
+    CONTEXT = 6  # tokens of the prompt that may begin a character of the output, or its first space
 
     def __init__(
         self,

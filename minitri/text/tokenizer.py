@@ -115,7 +115,7 @@ class Tokenizer:
 
     def vocabulary(self) -> str:
         """The text of a tokenizer.json."""
-        return str(self._pipeline.to_str())
+        return self._pipeline.to_str()
 
     def token(self, number: int) -> str | None:
         """The spelling of a token in the vocabulary; None for an unused id."""

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.decoding.level import Level
@@ -107,7 +106,7 @@ class TreeLevel(Level):
             positions_N = start + torch.tensor(proposal.shape.depths)
             keys_N = self.source.keys(b, positions_N).to(probs_NV.device)
             tokens_N = gumbel_argmax(probs_NV[: len(keys_N)], keys_N)
-            one_hot_NV = F.one_hot(tokens_N, probs_NV.shape[1])
+            one_hot_NV = torch.nn.functional.one_hot(tokens_N, probs_NV.shape[1])
             return walk(proposal, b, one_hot_NV, torch.zeros(len(keys_N)))
         # A row without guesses takes as many numbers as it would without trees next to it.
         count = len(proposal.shape) if proposal.depth(b) else 1

@@ -7,10 +7,10 @@ of TriForce, section 5.3.
 Legend: N nodes with the root, T nodes of a pass.
 """
 
-import functools
 import heapq
 import math
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ class TreeShape:
         """Number of nodes, the root included."""
         return len(self.parents)
 
-    @functools.cached_property
+    @cached_property
     def children(self) -> list[list[int]]:
         """The children of every node, in the order in which they are tested."""
         children: list[list[int]] = [[] for _ in self.parents]
@@ -41,7 +41,7 @@ class TreeShape:
             children[parent].append(node)
         return children
 
-    @functools.cached_property
+    @cached_property
     def depths(self) -> list[int]:
         """Depth of each node: number of tokens from the root to the node."""
         depths = [0]
@@ -49,12 +49,12 @@ class TreeShape:
             depths.append(depths[parent] + 1)
         return depths
 
-    @functools.cached_property
+    @cached_property
     def sizes(self) -> list[int]:
         """Number of nodes at each depth."""
         return [self.depths.count(depth) for depth in range(self.depths[-1] + 1)]
 
-    @functools.cached_property
+    @cached_property
     def rule_TT(self) -> Tensor:
         """Boolean attention mask (T, T): a node sees itself and its ancestors."""
         rule_TT = torch.eye(len(self), dtype=torch.bool)
@@ -63,7 +63,7 @@ class TreeShape:
         return rule_TT
 
 
-@functools.cache
+@cache
 def shape_of(plan: StepPlan) -> TreeShape:
     """The shape of a plan's tree: sequences for "4x3", the best tree of 16 nodes for "16"."""
     width, depth = parse_tree(plan.tree)

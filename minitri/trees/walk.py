@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.decoding.sampling import sample
@@ -76,7 +75,7 @@ def walk(
                 continue
             q_V = left_V / left_V.sum()
             if proposal.is_listed[b]:
-                q_V = F.one_hot(torch.tensor(token), len(q_V)).to(q_V)
+                q_V = torch.nn.functional.one_hot(torch.tensor(token), len(q_V)).to(q_V)
             if float(uniforms[child]) * float(q_V[token]) < float(rest_V[token]):
                 path.append(child)
                 node = child

@@ -171,7 +171,7 @@ def test_processes_stay_and_one_that_ends_is_replaced():
 def test_without_limits_nothing_is_rendered(monkeypatch):
     """As on Windows."""
     monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
-    monkeypatch.setattr(chat_template.subprocess, "Popen", None)
+    monkeypatch.setattr(chat_template, "Popen", None)
     with refused("chat templates run within limits"):
         ChatTemplate(CHATML, {})
 

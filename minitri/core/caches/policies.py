@@ -67,7 +67,7 @@ class CheckedPolicy(Policy):
     def scores(self, layer: int, b: int, q_KRD: Tensor, chunks_KNMD: Tensor) -> Tensor:
         with self._named():
             scores_KN = self._policy.scores(layer, b, q_KRD, chunks_KNMD)
-            if scores_KN.shape != chunks_KNMD.shape[:2] or bool(scores_KN.isnan().any()):
+            if scores_KN.shape != chunks_KNMD.shape[:2] or scores_KN.isnan().any():
                 raise ValueError(f"give numbers of shape {list(chunks_KNMD.shape[:2])}")
         return scores_KN.to(q_KRD.device, torch.float32)
 

@@ -32,19 +32,20 @@ class PrefixCache:
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
         """Passes of other rows overwrite the first `num_guarded` slots of an empty row. Without
         `reuses_generated` only prefilled tokens are reused: decoding may round differently."""
+        num_rows = len(full.lengths)
         self._full = full
         self._num_guarded = num_guarded
         self._reuses_generated = reuses_generated
-        self._ended = [HeldRow(full, b, []) for b in range(len(full.lengths))]
-        self._num_committed = list(full.lengths)
-        self._num_prompt = [1] * len(full.lengths)  # tokens of each row's prompt
-        self.owners = [""] * len(full.lengths)  # of each row's text, set before `take`
+        self._ended = [HeldRow(full, b, []) for b in range(num_rows)]
+        self._num_committed = full.lengths
+        self._num_prompt = [1] * num_rows  # tokens of each row's prompt
+        self.owners = [""] * num_rows  # of each row's text, set before `take`
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 
     def note_committed(self) -> None:
         """Records that all tokens in the full cache are committed; a step will add guesses."""
-        self._num_committed = list(self._full.lengths)
+        self._num_committed = self._full.lengths
 
     def _num_exact(self, b: int) -> int:
         """Number of first tokens of row b's text whose K and V may be reused."""
@@ -89,7 +90,8 @@ class PrefixCache:
     def take(self, b: int, texts: list[list[int]], most: int) -> int:
         """Fills the empty row b with K and V of the longest held prefix of its prompt `texts[b]`,
         at most `most` tokens; returns how many. `texts` are the texts of all rows."""
-        self._num_prompt[b] = len(texts[b])
+        prompt = texts[b]
+        self._num_prompt[b] = len(prompt)
         owner = self.owners[b]
         begun = [
             HeldRow(self._full, i, text[: self._num_exact(i)], self.owners[i])
@@ -100,10 +102,10 @@ class PrefixCache:
         if self.snapshot:
             sources.append(self.snapshot)
         self._ended[b] = HeldRow(self._full, b, [])
-        best = max(sources, key=lambda row: row.num_shared(texts[b], owner))
+        best = max(sources, key=lambda row: row.num_shared(prompt, owner))
         if self.store:
-            best = self.store.longer(texts[b][:most], owner, best)
-        num_tokens = min(best.num_shared(texts[b], owner), most)
+            best = self.store.longer(prompt[:most], owner, best)
+        num_tokens = min(best.num_shared(prompt, owner), most)
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)

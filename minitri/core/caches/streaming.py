@@ -35,10 +35,7 @@ class StreamingCache(Cache):
         super().__init__(*plain_slots(shape, model.dtype, model.device))
         self.raw_keys = torch.empty_like(self.keys)
         self.settings = speculation
-        self._rope = model.rope
-        self._window_rope = model.window_rope
-        self._unrotated = [*config.unrotated_layers]
-        self._sliding = [*config.sliding_layers]
+        self._model = model
 
     @property
     def next_positions(self) -> list[int]:
@@ -62,6 +59,9 @@ class StreamingCache(Cache):
         sinks = self.settings.num_sink_tokens
         kept = sinks + self.settings.num_recent_tokens
         room = self.settings.room + self.settings.max_block
+        model = self._model
+        unrotated = [*model.config.unrotated_layers]
+        sliding = [*model.config.sliding_layers]
         for b, length in enumerate(self.lengths):
             if length + room <= self.capacity:
                 continue
@@ -69,9 +69,9 @@ class StreamingCache(Cache):
                 slots[:, b, :, sinks:kept] = slots[:, b, :, length - kept + sinks : length].clone()
             positions = torch.arange(sinks, kept, device=self.device).unsqueeze(0)
             moved_LTKD = self.raw_keys[:, b, :, sinks:kept].transpose(1, 2)
-            rotated_LTKD = self._rope.at(positions).rotate(moved_LTKD)
-            rotated_LTKD[self._unrotated] = moved_LTKD[self._unrotated]
-            if sliding := self._sliding:
-                rotated_LTKD[sliding] = self._window_rope.at(positions).rotate(moved_LTKD[sliding])
+            rotated_LTKD = model.rope.at(positions).rotate(moved_LTKD)
+            rotated_LTKD[unrotated] = moved_LTKD[unrotated]
+            if sliding:
+                rotated_LTKD[sliding] = model.window_rope.at(positions).rotate(moved_LTKD[sliding])
             self.keys[:, b, :, sinks:kept] = rotated_LTKD.transpose(1, 2)
             self.hold(b, kept, self.num_tokens[b])

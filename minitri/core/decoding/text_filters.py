@@ -54,7 +54,7 @@ class TextFilters:
         self.matcher = matcher
         self._params = params
         self._first = len(prompt)
-        self._end_tokens = [*end_tokens]
+        self._end_tokens = end_tokens
         self._bad_words = bad_words
         # Each token whose logit may change has a place in these tensors.
         self._places: dict[int, int] = {}

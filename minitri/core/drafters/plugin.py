@@ -82,7 +82,7 @@ class PluggedDrafter(Stage):
             if isinstance(answer, int):
                 answer = torch.nn.functional.one_hot(torch.tensor(answer), vocab_size)
             probs_V = torch.as_tensor(answer).to(self._no_guess_V)
-            is_valid = probs_V.shape == self._no_guess_V.shape and float(probs_V.min()) >= 0
+            is_valid = probs_V.shape == self._no_guess_V.shape and probs_V.min() >= 0
             if not (is_valid and abs(float(probs_V.sum()) - 1) < TOLERANCE):
                 raise ValueError(f"give a token below {vocab_size}, or as many probabilities")
         return probs_V.log()

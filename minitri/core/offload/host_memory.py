@@ -1,9 +1,9 @@
 """Page-locked host memory for K and V, which is reused: to lock 60 GiB takes tens of seconds."""
 
-import contextlib
 import math
 import mmap
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -47,16 +47,16 @@ def host_memory(num_bytes: int, device: torch.device) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for advice in (mmap.MADV_DONTFORK, mmap.MADV_HUGEPAGE):  # few huge pages are locked faster
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             pages.madvise(advice)
     block = torch.frombuffer(pages, dtype=torch.uint8)
     error = int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), num_bytes, 0))
     if error == 0:
         weakref.finalize(block, unregister, block.data_ptr(), device)
         return block
-    with contextlib.suppress(RuntimeError):  # CUDA reports the error once more, to the next call
+    with suppress(RuntimeError):  # CUDA reports the error once more, to the next call
         torch.zeros(1, device=device)
-    with contextlib.suppress(RuntimeError):  # this allocator rounds up to powers of two
+    with suppress(RuntimeError):  # this allocator rounds up to powers of two
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     problem = "%.1f GB of host memory could not be page-locked (CUDA error %d), so copies are slow"
     log.warning(problem, num_bytes / 1e9, error)

@@ -74,20 +74,21 @@ class Demand:
 
     def _small_caches(self) -> int:
         config = self.config
-        speculation = self.shape.speculation
+        shape = self.shape
+        speculation = shape.speculation
         num_bytes = 0
-        if self.shape.uses_retrieval:
-            window = min(config.window, self.shape.capacity)
-            slots = round_up_to_stride(max(*self.shape.budgets, window) + speculation.room)
+        if shape.uses_retrieval:
+            window = min(config.window, shape.capacity)
+            slots = round_up_to_stride(max(*shape.budgets, window) + speculation.room)
             num_bytes += config.num_layers * slots * self.kv_slot
             num_queries = speculation.observation_window + speculation.max_block
             num_numbers = config.num_layers * num_queries * config.num_heads * config.head_dim
-            num_bytes += self.shape.num_rows * num_numbers * self.itemsize
+            num_bytes += shape.num_rows * num_numbers * self.itemsize
         if drafter := self.drafter:
             window = speculation.num_sink_tokens + speculation.num_recent_tokens + SLIDE
             window += speculation.room + speculation.max_block
             width = drafter.num_layers * drafter.num_kv_heads * drafter.head_dim
-            num_bytes += 3 * self.shape.num_rows * width * window * self.itemsize
+            num_bytes += 3 * shape.num_rows * width * window * self.itemsize
         return num_bytes
 
     def _activations(self) -> int:

@@ -127,16 +127,18 @@ class KernelLayers(Layers):
         self.kernels = kernels
 
     def forward(self, x_BTE: Tensor, shared: Pass) -> Tensor:
-        if shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK or shared.cache.is_hosted:
-            rotary = KernelRotary(shared.rotary.cos, shared.rotary.signed_sin, self.kernels)
-            return super().forward(x_BTE, replace(shared, rotary=rotary))
+        cache = shared.cache
+        rotary = shared.rotary
+        if shared.is_prompt or x_BTE.shape[1] > LONGEST_BLOCK or cache.is_hosted:
+            compiled = KernelRotary(rotary.cos, rotary.signed_sin, self.kernels)
+            return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        lengths_B = torch.tensor(shared.cache.lengths)
-        arguments = self.arguments(x_BTE, shared.cache, lengths_B)
-        L, _, _, _, D = shared.cache.keys.shape
+        lengths_B = torch.tensor(cache.lengths)
+        arguments = self.arguments(x_BTE, cache, lengths_B)
+        L, _, _, _, D = cache.keys.shape
         B, T, _ = x_BTE.shape
-        turns = (shared.rotary.cos, shared.rotary.signed_sin)
+        turns = (rotary.cos, rotary.signed_sin)
         queries = shared.queries_LBTHD
         require(
             *((turn.dtype, turn.numel()) == (torch.float32, B * T * D) for turn in turns),
@@ -154,33 +156,33 @@ class KernelLayers(Layers):
 
     def arguments(self, x_BTE: Tensor, cache: Cache, lengths_B: Tensor) -> PassArguments:
         """The arguments of a pass that overwrites the hidden states `x_BTE` with its result."""
+        keys = cache.keys
         B, T, E = x_BTE.shape
-        L, _, K, S, D = cache.keys.shape
+        L, num_rows, K, S, D = keys.shape
+        kv_layer, kv_batch, kv_head, kv_slot, kv_number = keys.stride()
         if max(cache.lengths) + T > S:
             raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
         first = self[0]
         assert isinstance(first, Layer)
         H, held_K, _ = first.self_attn.heads
         raw_keys = getattr(cache, "raw_keys", None)
-        slots = [part for part in (cache.keys, cache.values, raw_keys) if part is not None]
-        like = (cache.keys.shape, cache.keys.stride(), x_BTE.dtype)
+        slots = [part for part in (keys, cache.values, raw_keys) if part is not None]
+        like = (keys.shape, keys.stride(), x_BTE.dtype)
         require(
             *((part.shape, part.stride(), part.dtype) == like for part in slots),
-            cache.keys.stride()[4] == 1 and self.kernels.can_read(slots),
-            len(cache.lengths) == B <= cache.keys.shape[1] and min(cache.lengths) >= 0,
+            kv_number == 1 and self.kernels.can_read(slots),
+            len(cache.lengths) == B <= num_rows and min(cache.lengths) >= 0,
             (len(self), held_K, first.mlp.gate_up_proj.in_features) == (L, K, E),
             x_BTE.is_contiguous(),
             tensors=(x_BTE, *map(memory_of, slots)),
         )
-        keys, values = memory_of(cache.keys), memory_of(cache.values)
-        arguments = PassArguments(x=x_BTE, keys=keys, values=values, lengths=lengths_B)
+        arguments = PassArguments(x=x_BTE, keys=memory_of(keys), values=memory_of(cache.values))
         arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
         arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
-        arguments.fill(raw_keys=raw_keys, scale=first.residual_scale)
+        arguments.fill(raw_keys=raw_keys, lengths=lengths_B, scale=first.residual_scale)
         arguments.seconds = self.kernels.seconds
-        kv_layer, kv_batch, kv_head, kv_slot, _ = cache.keys.stride()
         arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
-        arguments.is_tiled = isinstance(cache.keys, Tiles)
+        arguments.is_tiled = isinstance(keys, Tiles)
         return arguments
 
     @cached_property

@@ -49,14 +49,10 @@ class Kernels:
         self._one_at_a_time = threading.RLock()
         os.register_at_fork(after_in_child=self._begin_in_child)
 
-    def has_pairs(self, dtype: torch.dtype) -> bool:
-        """Whether the processor multiplies pairs of this dtype by one instruction."""
-        return self.pairs[dtype] > 1
-
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels multiply many rows with weights of this form faster than PyTorch, or, as
         those in few bits are dequantized for it, hardly slower, and few rows much faster."""
-        return not self.has_pairs(dtype) or (form != Form.PLAIN and "AMX" not in self.instructions)
+        return self.pairs[dtype] == 1 or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
         """Called in a forked child: resets threads, and a lock that nobody there may release."""
@@ -96,11 +92,12 @@ class Kernels:
         B, T, H, D = q_BTHD.shape
         K, S = keys_BKSD.shape[1:3]
         keys, values = map(memory_of, (keys_BKSD, values_BKSD))
+        strides = keys_BKSD.stride()
         require(
             keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
             q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
-            q_BTHD.stride(3) == keys_BKSD.stride()[3] == 1,
-            keys_BKSD.stride() == values_BKSD.stride() and len(prefix_lengths) == B,
+            q_BTHD.stride(3) == strides[3] == 1,
+            strides == values_BKSD.stride() and len(prefix_lengths) == B,
             min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
             rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
             self.can_read((keys_BKSD, values_BKSD)),
@@ -113,7 +110,7 @@ class Kernels:
         arguments.fill(lengths=lengths, rule=rule, num_threads=self.num_threads)
         arguments.fill(B=B, T=T, H=H, K=K, D=D, is_tiled=isinstance(keys_BKSD, Tiles))
         arguments.q_batch, arguments.q_token, arguments.q_head, _ = q_BTHD.stride()
-        arguments.kv_batch, arguments.kv_head, arguments.kv_slot, _ = keys_BKSD.stride()
+        arguments.kv_batch, arguments.kv_head, arguments.kv_slot, _ = strides
         self.call("attention", arguments, q_BTHD.dtype, is_short)
         return out
 
@@ -203,16 +200,17 @@ class Kernels:
     def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
         """RoPE of the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
         B, T, H, D = x_BTHD.shape
+        row, token, head, number = x_BTHD.stride()
         require(
-            x_BTHD.stride()[2:] == (D, 1) and x_BTHD.stride(1) % D == D % 2 == 0,
-            B == 1 or x_BTHD.stride(0) == T * x_BTHD.stride(1),
+            (head, number) == (D, 1) and token % D == D % 2 == 0,
+            B == 1 or row == T * token,
             *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in (cos, signed_sin)),
             cos.is_contiguous() and signed_sin.is_contiguous(),
             tensors=(x_BTHD, cos, signed_sin),
         )
         out_BTHD = x_BTHD.new_empty(B, T, H, D)
         arguments = abi.RotateArguments(x=x_BTHD, cos=cos, sin=signed_sin, out=out_BTHD)
-        arguments.fill(R=B * T, total=x_BTHD.stride(1) // D, H=H, D=D)
+        arguments.fill(R=B * T, total=token // D, H=H, D=D)
         self.call("rotate", arguments, x_BTHD.dtype)
         return out_BTHD
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.config import ModelConfig
@@ -96,7 +95,7 @@ def attend_fused(
     if q_BTHD.dtype == torch.float32:
         # The only fused kernel for float32 knows no groups of heads; K and V are repeated.
         k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
-    attend = F.scaled_dot_product_attention
+    attend = torch.nn.functional.scaled_dot_product_attention
     mask = causal_lower_right(T, end) if T > 1 else None
     is_grouped = k_BKSD.shape[1] < H
     q_BHTD = q_BTHD.transpose(1, 2)

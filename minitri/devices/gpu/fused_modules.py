@@ -14,7 +14,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from minitri.core.log import log
@@ -28,7 +27,7 @@ from minitri.devices.replace import replace_modules
 def add_norm(x: Tensor, change: Tensor, weight_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns the sum x + change, and the RMSNorm of the sum."""
     total = x + change
-    return total, F.rms_norm(total, weight_E.shape, weight_E, eps)
+    return total, torch.rms_norm(total, weight_E.shape, weight_E, eps)
 
 
 def rotate(x_BTXD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ Legend: N out_features, E in_features, G groups of a row, Q weights of a group, 
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from minitri.core.errors import InputError, explain
@@ -43,7 +42,7 @@ def quantize(weight_NE: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     group's number of largest magnitude is exact. With 4 bits a byte has two weights, each plus 8:
     one of the group's first half in the low nibble, one of the second half in the high nibble."""
     limit = 1 << bits - 1
-    wide_NE = F.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
+    wide_NE = torch.nn.functional.pad(weight_NE, (0, -weight_NE.shape[1] % GROUP)).float()
     groups_NGQ = wide_NE.unflatten(1, (-1, GROUP))
     least_NG, most_NG = groups_NGQ.aminmax(dim=2)
     scales_NG = torch.where(most_NG > -least_NG, most_NG, least_NG) / -limit

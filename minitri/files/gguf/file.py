@@ -48,7 +48,8 @@ class GgufFile:
         with explain(f"{path.name} is not a whole GGUF file"):
             self.metadata, stored, self.files = read_parts(path)
         require(self.metadata, {"general.type": "model"}, path.name)  # but an adapter, or the like
-        self._architecture: Any = self.metadata.get("general.architecture")
+        get = self.metadata.get
+        self._architecture: Any = get("general.architecture")
         names = read_table("gguf_tensor") | read_table(f"gguf_tensor_{self._architecture}")
         self._tensors = {
             ".".join(names.get(part, part) for part in name.split(".")): tensor
@@ -56,11 +57,11 @@ class GgufFile:
         }
         self.generation_config: dict[str, Any] = {}  # a GGUF file recommends no sampling
         self.tokenizer_config: dict[str, Any] = {
-            "chat_template": self.metadata.get("tokenizer.chat_template"),
-            "tool_template": self.metadata.get("tokenizer.chat_template.tool_use"),
-            "add_bos_token": self.metadata.get("tokenizer.ggml.add_bos_token"),
+            "chat_template": get("tokenizer.chat_template"),
+            "tool_template": get("tokenizer.chat_template.tool_use"),
+            "add_bos_token": get("tokenizer.ggml.add_bos_token"),
         }
-        kind, pre = (self.metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+        kind, pre = (get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
         self.adds_bos = kind == "llama" or pre in WITH_BOS  # where the file does not say it
 
     def tokenizer(self) -> tokenizers.Tokenizer:
@@ -78,21 +79,22 @@ class GgufFile:
             settings.setdefault("attention.head_count_kv", settings.get("attention.head_count"))
             if settings.get("tokenizer.ggml.model") == "llama":  # llama.cpp's defaults
                 settings = read_table("gguf_llama") | settings
+            get = settings.get
             ends = (f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom"))
             attention = "model.layers.0.self_attn"
-            stretch = {name: settings.get(key) for key, name in read_table("gguf_rope").items()}
+            stretch = {name: get(key) for key, name in read_table("gguf_rope").items()}
             for kind in ("short", "long"):
                 stretch[f"{kind}_factor"] = self._numbers(f"rope_factors_{kind}.weight")
             if stretch["long_factor"]:
                 stretch["attention_factor"] = settings.pop("rope.scaling.attn_factor", None)
             family = read_table("gguf_family").get(self._architecture, self._architecture)
-            scalar = read_table("gguf_scalar").get(str(settings.get("block_count")))
+            scalar = read_table("gguf_scalar").get(str(get("block_count")))
             config = read_config(
                 {
-                    **{name: settings.get(key) for key, name in read_table("gguf_setting").items()},
+                    **{name: get(key) for key, name in read_table("gguf_setting").items()},
                     "model_type": family,
-                    "sliding_window": settings.get("attention.sliding_window") or None,
-                    "query_pre_attn_scalar": scalar or settings.get("attention.key_length"),
+                    "sliding_window": get("attention.sliding_window") or None,
+                    "query_pre_attn_scalar": scalar or get("attention.key_length"),
                     "vocab_size": self._tensors["model.embed_tokens.weight"].shape[0],
                     "tie_word_embeddings": "lm_head.weight" not in self._tensors,
                     "attention_bias": f"{attention}.q_proj.bias" in self._tensors,

@@ -8,7 +8,6 @@ Legend: M rows, N outputs, E inputs, G groups, S shares, R rows, C columns and X
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -114,7 +113,7 @@ def multiply(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
     G, N = scales_GN.shape
     x_ME = x.reshape(-1, x.shape[-1]).contiguous()
     if missing := G * GROUP - x.shape[-1]:
-        x_ME = F.pad(x_ME, (0, missing))
+        x_ME = torch.nn.functional.pad(x_ME, (0, missing))
     if x_ME.is_cuda and x.dtype == torch.float32:
         x_ME = x_ME.bfloat16()
     M = len(x_ME)
