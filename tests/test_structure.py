@@ -18,8 +18,8 @@ ROOMS = {
     "core": (6_000, {"core"}),
     "devices": (2_350, {"core", "devices"}),
     "text": (900, {"core", "text"}),
-    "files": (1_800, {"core", "devices", "text", "files"}),
-    "trees": (380, {"core", "trees"}),
+    "files": (1_790, {"core", "devices", "text", "files"}),
+    "trees": (375, {"core", "trees"}),
     "": (820, {"core", "devices", "text", "files", "trees", ""}),
     "apps": (4_200, {"core", "devices", "text", "files", "trees", "", "apps"}),
 }
@@ -117,7 +117,7 @@ def test_all_of_it_is_short_enough_to_read():
         for node in nodes_of(file, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
     assert {room: num for room, num in lines.items() if num > ROOMS[room][0]} == {}
-    assert lines.total() <= 16_700
+    assert lines.total() <= 16_500
     assert sum(map(num_tokens, FILES)) <= 116_500
     assert sum(map(num_lines, (ROOT / "minitri").rglob("cpu/*.[ch]*"))) <= 2_200
     assert sum(map(num_lines, (ROOT / "tools").rglob("*.py"))) <= 7_000
