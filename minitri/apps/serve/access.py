@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minitri import InputError
 from minitri.apps.serve.api_error import ApiError
-from minitri.core.errors import shorten
+from minitri.core.errors import InputError, shorten
 from minitri.core.fields import between
 
 if TYPE_CHECKING:
