@@ -11,11 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from minitri import InputError
 from minitri.apps.cli.boot import load_engine
 from minitri.apps.cli.jsonl import Line, answers
 from minitri.apps.cli.report import Json
-from minitri.core.errors import explain, shorten
+from minitri.core.errors import InputError, explain, shorten
 from minitri.text.prompt_ids import draw_seed
 
 MAX_RESTARTS = 4  # of a replica, by Ray
