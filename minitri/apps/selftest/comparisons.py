@@ -30,16 +30,14 @@ from minitri import Engine, GenerationConfig, Request, SamplingParams, Speculati
 from minitri.apps.cli.arguments import speculation_of, taken
 from minitri.apps.cli.report import Json
 from minitri.apps.selftest.martingale import Martingale
+from minitri.core import prefill, stats
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.noise import gumbel_scores, noise_keys
 from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.core.log import log
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.prefill import prefill
-from minitri.core.stats import num_common
-from minitri.text.prompt_ids import next_seed
-from minitri.text.rows import text_filters
+from minitri.text import prompt_ids, rows
 
 LENGTH = 64  # tokens of the prompt, and of the output, of each text of the statistical test
 FALSE_ALARM = 1e-4  # odds that a correct engine fails, all methods and scores together
@@ -63,7 +61,7 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
             if method == "autoregressive":
                 expected = tokens
                 continue
-            n = num_common(expected, tokens)
+            n = stats.num_common(expected, tokens)
             row: Json = {"mode": mode, "method": method, "verdict": "equal"}
             row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
             if n < len(tokens):
@@ -126,7 +124,7 @@ def run_test(
     sampling = taken(SamplingParams, args)
     generation = GenerationConfig(LENGTH, ignore_eos=True)
     requests = [
-        Request(prompt, next_seed(args.seed, number), sampling, generation)
+        Request(prompt, prompt_ids.next_seed(args.seed, number), sampling, generation)
         for number, prompt in enumerate(prompts)
     ]
     run = engine.stream(requests, batch_size=BATCH_SIZE, speculation=speculation)
@@ -151,7 +149,7 @@ def probs_of_text(
     """Distributions (N, V) of a model from which N new tokens after a prompt were sampled."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
-    filters = text_filters(sampling, prompt, engine.tokenizer, engine.config)
+    filters = rows.text_filters(sampling, prompt, engine.tokenizer, engine.config)
     if filters is not None:
         filters.apply(logits_NV, [new[:n] for n in range(len(new))])
     return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
@@ -162,6 +160,6 @@ def last_logits(model: Llama, tokens: list[int], num_tokens: int) -> Tensor:
     """Logits (N, V) after each of the last `num_tokens` tokens of a text, read in one block."""
     start = len(tokens) - num_tokens
     cache = FullCache.allocate(model, 1, len(tokens))
-    for _ in prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
+    for _ in prefill.prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
         pass
     return model.logits(read_block(model, [tokens[start:]], cache)[0])

@@ -105,8 +105,8 @@ class Choice:
     def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
-        self._is_chat = call.chat is not None
-        self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
+        self._is_chat = bool(call.chat)
+        self.parser = call.chat.parser() if call.chat else AnswerParser()
         self._tokenizer = engine.tokenizer
         self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._role: Json = {"role": "assistant"}  # until it is sent

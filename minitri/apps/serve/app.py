@@ -28,13 +28,12 @@ from starlette.types import Message, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
+from minitri.apps.serve import page, responses
 from minitri.apps.serve.access import Access
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
-from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
-from minitri.apps.serve.responses import ResponseWriter
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
@@ -47,7 +46,7 @@ MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
-    "/v1/responses": (ResponseBody, ResponseWriter),
+    "/v1/responses": (ResponseBody, responses.ResponseWriter),
 }
 
 
@@ -98,7 +97,7 @@ class Service:
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/models", self.models),
             Route("/health", self.health),
-            Route("/", HTMLResponse(PAGE, headers=HEADERS), methods=["GET"]),
+            Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(schemas), methods=["GET"]),
         ]
         sites = self.access.allow_origin
