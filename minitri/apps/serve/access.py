@@ -1,4 +1,4 @@
-"""Access control: API keys, and requests that a web page makes a browser send.
+"""Flags of access control: API keys, and requests that a web page makes a browser send.
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
 header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS).
@@ -7,17 +7,11 @@ header Host shows. Before a page of another site sends JSON, a browser asks whet
 import functools
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from minitri.apps.serve.api_error import ApiError
-from minitri.core.errors import InputError, shorten
+from minitri.core.errors import InputError
 from minitri.core.fields import between
-
-if TYPE_CHECKING:
-    from starlette.requests import Request  # an extra, which --help does without
 
 
 @dataclass(frozen=True)
@@ -53,22 +47,6 @@ class Access:
         """Whether all requests count as one client's: there is one key, or only this machine."""
         is_local = self.host == "localhost" or self.host.startswith("127.")
         return len(self.digests) == 1 if self.digests else is_local
-
-    def admit(self, request: "Request") -> str:
-        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
-        host = request.headers.get("host", "localhost")
-        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
-        names = ("localhost", self.host, *self.allowed_host)
-        if not (is_address or host.partition(":")[0].lower() in names):
-            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
-            raise ApiError(403, "forbidden", got)
-        if not self.digests:
-            return request.client.host if request.client else ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = digest_of(key.encode("latin-1"))
-        if scheme.lower() != "bearer" or digest not in self.digests:
-            raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
-        return f"key {digest}"
 
 
 def digest_of(key: bytes) -> str:

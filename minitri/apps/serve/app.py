@@ -7,6 +7,7 @@ leaves frees its row.
 import asyncio
 import contextlib
 import os
+import re
 import resource
 import threading
 import time
@@ -29,11 +30,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
 from minitri.apps.serve import page, responses
-from minitri.apps.serve.access import Access
+from minitri.apps.serve.access import Access, digest_of
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
 from minitri.apps.serve.protocol import Asked, Call, Protocol
+from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
@@ -106,9 +108,26 @@ class Service:
         handlers: Any = dict.fromkeys(handled, refuse)
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
+    def _admit(self, request: Request) -> str:
+        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
+        access = self.access
+        host = request.headers.get("host", "localhost")
+        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
+        names = ("localhost", access.host, *access.allowed_host)
+        if not (is_address or host.partition(":")[0].lower() in names):
+            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
+            raise ApiError(403, "forbidden", got)
+        if not access.digests:
+            return request.client.host if request.client else ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = digest_of(key.encode("latin-1"))
+        if scheme.lower() != "bearer" or digest not in access.digests:
+            raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
+        return f"key {digest}"
+
     async def complete(self, request: Request) -> Response:
         """Answer to a body. Its texts count from before their prompt is tokenized."""
-        client = self.access.admit(request)
+        client = self._admit(request)
         media_type = request.headers.get("content-type", "")
         if not media_type.lower().startswith("application/json"):  # no page sends that unasked
             raise ApiError(415, "unsupported_media_type", "send the body as application/json")
@@ -185,7 +204,7 @@ class Service:
 
     async def models(self, request: Request) -> Response:
         """All names of the model."""
-        self.access.admit(request)
+        self._admit(request)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
         about["max_model_len"] = self.protocol.context
         models = [{"id": name, **about} for name in self.protocol.names]
