@@ -136,11 +136,11 @@ def run_command(args: Namespace) -> None:
         facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
         print(json.dumps(facts | {"hardware": site._asdict(), "placements": rows}, default=vars))
     else:
-        machine = site.machine
-        speeds = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
+        on_gpu = site.machine.weight_bytes_per_second / 1e9
+        from_host = site.machine.link_bytes_per_second / 1e9
         print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
         print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
-        print("GB/s: {:.0f}, from the host {:.3g}".format(*speeds))
+        print(f"GB/s: {on_gpu:.0f}, from the host {from_host:.3g}")
         print("", report.as_table(COLUMNS, rows), "", sep="\n")
         print(f"GiB on each GPU with the KV of {best} layers:")
         for name, size in needs.parts(best).items():

@@ -37,8 +37,9 @@ class Access:
     def digests(self) -> set[str]:
         """SHA-256 of all valid keys; without any, clients need none. Raises `InputError`."""
         text = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
-        keys = [] if text is None else text.encode().split()  # at spaces of ASCII alone
-        if text is not None and not keys:
+        if text is None:
+            return set()
+        if not (keys := text.encode().split()):  # at spaces of ASCII alone
             raise InputError("an API key is empty, so that all could send it; give a text")
         return set(map(digest_of, keys))
 

@@ -88,9 +88,9 @@ def run_command(args: Namespace) -> None:
             protocol = Protocol(engine, names, sampling, context, args.ignore_unknown_fields)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
-            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
-            host, port = listener.getsockname()
-            log.info(f"{text}; Ctrl-C ends", engine.config.name, host, port, num_rows, context, gib)
+            size = f"{num_rows} requests at a time, of {context} tokens each, in {gib:.1f} GiB"
+            where = "{}:{}".format(*listener.getsockname())
+            log.info("%s at http://%s/v1: %s; Ctrl-C ends", engine.config.name, where, size)
             server.run(sockets=[listener])
     log.info("stopped")
 
