@@ -33,7 +33,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags, positive
+from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags
 from minitri.apps.cli.exits import program
 from minitri.core.config import ModelConfig, RopeConfig
 from minitri.core.decoding.sampling import probs_from_logits
@@ -48,6 +48,7 @@ from minitri.files.checkpoint import open_checkpoint, placements
 from minitri.files.fetch import locate
 from minitri.loader import load
 from tools.distill_data import BATCH, LabelStore, W, continue_texts, label, read_texts, sequences_of
+from tools.flags import positive
 from tools.weight_pieces import described
 
 SAMPLINGS = {

@@ -35,7 +35,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from minitri.apps.cli.arguments import OneLineParser, positive
+from minitri.apps.cli.arguments import OneLineParser
 from minitri.apps.cli.exits import program
 from minitri.apps.cli.inputs import demo_text
 from minitri.core.config import ModelConfig
@@ -43,6 +43,7 @@ from minitri.core.errors import InputError
 from minitri.core.log import log
 from minitri.core.model.llama import Llama
 from minitri.files.checkpoint import placements
+from tools.flags import positive
 from tools.weight_pieces import described
 
 LONG = 1000

@@ -10,20 +10,14 @@ import json
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import minitri
-from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.inputs import DEMO_PROMPT_TOKENS, read_prompt
-from minitri.apps.cli.report import Json, where
-from minitri.core.errors import InputError
+from minitri import GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig, Stats
+from minitri.apps.cli import arguments, boot, exits, inputs, report
 from minitri.core.fields import between
 from minitri.core.log import log
-from minitri.core.requests import PrefillProgress, Request
-from minitri.core.settings import METHODS, GenerationConfig, SamplingParams, SpeculationConfig
-from minitri.core.stats import Stats
+from minitri.core.settings import METHODS
 from minitri.text.prompt_ids import as_seeds
 
 TIMES = """{:16}{prefill_seconds[median]:8.2f} s prefill, {ms_per_token[median]:7.1f} ms/token \
@@ -49,27 +43,21 @@ class BenchFlags:
     """Runs per prompt."""
 
 
-def build_parser() -> arguments.OneLineParser:
-    """The command-line parser of `minitri bench`."""
-    parser = arguments.OneLineParser("bench")
-    add_flags(parser)
-    return parser
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags that `minitri bench` and `tools/bench/` share."""
+def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLineParser:
+    """The command-line parser of `minitri bench`, or with other `settings` of `tools/bench/`."""
+    parser = arguments.OneLineParser(program, **settings)
     arguments.add_comparing_flags(parser)
-    arguments.add_flags(parser, "coupled")
     arguments.add_fields(parser, BenchFlags)
-    arguments.add_flags(parser, "max_prompt_tokens", "max_new_tokens")
+    arguments.add_flags(parser, "coupled", "max_prompt_tokens", "max_new_tokens")
     add = parser.add_argument
     text = "as for generate; may be given several times (default: Python's help)"
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
     parser.set_defaults(
-        method="auto", ignore_eos=True, usual_tokens=DEMO_PROMPT_TOKENS, max_new_tokens=64
+        method="auto", ignore_eos=True, usual_tokens=inputs.DEMO_PROMPT_TOKENS, max_new_tokens=64
     )
+    return parser
 
 
 def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
@@ -86,7 +74,7 @@ def speculations_of(args: argparse.Namespace) -> dict[str, SpeculationConfig]:
 
 def measure(args: argparse.Namespace) -> None:
     """Measures the methods of the flags, and prints. Raises `InputError`."""
-    texts = [read_prompt(file) for file in args.prompt_files or [None]]
+    texts = [inputs.read_prompt(file) for file in args.prompt_files or [None]]
     speculations = speculations_of(args)
     generation = arguments.taken(GenerationConfig, args)
     sampling = arguments.taken(SamplingParams, args)
@@ -95,13 +83,13 @@ def measure(args: argparse.Namespace) -> None:
         raise InputError(f"--max-new-tokens is {args.max_new_tokens}; give at least 4 to measure")
     if args.offload and args.on_chip is None:
         raise InputError("--offload needs --on-chip N here, the same for all methods")
-    engine, prompts = load_engine(args, *texts)
+    engine, prompts = boot.load_engine(args, *texts)
     requests = [Request(ids, sampling=sampling, generation=generation) for ids in prompts]
     result = summarise(compare(engine, requests, seeds, speculations))
     facts = {
         **{name: vars(args)[name] for name in ("model", "coupled", "seeds", "max_new_tokens")},
         **vars(sampling),
-        **where(engine.model),
+        **report.where(engine.model),
         "draft": engine.models.drafter_name,
         "num_prompt_tokens": [*map(len, prompts)],
     }
@@ -118,12 +106,15 @@ def compare(
     seeds: Sequence[int],
     speculations: Mapping[str, SpeculationConfig],
 ) -> dict[str, list[Run]]:
-    """Runs every method after every prompt with every seed."""
+    """Reads every prompt cold, then runs every method after it with every seed."""
     order = [*speculations]
     done: dict[str, list[Run]] = {name: [] for name in order}
     longest = max(speculations.values(), key=lambda one: one.max_block)  # its cache serves all
     for prompt in requests:
-        seconds = read_cold(engine, prompt, longest)
+        engine.release()
+        with engine.stream([prompt], speculation=longest, generation=prompt.generation) as reading:
+            while isinstance(next(reading), minitri.PrefillProgress):
+                seconds = reading.stats.prefill_seconds
         log.info("%d tokens read in %.1f s", len(prompt.prompt), seconds)
         for seed in seeds:
             request = dataclasses.replace(prompt, seed=seed)
@@ -133,15 +124,6 @@ def compare(
                 log.info("  seed %d, %s: %.1f ms/token", seed, name, run.ms_per_token)
             order.append(order.pop(0))
     return done
-
-
-def read_cold(engine: "minitri.Engine", request: Request, speculation: SpeculationConfig) -> float:
-    """Reads a prompt from its start into the prefix cache; returns the seconds."""
-    engine.release()
-    with engine.stream([request], speculation=speculation, generation=request.generation) as run:
-        while isinstance(next(run), PrefillProgress):
-            seconds = run.stats.prefill_seconds
-    return seconds
 
 
 def run_method(
@@ -163,7 +145,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def summarise(done: Mapping[str, list[Run]]) -> dict[str, Json]:
+def summarise(done: Mapping[str, list[Run]]) -> dict[str, report.Json]:
     """Figures by method: medians and ranges; speedups over the first, if there are several."""
     result = {}
     first = next(iter(done.values()))
@@ -186,7 +168,7 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, Json]:
     return result
 
 
-def table(result: Mapping[str, Json]) -> str:
+def table(result: Mapping[str, report.Json]) -> str:
     """The figures in a line for each method: medians and ranges, shares of tested guesses."""
     lines = []
     for name, row in result.items():
@@ -199,4 +181,4 @@ def table(result: Mapping[str, Json]) -> str:
     return "\n".join(lines)
 
 
-main = program(build_parser, measure, BenchFlags)
+main = exits.program(build_parser, measure, BenchFlags)

@@ -12,17 +12,14 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from minitri import ModelConfig
+from minitri import GenerationConfig, ModelConfig, SamplingParams
+from minitri.apps.cli import exits, report
 from minitri.apps.cli.arguments import SIZES, OneLineParser, add_fields, add_flags, speculation_of
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.cli.report import as_table
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
 from minitri.core.roofline import CARDS, Machine, Workload, card, copy_bytes
-from minitri.core.settings import GenerationConfig, SamplingParams
 from minitri.core.shape import MemoryShape
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config
 from minitri.files.named_models import MODELS
@@ -84,7 +81,7 @@ def config_of(name: str) -> ModelConfig:
     if row := MODELS.get(name):
         return row.shape
     files = locate_config(name)
-    import_pytorch()  # for files only
+    exits.import_pytorch()  # for files only
     from minitri.files.checkpoint import open_checkpoint
 
     return open_checkpoint(files.path).config(files.name)
@@ -139,12 +136,13 @@ def run_command(args: Namespace) -> None:
         facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
         print(json.dumps(facts | {"hardware": site._asdict(), "placements": rows}, default=vars))
     else:
-        machine = site.machine
-        speeds = machine.weight_bytes_per_second / 1e9, machine.link_bytes_per_second / 1e9
+        on_gpu = site.machine.weight_bytes_per_second / 1e9
+        from_host = site.machine.link_bytes_per_second / 1e9
         print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
         print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
-        print("GB/s: {:.0f}, from the host {:.3g}".format(*speeds))
-        print(f"\n{as_table(COLUMNS, rows)}\n\nGiB on each GPU with the KV of {best} layers:")
+        print(f"GB/s: {on_gpu:.0f}, from the host {from_host:.3g}")
+        print("", report.as_table(COLUMNS, rows), "", sep="\n")
+        print(f"GiB on each GPU with the KV of {best} layers:")
         for name, size in needs.parts(best).items():
             print(f"  {name:25s} {size / GIB:8.2f}")
 
@@ -179,4 +177,4 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
     }
 
 
-main = program(build_parser, run_command, PlanFlags)
+main = exits.program(build_parser, run_command, PlanFlags)

@@ -19,21 +19,22 @@ from minitri.core.errors import InputError
 from tools.bench import people
 from tools.bench.floor import run_floor
 from tools.bench.synthetic import add_synthetic_flags, run_synthetic
+from tools.flags import positive
 
 
 def build_parser() -> arguments.OneLineParser:
     """The flags of `minitri bench`, and those of what is here."""
-    parser = arguments.OneLineParser(
+    parser = bench.build_parser(
+        "",
         prog="python -m tools.bench",
         usage="%(prog)s [flags] | %(prog)s people --help",
         description="Speed against the floor of memory bandwidth, other engines, made-up models.",
     )
-    bench.add_flags(parser)
     add = parser.add_argument
     text = "say where the time of a decoding step goes"
     add("--profile", action="store_true", help=text)
     text = "runs to measure"
-    add("--repeats", type=arguments.positive, default=3, metavar="N", help=text)
+    add("--repeats", type=positive, default=3, metavar="N", help=text)
     add_synthetic_flags(parser)
     return parser
 

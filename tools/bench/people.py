@@ -40,6 +40,7 @@ from minitri.files.fetch import locate
 from minitri.files.named_models import DEFAULT_MODEL, MODELS
 from minitri.loader import OpenEngine
 from tools.bench.random_gguf import random_gguf
+from tools.flags import positive
 from tools.paper.item import Table
 from tools.paper.shapes import spread
 from tools.paper.study import machine
@@ -102,7 +103,7 @@ def build_parser() -> arguments.OneLineParser:
     def add(flag: str, text: str, **settings: Any) -> None:
         parser.add_argument(flag, action="append", default=[], help=text, **settings)
 
-    number: dict[str, Any] = {"type": arguments.positive, "metavar": "N"}
+    number: dict[str, Any] = {"type": positive, "metavar": "N"}
     text = f"a GGUF file or named model (default: {DEFAULT_MODEL} and qwen2.5-1.5b)"
     add("--model", text, dest="models", metavar="MODEL")
     text = '"PROGRAM SETTING=VALUE ..."; python=PATH is one that has it (default: all, ours twice)'

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minitri.apps.bench import spread
-from minitri.apps.cli.arguments import model_of, positive, speculation_of, taken
+from minitri.apps.cli.arguments import model_of, speculation_of, taken
 from minitri.apps.cli.report import where
 from minitri.apps.plan import ACCEPTANCE
 from minitri.core.caches.full import FullCache
@@ -44,6 +44,7 @@ from minitri.files.fetch import default_draft
 from minitri.files.named_models import MODELS
 from tools.bench.bandwidth import copy_bandwidth, idle_share
 from tools.bench.pass_table import pass_table
+from tools.flags import positive
 from tools.runs import begin
 
 SAMPLING = SamplingParams(0.6, top_p=0.9)

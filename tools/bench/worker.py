@@ -27,7 +27,7 @@ Program = tuple[str, Callable[..., Run]]
 
 def minitri() -> Program:
     """minitri as its own programs set it up; options are the method and those of `load`."""
-    from minitri.apps.cli.pytorch import import_pytorch
+    from minitri.apps.cli.exits import import_pytorch
 
     import_pytorch()
     import minitri

@@ -1,5 +1,5 @@
 """Tables and figures of the paper, and its baselines."""
 
-from minitri.apps.cli.pytorch import import_pytorch
+from minitri.apps.cli.exits import import_pytorch
 
 import_pytorch()  # set up as in the programs, before a module here imports it

@@ -1,31 +1,62 @@
 """The audit: is an OpenAI-compatible server's sampling lossless? `minitri audit http://...`
 
 Exit codes: 0 lossless, 1 a fault, 2 bad input. Prints a table, or with --json one JSON object.
+
+Only the likeliest tokens of a place are reported, so scores are of the token *given that it is one
+of those*, whose distribution is known at every temperature. `likelihood` is its probability over
+the largest one; it detects distributions that are too sharp or too flat. `learned` is how much too
+often the token came so far after the same token; it detects departures that recur, such as traces
+of a drafter. `copied` is the share of concurrent answers, equal so far, that continued with the
+token.
 """
 
 import contextlib
 import json
+import math
 import os
+import re
 from argparse import Namespace
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
-from minitri.apps.audit.checks import FALSE_ALARM, audit
-from minitri.apps.audit.client import connect
-from minitri.apps.cli.arguments import OneLineParser, add_flags
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import as_table
+from minitri.apps.audit.client import BURST, NUM_NEW, Bursts, Client, Place, connect
+from minitri.apps.cli import arguments, exits, report
+from minitri.apps.selftest.martingale import Martingale
+from minitri.core.errors import InputError
+from minitri.core.log import log
 
 COLUMNS = "check verdict statistic p_value num_tokens"
+PROMPTS = Path(__file__).with_name("prompts.txt").read_text("utf-8").splitlines()
+"""Prompts that repeat themselves, so that drafters guess, and are open, so that guesses fail."""
+TEMPERATURES = (1.0, 0.5, 1.5)
+FALSE_ALARM = 1e-6
+"""Odds that an audit finds a fault in a correct server."""
+LEAST_P = FALSE_ALARM / 10
+"""Level of one test: two scores at each temperature, and `copied`."""
+LEAST_TOKENS = 200
+"""Fewer tokens than this, at one temperature, are too few for a verdict."""
+TOLERANCE = 0.5
+"""Nats by which rounding (in bfloat16, say) may change a log-probability."""
+MOST_COPIED = 0.1
+"""Share of tokens, beyond chance, that concurrent answers may have in common."""
+COPIED = "concurrent answers copy each other: they share random numbers, or use none"
+DEPARTED = "texts do not follow the reported log-probabilities"
+IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
+"""Names of special tokens, which texts may not show, and of parts of characters."""
+BEYOND = ""
+"""Name of all tokens that are not reported, taken together."""
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri audit`."""
-    parser = OneLineParser("audit")
+    parser = arguments.OneLineParser("audit")
     parser.usage = "minitri audit URL [flags]"
     add = parser.add_argument
     add("url", metavar="URL", help="of an OpenAI-compatible server")
     add("-m", "--model", help="which of its models (default: its first)")
     add("--api-key", help="what it asks for (default: MINITRI_API_KEY)")
-    add_flags(parser, "num_tokens", "json")
+    arguments.add_flags(parser, "num_tokens", "json")
     return parser
 
 
@@ -36,7 +67,7 @@ def run_command(args: Namespace) -> int:
         rows = [*audit(client, args.num_tokens)]
     is_lossless = all(row["verdict"] != "FAULT" for row in rows)
     if args.json:
-        report = {
+        result = {
             "url": client.url,
             "endpoint": client.endpoint,
             "model": client.fields["model"],
@@ -44,11 +75,122 @@ def run_command(args: Namespace) -> int:
             "false_alarm": FALSE_ALARM,
             "checks": rows,
         }
-        print(json.dumps(report))
+        print(json.dumps(result))
     else:
         says = ["{verdict} {check}: {says}".format(**row) for row in rows if row["says"]]
-        print(as_table(COLUMNS, rows), "", *says, sep="\n")
+        print(report.as_table(COLUMNS, rows), "", *says, sep="\n")
     return int(not is_lossless)
 
 
-main = program(build_parser, run_command)
+def audit(client: Client, num_tokens: int) -> Iterator[report.Json]:
+    """Runs all checks. Raises `InputError` where the server does not answer."""
+    num_rounds = -(-num_tokens // (len(TEMPERATURES) * len(PROMPTS) * BURST * NUM_NEW))
+    texts: dict[float, Bursts] = {}
+    for T in TEMPERATURES:
+        log.info("sampling at temperature %g", T)
+        texts[T] = [(text, client.burst(text, temperature=T)) for text in PROMPTS * num_rounds]
+    places = [place for _, burst in texts[1.0] for text in burst for place in text]
+    if len(places) < LEAST_TOKENS:
+        raise InputError(f"{client.url} sends {len(places)} tokens, too few; audit another model")
+    logprobs = check_logprobs(places)
+    yield logprobs
+    if logprobs["says"]:
+        return
+    yield check_greedy(client)
+    # Log-probabilities are reported before the temperature, or after it.
+    is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
+    for T, bursts in texts.items():
+        power = 1 / T if is_before else 1.0
+        is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
+        likelihood, learned, copied = departures(bursts, power, beyond=is_whole and power == 1)
+        if T == 1:
+            is_copied = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
+            yield row("independence", COPIED * is_copied, **figures(copied))
+            if is_copied:
+                return
+        worst = min(likelihood, learned, key=lambda test: test.p_value)
+        yield row(f"texts, T={T:g}", DEPARTED * (worst.p_value < LEAST_P), **figures(worst))
+
+
+def row(check: str, fault: str, **figures: float) -> report.Json:
+    """A row of the audit's report; `fault` says what is wrong, and is empty if nothing is."""
+    return {"check": check, "verdict": "FAULT" if fault else "ok", "says": fault, **figures}
+
+
+def spread(bursts: Bursts) -> float:
+    """Spread of the log-probabilities at the first token of the answers: best minus mean."""
+    tops = [burst[0][0].top.values() for _, burst in bursts[: len(PROMPTS)] if burst[0]]
+    return sum(max(top) - sum(top) / len(top) for top in tops)
+
+
+def check_logprobs(places: Sequence[Place]) -> report.Json:
+    """Are the reported log-probabilities those of a distribution?"""
+    most = max(sum(map(math.exp, place.top.values())) for place in places)
+    fault = f"log-probabilities of one place sum to {most:.2f} > 1" if most > 1.01 else ""
+    if not any(place.logprob for place in places):
+        fault = "all log-probabilities are 0"
+    return row("logprobs", fault, statistic=most, num_tokens=len(places))
+
+
+def check_greedy(client: Client) -> report.Json:
+    """Is every token at temperature 0 the likeliest one?"""
+    places = [place for text in PROMPTS for place in client.ask(text, temperature=0.0)]
+    worst = max((max(place.top.values()) - place.logprob for place in places), default=0.0)
+    fault = f"a token is {worst:.2f} nats below the argmax" if worst > TOLERANCE else ""
+    return row("greedy", fault, statistic=worst, num_tokens=len(places))
+
+
+def figures(test: Martingale) -> dict[str, float]:
+    """Figures of a statistical test, for a row."""
+    return {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
+
+
+def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:
+    """Tests of the scores likelihood, learned and copied; the arguments are those of `known`."""
+    import numpy as np  # with 100 ms of imports, which --help does not need
+
+    likelihood, learned, copied = (Martingale() for _ in range(3))
+    # How often a token came after another one, and how often it was expected there.
+    seen: Counter[tuple[str, str]] = Counter()
+    expected: defaultdict[tuple[str, str], float] = defaultdict(float)
+    for _, burst in bursts:
+        others: Counter[tuple[str, ...]] = Counter()  # beginnings of the answers before
+        for text in burst:
+            names: tuple[str, ...] = ("",)
+            for place in text:
+                probs = known(place, power, beyond)
+                token = place.token if place.token in probs else BEYOND
+                if token in probs:
+                    drawn = [*probs].index(token)
+                    p = np.array([*probs.values()])
+                    likelihood.add(drawn, p, p / p.max())
+                    counts = np.array([others[*names, name] for name in probs])
+                    if counts.any():
+                        copied.add(drawn, p, counts / counts.sum())
+                    pairs = [(names[-1], name) for name in probs]
+                    excesses = [
+                        (seen[pair] - expected[pair]) / math.sqrt(1 + expected[pair])
+                        for pair in pairs
+                    ]
+                    learned.add(drawn, p, (1 + np.tanh(excesses)) / 2)
+                    seen[pairs[drawn]] += 1
+                    for pair, prob in zip(pairs, p, strict=True):
+                        expected[pair] += prob
+                names += (place.token,)
+            others.update(names[: n + 1] for n in range(1, len(names)))
+    return likelihood, learned, copied
+
+
+def known(place: Place, power: float, beyond: bool) -> dict[str, float]:
+    """Distribution of the token at a place, given that it is one of those reported: by their
+    probabilities to a power. `beyond`: those that are not reported count as one token."""
+    weights = {
+        name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
+    }
+    if beyond:
+        weights[BEYOND] = max(0.0, 1 - sum(weights.values()))
+    total = sum(weights.values())
+    return {name: weight / total for name, weight in weights.items() if total}
+
+
+main = exits.program(build_parser, run_command)

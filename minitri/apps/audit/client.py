@@ -1,8 +1,7 @@
 """Client of an OpenAI-compatible server: texts, token by token, with their log-probabilities."""
 
-import operator
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -77,16 +76,14 @@ class Client:
             return answer.json()
 
 
-scored: Callable[[Json], tuple[str, float]] = operator.itemgetter("token", "logprob")
-"""Token and log-probability of an entry of a chat's `logprobs`."""
-
-
 def read_places(logprobs: Json, num_top: int) -> Text:
     """The tokens in the `logprobs` of an answer. Raises `ValueError` and others for bad JSON."""
     if "content" in logprobs:  # as for chats
         entries = logprobs["content"]
-        pairs = [*map(scored, entries)]
-        tops = [map(scored, entry["top_logprobs"]) for entry in entries]
+        pairs, *tops = [
+            [(entry["token"], entry["logprob"]) for entry in given]
+            for given in (entries, *(entry["top_logprobs"] for entry in entries))
+        ]
     else:
         pairs = [*zip(logprobs["tokens"], logprobs["token_logprobs"], strict=True)]
         tops = [top.items() for top in logprobs["top_logprobs"]]

@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ from minitri.text.prompt_ids import MAX_SEED
 Settings = TypeVar("Settings")
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 HELP = Path(__file__).parents[1].joinpath("help.txt").read_text("utf-8")
-SHORT = {"model": "-m", "prompt": "-p", "max_new_tokens": "-n", "quiet": "-q", "verbose": "-v"}
+TABLE = json.loads(Path(__file__).parents[1].joinpath("flags.json").read_text("utf-8"))
+"""Short names of flags, groups of them, those that others need, and those of --help-all alone."""
 SETTING = re.compile(r"(?<![\w=-])([a-z][a-z0-9_]*)=(True|False|(?=[^\s;,)]))?")
 """A setting in an error message, spelled as a parameter: `budget=30`, `budget=`, `offload=True`."""
 
@@ -79,34 +81,22 @@ class SharedFlags:
 SETTINGS = (ModelChoice, SharedFlags, SamplingParams, GenerationConfig, SpeculationConfig)
 """Classes whose fields are flags; no two fields share a name. Groups of such fields follow."""
 MODEL = {*vars(ModelChoice()), "threads", "bitwise"} - {"draft"}
-MEMORY = ["prefill_chunk", "offload", "on_chip", "cuda_graphs", "kv_store", "kv_store_size"]
 SAMPLING = [*vars(SamplingParams())]
-WINDOW = ("num_sink_tokens", "num_recent_tokens")
-RETRIEVAL = ["gamma2", "budget", "chunk_size", "observation_window", "rebuild_stride"]
-SIZES = ("gamma1", *RETRIEVAL, *WINDOW, "tree", "verification")
+MEMORY = TABLE["memory"]
+SIZES = TABLE["sizes"]
 SPECULATION = ("method", "coupled", "draft", *SIZES)
-UNUSED = {  # fields that a method ignores
-    "autoregressive": ["draft", "gamma1", *RETRIEVAL, *WINDOW],
-    "naive": RETRIEVAL,
-    "retrieval": ["draft", "gamma1"],
-}
-RARE = """attention bad_words batch_size bitwise budget chunk_size coupled cuda_graphs demo draft
-draft_weights dtype frequency_penalty gamma1 gamma2 grammar ignore_eos json_object kv_store
-kv_store_size logit_bias logprobs min_p min_tokens num_recent_tokens num_sink_tokens
-observation_window offload on_chip prefill_chunk presence_penalty prompt ray rebuild_stride regex
-repetition_penalty replicas threads top_k tree verbose verification weights"""
-"""Flags that only --help-all shows."""
-NEEDS = """system chat, output prompts, ray prompts, replicas ray, batch_size prompts n,
-logprobs json prompts, kv_store_size kv_store"""
+UNUSED: dict[str, list[str]] = TABLE["unused"]
+"""Flags that a method ignores."""
+NEEDS: dict[str, list[str]] = TABLE["needs"]
 """Flags, each with those without all of which it has no effect, in programs that have them."""
 
 
 class Help(argparse._HelpAction):
-    """Shows all flags after --help-all, else those that are not `RARE`."""
+    """Shows all flags after --help-all, else those that are not rare."""
 
     def __call__(self, parser: argparse.ArgumentParser, *words: Any) -> None:
         for action in parser._actions if words[-1] != "--help-all" else ():
-            if {*RARE.split()} & {flag[2:].replace("-", "_") for flag in action.option_strings}:
+            if {*TABLE["rare"]} & {flag[2:].replace("-", "_") for flag in action.option_strings}:
                 action.help = argparse.SUPPRESS
         super().__call__(parser, *words)
 
@@ -136,8 +126,7 @@ class OneLineParser(argparse.ArgumentParser):
         add_flags(self, "quiet", "verbose")
 
     def in_flags(self, error: InputError) -> str:
-        """The message of an error with settings spelled as flags: `budget=30` as `--budget 30`.
-        Leaves out the ways out for which this program has no flag."""
+        """An error's message with flags for settings (`budget=30`), and without other remedies."""
         flags: dict[str, str] = {}
         for flag, action in self._option_string_actions.items():
             if flag.startswith("--"):
@@ -165,10 +154,9 @@ class OneLineParser(argparse.ArgumentParser):
         raise InputError(f"{shorten(message, 400)}; see --help-all")
 
     def check_needs(self, args: argparse.Namespace) -> None:
-        """Raises `InputError` for a flag that has no effect without another one; warns of those
-        that the method ignores."""
+        """Raises `InputError` for a flag that lacks another one; warns of one without effect."""
         given = {name for name, value in vars(args).items() if value != self.get_default(name)}
-        for name, *others in map(str.split, NEEDS.split(",")):
+        for name, others in NEEDS.items():
             if name in given and given.isdisjoint(others) and vars(args).keys() & others:
                 flag, *ways = (f"--{word.replace('_', '-')}" for word in (name, *others))
                 raise InputError(f"{flag} has no effect alone; add {' or '.join(ways)}, or drop it")
@@ -188,13 +176,6 @@ def whole(text: str) -> int:
     if not text.removeprefix("-").encode().isdigit():
         raise argparse.ArgumentTypeError(f"{shorten(repr(text), 60)} is no whole number")
     return int(text)
-
-
-def positive(text: str) -> int:
-    """The type of a flag that no settings class checks, for a whole number above 0."""
-    if (number := whole(text)) < 1:
-        raise ValueError
-    return number
 
 
 class GrammarFlag(argparse.Action):
@@ -234,8 +215,9 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
             options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
         else:
             options["choices"] = field.metadata.get("choices")
-        short = [SHORT[field.name]] if field.name in SHORT else []
-        flags.add_argument(*short, f"--{field.name.replace('_', '-')}", **options)
+        flags.add_argument(
+            *TABLE["short"].get(field.name, ()), f"--{field.name.replace('_', '-')}", **options
+        )
 
 
 @functools.cache
@@ -290,8 +272,7 @@ def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:
 def taken(
     settings: type[Settings], args: argparse.Namespace, base: Settings | None = None, **others: Any
 ) -> Settings:
-    """Settings of a class from the flags named after its fields, and from `others`; the rest is as
-    in `base`, or else as in the class. Raises `InputError`."""
+    """Settings of a class, or as in `base`, changed by flags and `others`. Raises `InputError`."""
     given = {name: value for name, value in vars(args).items() if value is not None}
     return changed(base or settings(), given | others)
 

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import minitri
 from minitri import GenerationConfig, InputError, SamplingParams
+from minitri.apps.cli import exits, inputs, report
 from minitri.apps.cli.arguments import model_of, speculation_of, taken
-from minitri.apps.cli.inputs import encode
-from minitri.apps.cli.pytorch import import_pytorch
-from minitri.apps.cli.report import how_sampled, outline, where
 from minitri.core.errors import explain, shorten
 from minitri.core.log import log
 from minitri.core.offload.placement import GIB
@@ -21,14 +19,14 @@ from minitri.text.prompt_ids import draw_seed
 def load_engine(args: Namespace, *texts: str) -> "tuple[minitri.Engine, list[list[int]]]":
     """The engine of the flags, and token ids of prompts, checked before it is loaded."""
     opened = open_engine(args)
-    prompts = [encode(text, opened, args) for text in texts]
+    prompts = [inputs.encode(text, opened, args) for text in texts]
     return load_weights(args, opened), prompts
 
 
 def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
-    import_pytorch()  # takes seconds
+    exits.import_pytorch()  # takes seconds
     from minitri.loader import OpenEngine
     from minitri.text.rows import text_filters
 
@@ -56,22 +54,22 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 def sampling_of(
     args: Namespace, engine: "minitri.Engine", *work: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else as the engine has it, and the seed. Logs the model, `work`
-    (notes) and the sampling. A seed that is drawn counts as one that a flag has given."""
+    """Sampling by the flags, or else as the engine has it, and the seed, which it puts into `args`
+    if it is drawn. Logs the model, notes of the `work` and the sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
     if sampling.temperature and args.seed is None:
         args.seed = join().ask_first(draw_seed)
     seed: int = args.seed or 0
-    size = f"{engine.model.num_bytes / 1e6:.0f} MB of weights"
-    model = "{}, {}, {dtype} on {device}".format(engine.config.name, size, **where(engine.model))
-    log.info("%s", "; ".join((model, *work, how_sampled(sampling, seed))))
+    name = f"{engine.config.name}, {engine.model.num_bytes / 1e6:.0f} MB of weights"
+    model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
+    log.info("%s", "; ".join((model, *work, report.how_sampled(sampling, seed))))
     return sampling, seed
 
 
 def check_save_kv(args: Namespace) -> None:
     """Raises `InputError`, before minutes of work, if the --save-kv file cannot be written."""
     if args.save_kv is not None:
-        import_pytorch()
+        exits.import_pytorch()
         from minitri.files.snapshots import check_place
 
         with explain(f"--save-kv: cannot write {shorten(args.save_kv)}", "name another file"):
@@ -90,6 +88,6 @@ def running(
         speculation=speculation_of(args),
     ) as run:
         yield run
-    log.info(outline(run))
+    log.info(report.outline(run))
     if args.save_kv is not None:
         log.info("saved the KV cache of %d tokens", engine.save_kv(args.save_kv))

@@ -5,9 +5,11 @@ Imports next to nothing, so that Ctrl-C is answered with a line from the first m
 
 import atexit
 import contextlib
+import gc
 import os
 import signal
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 
 from minitri.core.errors import InputError, shorten
@@ -105,6 +107,27 @@ def leave(*_: object) -> None:
     """Ends the process at once, with a line, as the answer to Ctrl-C."""
     os.write(2, b"minitri: interrupted\n")
     os._exit(130)
+
+
+def import_pytorch(*, huge_pages: bool = True) -> None:
+    """Imports PyTorch and all that loads models, which takes seconds; a second call does nothing.
+
+    `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
+    short texts of a server take much memory. Variables of the environment that are set win.
+    """
+    from minitri.devices.cpu.build import let_threads_sleep
+
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
+    let_threads_sleep()
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
+    gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
+    try:
+        with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt
+            import minitri.loader  # noqa: F401
+    finally:
+        gc.freeze()
+        atexit.register(gc.unfreeze)  # extension modules look for what was never freed
+        gc.enable()
 
 
 def _end(code: int, line: str = "") -> SystemExit:

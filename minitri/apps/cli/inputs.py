@@ -6,9 +6,8 @@ import sys
 from argparse import Namespace
 
 import minitri
-from minitri import InputError
 from minitri.apps.cli.documents import read_document
-from minitri.core.errors import shorten
+from minitri.core.errors import InputError, shorten
 from minitri.core.log import log
 from minitri.core.stats import num_common
 from minitri.devices.parallel.ranks import join
@@ -18,8 +17,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 
 def find_prompt(args: Namespace) -> tuple[str, str]:
-    """The prompt of the flags, or else what is piped in, or else, at a terminal, the demo; and a
-    phrase that names the source. Raises `InputError`."""
+    """Prompt of the flags, a pipe or the demo, and a phrase on its source. Raises `InputError`."""
     if args.prompt is not None:
         return read_prompt(None, args.prompt), ""
     file = args.prompt_file
@@ -40,8 +38,7 @@ def is_piped() -> bool:
 
 
 def read_prompt(file: str | None, prompt: str | None = None) -> str:
-    """A prompt as it is, or a document's text, from a file or standard input (`-`), or the demo.
-    Raises `InputError`."""
+    """A prompt as it is, or the text of a document (`-`: a pipe) or demo. Raises `InputError`."""
     if prompt is None:
         read = demo_text if file is None else lambda: read_document(file, "--prompt-file")
         prompt = join().ask_first(read)

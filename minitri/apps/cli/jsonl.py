@@ -16,10 +16,7 @@ from typing import IO, Any, NamedTuple
 
 import minitri
 from minitri import End, GenerationConfig, InputError, Request
-from minitri.apps.cli.arguments import taken
-from minitri.apps.cli.boot import load_engine, running, sampling_of
-from minitri.apps.cli.documents import read_text
-from minitri.apps.cli.inputs import encode
+from minitri.apps.cli import arguments, boot, documents, inputs
 from minitri.apps.cli.report import Json, answer, json_line, progress_bar
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import check_names
@@ -59,8 +56,7 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
 
 @contextlib.contextmanager
 def output_of(args: Namespace) -> Iterator[tuple[IO[str], dict[str, bool]]]:
-    """The file of --output, locked, with the keys of its answers, and whether they are errors; or
-    else standard output. Raises `InputError`."""
+    """--output, locked, with what is `answered` in it; or standard output. Raises `InputError`."""
     if args.output is None:
         yield sys.stdout, {}
         return
@@ -86,11 +82,10 @@ def answered(file: Any) -> dict[str, bool]:
 
 
 def read_lines(args: Namespace) -> list[Line]:
-    """The lines of --prompts that are not empty. Raises `InputError`, with --output for two lines
-    of one id, too."""
+    """The lines of --prompts that are not empty. Raises `InputError`."""
     lines: list[Line] = []
     keys = set()
-    for number, text in enumerate(read_text(args.prompts, "--prompts").split("\n"), 1):
+    for number, text in enumerate(documents.read_text(args.prompts, "--prompts").split("\n"), 1):
         if text.strip(" \t\r"):
             fields = {}
             problem = ""
@@ -111,9 +106,9 @@ def answers(
     lines: Sequence[Line], args: Namespace, engine: "minitri.Engine | None" = None
 ) -> Iterator[Json]:
     """The answer to each line, as soon as it is done; by default of the flags' engine."""
-    engine = engine or load_engine(args)[0]
-    generation = taken(GenerationConfig, args)
-    sampling, seed = sampling_of(args, engine, f"{len(lines)} prompts")
+    engine = engine or boot.load_engine(args)[0]
+    generation = arguments.taken(GenerationConfig, args)
+    sampling, seed = boot.sampling_of(args, engine, f"{len(lines)} prompts")
     heads: list[Json] = []
     requests = []
     for line in lines:
@@ -126,12 +121,12 @@ def answers(
                 got = f"line {line.number} is no JSON object with a text as prompt{line.problem}"
                 raise InputError(f'{got}; write such as {{"prompt": "Once"}}')
             request = Request(text, row_seed, sampling, generation, **fields)
-            request.prompt = encode(text, engine, args, request.generation.max_new_tokens)
+            request.prompt = inputs.encode(text, engine, args, request.generation.max_new_tokens)
             requests.append(request)
             heads.append(head)
         except InputError as error:
             yield head | {"error": args.in_flags(error)}
     if requests:
-        with running(args, engine, requests) as run:
+        with boot.running(args, engine, requests) as run:
             for end in (event for event in run if isinstance(event, End)):
                 yield heads[end.row] | answer(run.rows[end.row])

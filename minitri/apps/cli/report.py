@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import minitri
-from minitri import SamplingParams
 from minitri.apps.cli.arguments import UNUSED
 from minitri.core.errors import shorten
 from minitri.core.log import log
@@ -52,11 +51,11 @@ def progress_bar(args: Namespace, **settings: Any) -> Any:
     return tqdm(disable=args.quiet, **settings)
 
 
-def how_sampled(sampling: SamplingParams, seed: int) -> str:
+def how_sampled(sampling: minitri.SamplingParams, seed: int) -> str:
     """The settings that are not neutral, with the seed where random numbers count."""
     greedy = replace(sampling, top_k=0, top_p=1.0, min_p=0.0)  # which change no greedy text
     fields = vars(sampling if sampling.temperature else greedy)
-    neutral = vars(SamplingParams())
+    neutral = vars(minitri.SamplingParams())
     words = [f"{key} {shorten(fields[key], 80)}" for key in fields if fields[key] != neutral[key]]
     return ", ".join([*words, f"seed {seed}"] if sampling.temperature else ["greedy", *words])
 

@@ -4,32 +4,28 @@ import json
 import math
 from argparse import Namespace
 
-from minitri.apps.cli.arguments import MODEL, OneLineParser, add_flags
-from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.documents import read_document
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.report import where
+from minitri.apps.cli import arguments, boot, documents, exits, report
 
 
-def build_parser() -> OneLineParser:
+def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri score`."""
-    parser = OneLineParser("score")
+    parser = arguments.OneLineParser("score")
     parser.add_argument("file", metavar="FILE", help="text, PDF or HTML; - is standard input")
-    add_flags(parser, *MODEL, "max_prompt_tokens", "json")
+    arguments.add_flags(parser, *arguments.MODEL, "max_prompt_tokens", "json")
     parser.set_defaults(max_new_tokens=None, method="autoregressive", tree="")
     return parser
 
 
 def run_command(args: Namespace) -> None:
     """Prints the scores. Raises `InputError`."""
-    engine, [ids] = load_engine(args, read_document(args.file, "FILE"))
+    engine, [ids] = boot.load_engine(args, documents.read_document(args.file, "FILE"))
     scores = engine.score(ids).tolist()
     mean = math.fsum(scores) / len(scores)
     perplexity = math.exp(-mean)
     if args.json:
         result = {
             "model": args.model,
-            **where(engine.model),
+            **report.where(engine.model),
             "num_tokens": len(ids),
             "logprob_per_token": mean,  # natural logarithms
             "perplexity": perplexity,
@@ -41,4 +37,4 @@ def run_command(args: Namespace) -> None:
         print(f"{len(ids)} tokens, {mean:.4f} nats per token, perplexity {perplexity:.4f}")
 
 
-main = program(build_parser, run_command)
+main = exits.program(build_parser, run_command)

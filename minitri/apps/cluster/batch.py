@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from minitri import InputError
-from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.jsonl import Line, answers
+from minitri.apps.cli import boot, jsonl
 from minitri.apps.cli.report import Json
-from minitri.core.errors import explain, shorten
+from minitri.core.errors import InputError, explain, shorten
 from minitri.text.prompt_ids import draw_seed
 
 MAX_RESTARTS = 4  # of a replica, by Ray
@@ -42,7 +40,7 @@ def connect(args: Namespace) -> tuple[Any, dict[str, int]]:
     return ray, {"num_cpus": args.threads, "num_gpus": num_gpus}
 
 
-def on_replicas(lines: list[Line], args: Namespace) -> Iterator[Json]:
+def on_replicas(lines: list[jsonl.Line], args: Namespace) -> Iterator[Json]:
     """Answers of the replicas, as soon as a group is done. Raises `InputError`."""
     if args.save_kv is not None:
         raise InputError("--ray has no --save-kv; leave one of them out")
@@ -68,7 +66,7 @@ class Replica:
     args: Namespace
     engine: Any = None
 
-    def answers(self, lines: list[Line]) -> list[Json]:
+    def answers(self, lines: list[jsonl.Line]) -> list[Json]:
         """Answers lines; the first call reads the weights."""
-        self.engine = self.engine or load_engine(self.args)[0]
-        return [*answers(lines, self.args, self.engine)]
+        self.engine = self.engine or boot.load_engine(self.args)[0]
+        return [*jsonl.answers(lines, self.args, self.engine)]

@@ -30,16 +30,14 @@ from minitri import Engine, GenerationConfig, Request, SamplingParams, Speculati
 from minitri.apps.cli.arguments import speculation_of, taken
 from minitri.apps.cli.report import Json
 from minitri.apps.selftest.martingale import Martingale
+from minitri.core import prefill, stats
 from minitri.core.caches.full import FullCache
 from minitri.core.decoding.noise import gumbel_scores, noise_keys
 from minitri.core.decoding.sampling import pad_vocabulary, probs_from_logits
 from minitri.core.log import log
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.prefill import prefill
-from minitri.core.stats import num_common
-from minitri.text.prompt_ids import next_seed
-from minitri.text.rows import text_filters
+from minitri.text import prompt_ids, rows
 
 LENGTH = 64  # tokens of the prompt, and of the output, of each text of the statistical test
 FALSE_ALARM = 1e-4  # odds that a correct engine fails, all methods and scores together
@@ -53,38 +51,29 @@ def is_bitwise(engine: Engine, args: Namespace) -> bool:
 
 def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
     """Rows of the report: greedy and coupled texts of every method against autoregressive ones."""
-    settings = speculation_of(args)
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
+        settings = dataclasses.replace(speculation_of(args), coupled=mode == "coupled")
         how: Json = {"generation": generation, "seed": args.seed, "temperature": temperature}
-        expected: list[int] = []
         for method in ("autoregressive", *args.methods):
-            speculation = dataclasses.replace(settings, method=method, coupled=mode == "coupled")
+            speculation = dataclasses.replace(settings, method=method)
             tokens = [*engine.complete(prompt, speculation=speculation, **how).token_ids]
-            expected = expected or tokens
-            n = num_common(expected, tokens)
-            row: Json = {
-                "mode": mode,
-                "method": method,
-                "verdict": "equal",
-                "num_tokens": len(tokens),
-                "num_equal_tokens": n,
-            }
+            if method == "autoregressive":
+                expected = tokens
+                continue
+            n = stats.num_common(expected, tokens)
+            row: Json = {"mode": mode, "method": method, "verdict": "equal"}
+            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
             if n < len(tokens):
                 engine.release()
-                gap, bound = compare_scores(
-                    engine.model,
-                    prompt + tokens[:n],
-                    [expected[n], tokens[n]],
-                    speculation.max_block,
-                    temperature,
-                    args.seed,
-                )
+                text = prompt + tokens[:n]
+                pair = [expected[n], tokens[n]]
+                width = speculation.max_block
+                gap, bound = compare_scores(engine.model, text, pair, width, temperature, args.seed)
                 is_tie = gap <= bound and not is_bitwise(engine, args)
                 row |= {"verdict": "tie" if is_tie else "BUG", "score_gap": gap, "bound": bound}
-            if method != "autoregressive":
-                log.info("%s, %s: %s", mode, method, row["verdict"])
-                yield row
+            log.info("%s, %s: %s", mode, method, row["verdict"])
+            yield row
 
 
 def compare_scores(
@@ -105,15 +94,16 @@ def compare_scores(
 
 def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
     """Runs the statistical test of every method; nothing at temperature 0."""
-    sampling = taken(SamplingParams, args)
     settings = speculation_of(args)
     # A cache so small that the guesses of the retrieval level are often wrong.
     budget = settings.budget or 4 * settings.chunk_size
-    prompts = windows(prompt, -(-args.num_samples // LENGTH), LENGTH)
+    num = -(-args.num_samples // LENGTH)
+    spare = max(len(prompt) - LENGTH, 0)
+    prompts = [prompt[row * spare // num :][:LENGTH] for row in range(num)]
     is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
-    for method in args.methods if prompts and sampling.temperature else ():
+    for method in args.methods if prompts and args.temperature else ():
         speculation = dataclasses.replace(settings, method=method, budget=budget)
-        p_values = run_test(engine, prompts, sampling, speculation, num_new=LENGTH, seed=args.seed)
+        p_values = run_test(engine, prompts, speculation, args)
         verdict = "consistent"
         if min(p_values.values()) * len(p_values) * len(args.methods) < FALSE_ALARM:
             verdict = "BUG" if is_exact else "unclear"
@@ -128,18 +118,13 @@ def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Itera
 
 
 def run_test(
-    engine: Engine,
-    prompts: list[list[int]],
-    sampling: SamplingParams,
-    speculation: SpeculationConfig,
-    *,
-    num_new: int,
-    seed: int,
+    engine: Engine, prompts: list[list[int]], speculation: SpeculationConfig, args: Namespace
 ) -> dict[str, float]:
     """Continues the prompts with independent random numbers; returns a p-value for every score."""
-    generation = GenerationConfig(num_new, ignore_eos=True)
+    sampling = taken(SamplingParams, args)
+    generation = GenerationConfig(LENGTH, ignore_eos=True)
     requests = [
-        Request(prompt, next_seed(seed, number), sampling, generation)
+        Request(prompt, prompt_ids.next_seed(args.seed, number), sampling, generation)
         for number, prompt in enumerate(prompts)
     ]
     run = engine.stream(requests, batch_size=BATCH_SIZE, speculation=speculation)
@@ -164,7 +149,7 @@ def probs_of_text(
     """Distributions (N, V) of a model from which N new tokens after a prompt were sampled."""
     V = engine.config.vocab_size
     logits_NV = last_logits(model, (prompt + new)[:-1], len(new))[:, :V].clone()
-    filters = text_filters(sampling, prompt, engine.tokenizer, engine.config)
+    filters = rows.text_filters(sampling, prompt, engine.tokenizer, engine.config)
     if filters is not None:
         filters.apply(logits_NV, [new[:n] for n in range(len(new))])
     return pad_vocabulary(probs_from_logits(logits_NV, sampling), V)
@@ -175,12 +160,6 @@ def last_logits(model: Llama, tokens: list[int], num_tokens: int) -> Tensor:
     """Logits (N, V) after each of the last `num_tokens` tokens of a text, read in one block."""
     start = len(tokens) - num_tokens
     cache = FullCache.allocate(model, 1, len(tokens))
-    for _ in prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
+    for _ in prefill.prefill(model, tokens[: start + 1], cache, 0, chunk=1024):
         pass
     return model.logits(read_block(model, [tokens[start:]], cache)[0])
-
-
-def windows(tokens: list[int], num_rows: int, length: int) -> list[list[int]]:
-    """Pieces of at most `length` tokens, spread over a text, as prompts."""
-    spare = max(len(tokens) - length, 0)
-    return [tokens[row * spare // num_rows :][:length] for row in range(num_rows)]

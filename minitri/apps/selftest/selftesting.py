@@ -10,11 +10,7 @@ import json
 from argparse import Namespace
 from collections import Counter
 
-from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.inputs import read_prompt
-from minitri.apps.cli.report import Json, as_table, where
+from minitri.apps.cli import arguments, boot, exits, inputs, report
 from minitri.core.settings import METHODS
 
 VERDICTS = {
@@ -42,33 +38,33 @@ def build_parser() -> arguments.OneLineParser:
     return parser
 
 
-def table(results: list[Json]) -> str:
+def table(results: list[report.Json]) -> str:
     """The comparisons as a table, with the conclusion in the last line."""
     counts = Counter(row["verdict"] for row in results)
     verdicts = [verdict for verdict in VERDICTS if verdict in counts]
     summary = ", ".join(f"{counts[verdict]} {verdict}" for verdict in verdicts)
-    return f"{as_table(COLUMNS, results)}\n\n{VERDICTS[verdicts[-1]]}: {summary}"
+    return f"{report.as_table(COLUMNS, results)}\n\n{VERDICTS[verdicts[-1]]}: {summary}"
 
 
 def run_command(args: Namespace) -> int:
     """Runs all comparisons; returns the exit code."""
     args.methods = args.methods or METHODS[2:]
     args.method = "triforce" if {*args.methods} != {"retrieval"} else "retrieval"
-    engine, [prompt] = load_engine(args, read_prompt(args.prompt_file, args.prompt))
+    engine, [prompt] = boot.load_engine(args, inputs.read_prompt(args.prompt_file, args.prompt))
     from minitri.apps.selftest.comparisons import compare_samples, compare_texts  # with PyTorch
 
     rows = [*compare_texts(engine, prompt, args), *compare_samples(engine, prompt, args)]
     counts = Counter(row["verdict"] for row in rows)
-    report = {
+    result = {
         "model": args.model,
-        **where(engine.model),
+        **report.where(engine.model),
         "num_prompt_tokens": len(prompt),
         "seed": args.seed,
         **{f"num_{verdict}": counts[verdict] for verdict in VERDICTS},
         "comparisons": rows,
     }
-    print(json.dumps(report) if args.json else table(rows))
+    print(json.dumps(result) if args.json else table(rows))
     return int(counts["BUG"] + counts["unclear"] > 0)
 
 
-main = program(build_parser, run_command, parallel=True)
+main = exits.program(build_parser, run_command, parallel=True)

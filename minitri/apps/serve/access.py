@@ -1,4 +1,4 @@
-"""Access control: API keys, and requests that a web page makes a browser send.
+"""Flags of access control: API keys, and requests that a web page makes a browser send.
 
 A page can do so under a name of its own that leads to this machine (DNS rebinding), which the
 header Host shows. Before a page of another site sends JSON, a browser asks whether it may (CORS).
@@ -7,18 +7,11 @@ header Host shows. Before a page of another site sends JSON, a browser asks whet
 import functools
 import hashlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from minitri import InputError
-from minitri.apps.serve.api_error import ApiError
-from minitri.core.errors import shorten
+from minitri.core.errors import InputError
 from minitri.core.fields import between
-
-if TYPE_CHECKING:
-    from starlette.requests import Request  # an extra, which --help does without
 
 
 @dataclass(frozen=True)
@@ -44,8 +37,9 @@ class Access:
     def digests(self) -> set[str]:
         """SHA-256 of all valid keys; without any, clients need none. Raises `InputError`."""
         text = os.environ.get("MINITRI_API_KEY") if self.api_key is None else self.api_key
-        keys = [] if text is None else text.encode().split()  # at spaces of ASCII alone
-        if text is not None and not keys:
+        if text is None:
+            return set()
+        if not (keys := text.encode().split()):  # at spaces of ASCII alone
             raise InputError("an API key is empty, so that all could send it; give a text")
         return set(map(digest_of, keys))
 
@@ -54,22 +48,6 @@ class Access:
         """Whether all requests count as one client's: there is one key, or only this machine."""
         is_local = self.host == "localhost" or self.host.startswith("127.")
         return len(self.digests) == 1 if self.digests else is_local
-
-    def admit(self, request: "Request") -> str:
-        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
-        host = request.headers.get("host", "localhost")
-        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
-        names = ("localhost", self.host, *self.allowed_host)
-        if not (is_address or host.partition(":")[0].lower() in names):
-            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
-            raise ApiError(403, "forbidden", got)
-        if not self.digests:
-            return request.client.host if request.client else ""
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        digest = digest_of(key.encode("latin-1"))
-        if scheme.lower() != "bearer" or digest not in self.digests:
-            raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
-        return f"key {digest}"
 
 
 def digest_of(key: bytes) -> str:

@@ -8,12 +8,11 @@ import secrets
 import time
 from collections.abc import Sequence
 
-from minitri import End, Engine, Event, Idle, Token
+from minitri import End, Engine, Event, Idle, PrefillProgress, Token
 from minitri.apps.cli.report import Json, json_line
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
 from minitri.apps.serve.protocol import Call
-from minitri.core.requests import PrefillProgress
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
 ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead
@@ -106,8 +105,8 @@ class Choice:
     def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
         self._asked = call.asked
-        self._is_chat = call.chat is not None
-        self.parser = call.chat.parser() if call.chat is not None else AnswerParser()
+        self._is_chat = bool(call.chat)
+        self.parser = call.chat.parser() if call.chat else AnswerParser()
         self._tokenizer = engine.tokenizer
         self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._role: Json = {"role": "assistant"}  # until it is sent

@@ -1,7 +1,6 @@
 """Errors as clients of OpenAI's API expect them: an HTTP status and one object of JSON."""
 
-from minitri import InputError
-from minitri.core.errors import FaultError, shorten
+from minitri.core.errors import FaultError, InputError, shorten
 
 
 class ApiError(Exception):

@@ -7,8 +7,11 @@ leaves frees its row.
 import asyncio
 import contextlib
 import os
+import re
+import resource
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,26 +26,29 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Message, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from minitri import End, Idle, InputError
-from minitri.apps.serve.access import Access
+from minitri.apps.serve import page, responses
+from minitri.apps.serve.access import Access, digest_of
 from minitri.apps.serve.answers import Writer
 from minitri.apps.serve.api_error import ApiError, as_api_error
 from minitri.apps.serve.bodies.completion import ChatBody, ResponseBody, TextBody
-from minitri.apps.serve.connections import Connection
-from minitri.apps.serve.page import HEADERS, PAGE
 from minitri.apps.serve.protocol import Asked, Call, Protocol
-from minitri.apps.serve.responses import ResponseWriter
+from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
+SECONDS = 30  # for the headers of the first request, and for a client to read what was sent
 BODY_SECONDS = 30  # in which a client has to send its request
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
+SPARE_FILES = 128  # open files that are not connections
+MOST_CONNECTIONS = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - SPARE_FILES)
 ENDPOINTS: dict[str, tuple[type[Asked], type[Writer]]] = {
     "/v1/completions": (TextBody, Writer),
     "/v1/chat/completions": (ChatBody, Writer),
-    "/v1/responses": (ResponseBody, ResponseWriter),
+    "/v1/responses": (ResponseBody, responses.ResponseWriter),
 }
 
 
@@ -80,11 +86,11 @@ class Service:
     worker: Worker
     max_open: int  # texts that may run or wait
     access: Access
-    clients: list[str] = field(default_factory=list)  # of the texts that run or wait
+    clients: Counter[str] = field(default_factory=Counter)  # with their texts that run or wait
 
     @property
     def num_open(self) -> int:
-        return len(self.clients)
+        return self.clients.total()
 
     @property
     def app(self) -> Starlette:
@@ -93,7 +99,7 @@ class Service:
             *(Route(path, self.complete, methods=["POST"]) for path in ENDPOINTS),
             Route("/v1/models", self.models),
             Route("/health", self.health),
-            Route("/", HTMLResponse(PAGE, headers=HEADERS), methods=["GET"]),
+            Route("/", HTMLResponse(page.PAGE, headers=page.HEADERS), methods=["GET"]),
             Route("/docs", JSONResponse(schemas), methods=["GET"]),
         ]
         sites = self.access.allow_origin
@@ -102,9 +108,26 @@ class Service:
         handlers: Any = dict.fromkeys(handled, refuse)
         return Starlette(routes=routes, middleware=[cors], exception_handlers=handlers)
 
+    def _admit(self, request: Request) -> str:
+        """Client of a request: its key's digest, or without keys its address. Raises `ApiError`."""
+        access = self.access
+        host = request.headers.get("host", "localhost")
+        is_address = re.fullmatch(r"([\d.]+|\[.*\])(:\d+)?", host)  # which no other site can have
+        names = ("localhost", access.host, *access.allowed_host)
+        if not (is_address or host.partition(":")[0].lower() in names):
+            got = f"it is for host {shorten(host, 60)}; see --allowed-host"
+            raise ApiError(403, "forbidden", got)
+        if not access.digests:
+            return request.client.host if request.client else ""
+        scheme, _, key = request.headers.get("authorization", "").partition(" ")
+        digest = digest_of(key.encode("latin-1"))
+        if scheme.lower() != "bearer" or digest not in access.digests:
+            raise ApiError(401, "invalid_api_key", "no valid key; send Authorization: Bearer KEY")
+        return f"key {digest}"
+
     async def complete(self, request: Request) -> Response:
         """Answer to a body. Its texts count from before their prompt is tokenized."""
-        client = self.access.admit(request)
+        client = self._admit(request)
         media_type = request.headers.get("content-type", "")
         if not media_type.lower().startswith("application/json"):  # no page sends that unasked
             raise ApiError(415, "unsupported_media_type", "send the body as application/json")
@@ -166,23 +189,22 @@ class Service:
         """Counts texts of a client while the block runs. Raises `ApiError` for too many of them."""
         share = self.max_open if self.access.is_for_one else max(1, self.max_open // 2)
         share = self.access.max_requests_per_client or share
-        num_own = self.clients.count(client)
+        num_own = self.clients[client]
         got = f"{num} texts are too many next to {self.num_open}, of which {num_own} are yours"
         message = f"{got} (at most {self.max_open}, and {share}); try later, or ask for less"
         if self.num_open + num > self.max_open:
             raise ApiError(503, "queue_full", message)
         if num_own + num > share:
             raise ApiError(429, "rate_limit_exceeded", message)
-        self.clients += [client] * num
+        self.clients[client] += num
         try:
             yield
         finally:
-            for _ in range(num):
-                self.clients.remove(client)
+            self.clients -= Counter({client: num})
 
     async def models(self, request: Request) -> Response:
         """All names of the model."""
-        self.access.admit(request)
+        self._admit(request)
         about = {"object": "model", "created": 0, "owned_by": "minitri"}
         about["max_model_len"] = self.protocol.context
         models = [{"id": name, **about} for name in self.protocol.names]
@@ -192,6 +214,31 @@ class Service:
         problem = self.worker.problem
         content = {"status": problem or "ok", "requests": self.num_open}
         return JSONResponse(content, 503 if problem else 200)
+
+
+class Connection(H11Protocol):
+    """Uvicorn's connection, with limits on connections and on the time of a request's arrival."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > MOST_CONNECTIONS:
+            others: Any = self.connections - {self}
+            idle = (each for each in others if not (each.cycle or each.transport.is_closing()))
+            next(idle, self).transport.abort()
+        self.timeout_keep_alive_task = self.loop.call_later(SECONDS, transport.abort)
+
+    def data_received(self, data: bytes) -> None:
+        """Reads data; unlike uvicorn's, it keeps the time limit until all headers are there."""
+        self.conn.receive_data(data)
+        self.handle_events()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._unread = self.loop.call_later(SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._unread.cancel()
 
 
 class Server(uvicorn.Server):

@@ -12,9 +12,7 @@ from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed, refuse
 from minitri.files.hf_config import without_null
-from minitri.text.matcher import compiled
-from minitri.text.prompt_ids import draw_seed, encode_prompt, next_seed, split_prompts
-from minitri.text.rows import text_filters
+from minitri.text import matcher, prompt_ids, rows
 
 Asked = TextBody | ChatBody | ResponseBody
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
@@ -53,18 +51,18 @@ class Protocol:
         owner = salt and f"{salt}/{user!a}"
         if isinstance(asked, TextBody):
             chat = None
-            given = split_prompts(asked.prompt)
-            prompts = [encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
+            given = prompt_ids.split_prompts(asked.prompt)
+            prompts = [prompt_ids.encode_prompt(prompt, self.engine.tokenizer) for prompt in given]
         else:
             chat = ChatPrompt(asked, self.engine)
             prompts = [chat.token_ids]
         sampling = self.sampling_of(asked)
-        seed = draw_seed() if asked.seed is None else asked.seed % (1 << 64)
+        seed = prompt_ids.draw_seed() if asked.seed is None else asked.seed % (1 << 64)
         texts = [ids for ids in prompts for _ in range(asked.n)]
         requests = [
             Request(
                 ids,
-                next_seed(seed ^ seed >> 32, number),
+                prompt_ids.next_seed(seed ^ seed >> 32, number),
                 sampling,
                 self.generation_of(asked, len(ids)),
                 speculation=asked.speculation,
@@ -80,7 +78,7 @@ class Protocol:
         """Sampling of each text, whose grammar is the form of the answer. Raises `InputError`."""
         form = read_form(asked.response_format) or self.sampling.grammar
         sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": None})
-        text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
+        rows.text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
         return replace(sampling, grammar=form)
 
     def compiled(self, call: Call) -> list[Request]:
@@ -88,7 +86,7 @@ class Protocol:
         that no step of others waits for that. Raises `InputError`."""
         sampling = call.requests[0].sampling
         grammar: Any = call.chat.grammar(sampling.grammar) if call.chat else sampling.grammar
-        start = compiled(grammar, self.engine.tokenizer, self.engine.config)
+        start = matcher.compiled(grammar, self.engine.tokenizer, self.engine.config)
         sampling = replace(sampling, grammar=replace(grammar, start=start))
         return [replace(request, sampling=sampling) for request in call.requests]
 

@@ -8,10 +8,8 @@ from typing import Any
 
 from minitri import End, Engine, Event, Token
 from minitri.apps.cli.report import Json, json_line
-from minitri.apps.serve.answers import ALIVE, Writer, in_stream, new_id
-from minitri.apps.serve.api_error import ApiError
+from minitri.apps.serve import answers, api_error, protocol
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
-from minitri.apps.serve.protocol import Call
 
 ITEMS: dict[str, tuple[str, str, Json]] = {
     "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),
@@ -20,10 +18,10 @@ ITEMS: dict[str, tuple[str, str, Json]] = {
 """By the kinds of a chat's pieces: types of an item and of its only part, and its other fields."""
 
 
-class ResponseWriter(Writer):
+class ResponseWriter(answers.Writer):
     """Answer to one call, of one text."""
 
-    def __init__(self, call: Call, model: str, engine: Engine) -> None:
+    def __init__(self, call: protocol.Call, model: str, engine: Engine) -> None:
         super().__init__(call, model, engine)
         echoed = {"tools", "tool_choice", "parallel_tool_calls"}
         self._head |= {"created_at": self._head["created"], **call.asked.model_dump(include=echoed)}
@@ -34,10 +32,10 @@ class ResponseWriter(Writer):
     def take(self, index: int, event: Event) -> bytes:
         events = b"".join(self._events(self._choices[index].parser, event))
         if self._asked.stream:
-            return events or ALIVE
+            return events or answers.ALIVE
         return json_line(self._response()).encode() if isinstance(event, End) else b""
 
-    def fail(self, error: ApiError) -> bytes:
+    def fail(self, error: api_error.ApiError) -> bytes:
         self._status = "failed"
         problem = {"code": "server_error", "message": str(error)}
         return self._event("failed", response=self._response() | {"error": problem})
@@ -79,7 +77,7 @@ class ResponseWriter(Writer):
         """Next event of a stream."""
         content = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
         self._number += 1
-        return b"event: response.%b\n" % kind.encode() + in_stream(content)
+        return b"event: response.%b\n" % kind.encode() + answers.in_stream(content)
 
     def _item_event(self, kind: str, **fields: Any) -> bytes:
         """Event about the latest item."""
@@ -95,7 +93,7 @@ class ResponseWriter(Writer):
         """Events about pieces of the answer."""
         for piece, text, name in pieces:
             if piece == "call":
-                call_id = new_id("call_")
+                call_id = answers.new_id("call_")
                 yield from self._open("function_call", call_id=call_id, name=name, arguments="")
                 self._items[-1]["arguments"] = text
                 yield self._item_event("function_call_arguments.delta", delta=text)
@@ -112,7 +110,7 @@ class ResponseWriter(Writer):
     def _open(self, kind: str, **fields: Any) -> Iterator[bytes]:
         """Begins an item."""
         yield from self._close("completed")
-        item = {"id": new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
+        item = {"id": answers.new_id(f"{kind}_"), "type": kind, "status": "in_progress", **fields}
         self._items.append(item)
         yield self._item_event("output_item.added", item=item)
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from minitri.core.errors import InputError
+from minitri import InputError
 from minitri.core.memory import Models, demand_of
 from minitri.core.offload.allocation import room_for
 from minitri.core.offload.placement import GIB

@@ -11,11 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import minitri
-from minitri import GenerationConfig, InputError, SamplingParams, SpeculationConfig
-from minitri.apps.cli import arguments
-from minitri.apps.cli.boot import load_engine
-from minitri.apps.cli.exits import program
-from minitri.apps.cli.pytorch import import_pytorch
+from minitri import End, GenerationConfig, InputError, Request, SamplingParams, SpeculationConfig
+from minitri.apps.cli import arguments, boot, exits
 from minitri.apps.serve.access import Access
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import between
@@ -69,7 +66,7 @@ def run_command(args: Namespace) -> None:
     speculation = arguments.taken(SpeculationConfig, args, timed=not args.coupled)
     access = arguments.taken(Access, args)
     is_open = not (access.digests or access.is_for_one)
-    import_pytorch(huge_pages=False)  # after all flags are checked
+    exits.import_pytorch(huge_pages=False)  # after all flags are checked
     from minitri.apps.serve.app import Server, Service  # an extra, which --help does without
     from minitri.apps.serve.protocol import Protocol
 
@@ -83,7 +80,7 @@ def run_command(args: Namespace) -> None:
     log.handlers = [LossyHandler()]
     with listener:  # clients may connect while the model is loaded
         minitri.loader.suggest_larger(args.model)
-        engine, _ = load_engine(args)
+        engine, _ = boot.load_engine(args)
         sampling = arguments.taken(SamplingParams, args, engine.sampling_defaults)
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)
         with engine, contextlib.closing(worker):
@@ -91,9 +88,9 @@ def run_command(args: Namespace) -> None:
             protocol = Protocol(engine, names, sampling, context, args.ignore_unknown_fields)
             service = Service(protocol, worker, num_rows + args.max_queue, access)
             server = Server(service, args.grace, args.stall_seconds)
-            text = "%s at http://%s:%d/v1: %d requests at a time, of %d tokens each, in %.1f GiB"
-            host, port = listener.getsockname()
-            log.info(f"{text}; Ctrl-C ends", engine.config.name, host, port, num_rows, context, gib)
+            size = f"{num_rows} requests at a time, of {context} tokens each, in {gib:.1f} GiB"
+            where = "{}:{}".format(*listener.getsockname())
+            log.info("%s at http://%s/v1: %s; Ctrl-C ends", engine.config.name, where, size)
             server.run(sockets=[listener])
     log.info("stopped")
 
@@ -105,7 +102,6 @@ def open_worker(
     speculation: SpeculationConfig,
 ) -> tuple["minitri.worker.Worker", int, int, float]:
     """Worker of a warmed-up run; its rows, their tokens, and GiB. Raises `InputError`."""
-    from minitri import End, Request  # with PyTorch
     from minitri.apps.serve.room import choose_rows
     from minitri.worker import Worker
 
@@ -134,4 +130,4 @@ def open_worker(
     return Worker(lambda _: open_run(), run), num_rows, context, gib
 
 
-main = program(build_parser, run_command, ServeFlags)
+main = exits.program(build_parser, run_command, ServeFlags, Access)

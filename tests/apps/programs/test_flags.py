@@ -73,7 +73,7 @@ def test_a_flag_alone_has_an_effect_or_a_line(flag, effect):
 
 
 def test_a_flag_that_another_one_lacks_is_refused_and_a_wrong_word_alone_is_blamed(effect):
-    for name, *others in map(str.split, arguments.NEEDS.split(",")):
+    for name, others in arguments.NEEDS.items():
         words = [f"--{name.replace('_', '-')}", "3"]
         code, _, err, seen = effect(PROMPT, *words)
         assert (code, seen) == (2, "[]")

@@ -16,8 +16,7 @@ import uvicorn
 
 import minitri
 from minitri.apps.serve.access import Access
-from minitri.apps.serve.app import Service
-from minitri.apps.serve.connections import Connection
+from minitri.apps.serve.app import Connection, Service
 from minitri.apps.serve.protocol import Protocol
 from minitri.core.requests import Event, Idle, Request
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig

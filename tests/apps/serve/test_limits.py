@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from minitri.apps.serve import app, connections
+from minitri.apps.serve import app
 from minitri.text import matcher
 from tests.apps.serve.conftest import ENDLESS, Gate, complete, own_text, post_of, serving
 
@@ -112,7 +112,7 @@ def is_closed(connection) -> bool:
 def test_silent_connections_are_closed_but_none_that_has_asked(server, monkeypatch):
     """Many silent ones, half with a part of a head, do not stop a request; another waits for longer
     than a connection may be silent."""
-    monkeypatch.setattr(connections, "SECONDS", 1)
+    monkeypatch.setattr(app, "SECONDS", 1)
     with server.held() as gate, server.raw(prompt="a") as asked, contextlib.ExitStack() as stack:
         sent = (b"", HEAD) * 50
         silent = [stack.enter_context(server.connect(part)) for part in sent]
@@ -123,7 +123,7 @@ def test_silent_connections_are_closed_but_none_that_has_asked(server, monkeypat
 
 
 def test_more_connections_than_files_close_silent_ones(server, monkeypatch):
-    monkeypatch.setattr(connections, "most_connections", lambda: 20)
+    monkeypatch.setattr(app, "MOST_CONNECTIONS", 20)
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(server.connect()) for _ in range(40)]
         assert server.post(prompt="She had", max_tokens=1).status_code == 200
@@ -149,7 +149,7 @@ def test_a_stream_that_is_not_read_ends_and_frees_its_row(engine, monkeypatch, c
     with serving(engine, name="x" * 1_000_000) as server:
         with server.held() as gate, server.raw(**ENDLESS):
             server.wait(lambda: gate.is_reached)
-            monkeypatch.setattr(connections, "SECONDS", 0.1)
+            monkeypatch.setattr(app, "SECONDS", 0.1)
             gate.set()
             server.wait_for(num_open=0)
     assert caplog.text.count(": left after") == 1
