@@ -27,15 +27,16 @@ Many = Annotated[tuple[T, ...], Field(fail_fast=True, strict=False)]
 """A list as a tuple, checked up to its first bad item: a body may have a million of them."""
 
 
-class Body(
-    pydantic.BaseModel,
-    strict=True,
-    extra="forbid",
-    frozen=True,
-    allow_inf_nan=False,
-    use_attribute_docstrings=True,
-):
+class Body(pydantic.BaseModel):
     """JSON object without conversions of types: true is no number, and "3" is none either."""
+
+    model_config = pydantic.ConfigDict(
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
 
     @model_validator(mode="before")
     @classmethod
