@@ -57,8 +57,8 @@ class GrammarMatcher:
             self._masks[key] = None
             if not self._matcher.is_error():
                 is_bad_V = (torch.frombuffer(mask, dtype=torch.uint8) == 0) | is_over
-                may_end = is_over or self._matcher.is_accepting()
-                is_bad_V[[*self._config.eos_token_ids]] = not may_end
+                ends = [*self._config.eos_token_ids]
+                is_bad_V[ends] = not (is_over or self._matcher.is_accepting())
                 self._masks[key] = is_bad_V
         return self._masks[key]
 
@@ -87,25 +87,21 @@ class GrammarMatcher:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
-    if grammar.start is not None:
-        return grammar.start.deep_copy()
-    if not config.eos_token_ids:
-        problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
-        raise InputError(f"{problem}; use another model")
-    lexicon = lexicon_of(tokenizer, config.vocab_size, config.eos_token_ids)
-    is_kept = len(grammar.text) <= MAX_KEPT
-    start = (compile_grammar if is_kept else compile_grammar.__wrapped__)(grammar, lexicon)
-    return start.deep_copy()
+    make = compile_grammar if len(grammar.text) <= MAX_KEPT else compile_grammar.__wrapped__
+    return (grammar.start or make(grammar, lexicon_of(tokenizer, config))).deep_copy()
 
 
 @functools.lru_cache(maxsize=4)
-def lexicon_of(tokenizer: Tokenizer, vocab_size: int, ends: tuple[int, ...]) -> Any:
-    """The tokenizer's vocabulary for llguidance. Raises `InputError` if that is not installed."""
+def lexicon_of(tokenizer: Tokenizer, config: ModelConfig) -> Any:
+    """A model's vocabulary for llguidance. Raises `InputError` without that, or an end token."""
+    if not config.eos_token_ids:
+        problem = f"{config.name} has no end-of-sequence token, which a grammar needs"
+        raise InputError(f"{problem}; use another model")
     with explain("llguidance does not run", "pip install 'minitri[grammar]'"):
         import llguidance
 
-        size = max(vocab_size, tokenizer.num_tokens)
-        return llguidance.LLTokenizer(tokenizer.vocabulary(), size, [*ends])
+        size = max(config.vocab_size, tokenizer.num_tokens)
+        return llguidance.LLTokenizer(tokenizer.vocabulary(), size, [*config.eos_token_ids])
 
 
 def schema_text(text: str, **options: object) -> str:
@@ -163,8 +159,9 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 def probe(*sources: str) -> list[str]:
     """What llguidance says against each grammar, or "". Raises `ValueError` if a process within
     limits cannot compile all of them."""
-    command = [sys.executable, "-P", str(PROBE)]
-    done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-P", PROBE], input=json.dumps(sources), capture_output=True, text=True
+    )
     if done.returncode:
         raise ValueError("it takes more than 1 second, or too much memory")
     return list(json.loads(done.stdout))

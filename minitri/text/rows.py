@@ -63,7 +63,7 @@ def text_filters(
             raise InputError(f"{got}; leave it out")
     words = (ids for word in sampling.bad_words for ids in tokenizer.spellings(word))
     matcher = None
-    if sampling.grammar is not None:
+    if sampling.grammar:
         matcher = GrammarMatcher(compiled(sampling.grammar, tokenizer, config), config)
     return TextFilters(
         sampling,

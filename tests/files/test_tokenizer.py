@@ -141,7 +141,7 @@ def test_a_grammar_sees_the_bytes_of_every_token(tokenizer):
     config = replace(CONFIG, eos_token_ids=(2,))
     for text in (*SENTENCES, HARD, "\x01\x7f ~ 日 本"):
         ids = [token for token in tokenizer.encode(text) if token != 1]
-        lexicon = lexicon_of(tokenizer, 500, (2,))
+        lexicon = lexicon_of(tokenizer, config)
         spelled = lexicon.decode_bytes(ids).decode()
         assert spelled.removeprefix(" ") == text or spelled == text
         start = compiled(Grammar("choice", json.dumps([spelled])), tokenizer, config)

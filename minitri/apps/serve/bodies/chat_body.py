@@ -169,5 +169,4 @@ class Conversation(Body):
     def callable_functions(self) -> dict[str, Function]:
         """Functions that may be called, by their names."""
         offered = () if self.continue_final_message else self.tools
-        functions = {function.name: function for function in offered}
-        return {n: f for n, f in functions.items() if self.tool_choice in ("auto", "required", n)}
+        return {f.name: f for f in offered if self.tool_choice in ("auto", "required", f.name)}
