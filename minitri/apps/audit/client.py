@@ -3,7 +3,7 @@
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -39,9 +39,9 @@ class Client:
 
     url: str
     http: Any  # httpx.Client
+    fields: Json
     endpoint: str = ""
     num_top: int = 0
-    fields: Json = field(default_factory=dict)
 
     def ask(self, prompt: str, **fields: Any) -> Text:
         """Returns the tokens of an answer. Raises `InputError`."""
@@ -103,7 +103,7 @@ def connect(url: str, key: str | None, model: str | None) -> Client:
     with explain(f"{url} cannot be asked", "check http_proxy, https_proxy and all_proxy"):
         is_far = urlsplit(url).hostname not in ("localhost", "127.0.0.1", "::1")  # by a proxy
         http = httpx.Client(headers=headers, timeout=600, trust_env=is_far, follow_redirects=True)
-    client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http)
+    client = Client(url.rstrip("/").removesuffix("/v1") + "/v1", http, {})
     with explain(f"{client.url}/models names no model", "give --model"):
         model = model or client.call("/models")["data"][0]["id"]
     for client.endpoint, client.num_top in KINDS:

@@ -1,7 +1,7 @@
 """Requests of clients for one model: from the JSON of a body to the `Request` of each text."""
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams
@@ -26,8 +26,7 @@ class Call(NamedTuple):
     chat: ChatPrompt | None
 
 
-@dataclass(frozen=True)
-class Protocol:
+class Protocol(NamedTuple):
     """Reader of request bodies for one model."""
 
     engine: Engine

@@ -43,8 +43,8 @@ class ResponseWriter(answers.Writer):
     def _events(self, parser: AnswerParser, event: Event) -> Iterator[bytes]:
         """Events of a stream that an event of the text brings about."""
         if not self._number:
-            yield self._event("created", response=self._response())
-            yield self._event("in_progress", response=self._response())
+            yield self._event("created")
+            yield self._event("in_progress")
         if isinstance(event, Token):
             yield from self._add(parser.push(event.text))
         elif isinstance(event, End):
@@ -52,7 +52,7 @@ class ResponseWriter(answers.Writer):
             self._ends[0] = event
             self._status = "incomplete" if event.finish_reason == "length" else "completed"
             yield from self._close(self._status)
-            yield self._event(self._status, response=self._response())
+            yield self._event(self._status)
 
     def _response(self) -> Json:
         """The response so far, in which counts of tokens have other names than in a chat."""
@@ -74,8 +74,9 @@ class ResponseWriter(answers.Writer):
         }
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """Next event of a stream."""
-        content = {"type": f"response.{kind}", "sequence_number": self._number, **fields}
+        """Next event of a stream, by default about the whole response."""
+        content = {"type": f"response.{kind}", "sequence_number": self._number}
+        content |= fields or {"response": self._response()}
         self._number += 1
         return b"event: response.%b\n" % kind.encode() + answers.in_stream(content)
 

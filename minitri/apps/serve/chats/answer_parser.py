@@ -9,7 +9,6 @@ import contextlib
 import json
 import re
 from collections.abc import Generator, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,8 +21,7 @@ HEAD = re.compile(re.escape(START) + '([^"]+)", "(?:arguments|parameters)": ')
 DECODER = json.JSONDecoder(strict=False)
 
 
-@dataclass(frozen=True)
-class ToolFormat:
+class ToolFormat(NamedTuple):
     """Syntax in which a family of models writes calls: JSON objects after a tag."""
 
     name: str
