@@ -7,7 +7,7 @@ Where standard input is no terminal, each of its lines is a question.
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import minitri
@@ -228,27 +228,26 @@ def run_command(args: Namespace) -> None:
 
 
 def typed_lines() -> Iterator[str]:
-    """Lines of standard input; at a terminal with editing, until Ctrl-D. Raises `InputError`."""
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline
+    """Lines of standard input; at a terminal those of an editor, in which a paste is one question,
+    until Ctrl-D. Raises `InputError`."""
+    ask: Callable[[], str] = input
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        from prompt_toolkit import PromptSession  # takes a moment
 
-            # A terminal turns a Ctrl-D that was typed while nobody read into a NUL.
-            readline.parse_and_bind(r'"\C-@": "\C-d"')
+        ask = PromptSession("> ").prompt
         log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
     while True:
         try:
-            if line := input("> " if is_terminal else "").strip():
+            if line := ask().strip():
                 yield line
         except UnicodeDecodeError:
             raise InputError("standard input is not UTF-8 text; convert it") from None
         except EOFError:
             return
         except KeyboardInterrupt:
-            if not is_terminal:
+            if ask is input:
                 raise
-            say("\n/quit or Ctrl-D leaves")
+            say("/quit or Ctrl-D leaves")
 
 
 main = program(build_parser, run_command)

@@ -6,6 +6,9 @@ import re
 import sys
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 import minitri
 from minitri import InputError
@@ -211,21 +214,12 @@ def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer
     assert len(chat.talk.ids(chat.talk.turns)) == 2048
 
 
-def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_leaves(monkeypatch, capsys):
-    keys = iter(["Who?", KeyboardInterrupt, " ", "Why?", EOFError])
-
-    def typed(prompt: str) -> str:
-        assert prompt == "> "
-        if isinstance(key := next(keys), str):
-            return key
-        raise key
-
-    monkeypatch.setattr("builtins.input", typed)
+def test_at_a_terminal_a_paste_is_one_question_ctrl_c_clears_and_ctrl_d_leaves(monkeypatch):
     for stream in (sys.stdin, sys.stdout):
         monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(log, "handlers", [logging.lastResort])
-    assert [*typed_lines()] == ["Who?", "Why?"]
-    assert "/quit or Ctrl-D leaves" in capsys.readouterr().err
+    with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+        pipe.send_text("\x1b[200~Who?\r\n\nAnd why?\x1b[201~\r \rWh\x03When?\r\x04")
+        assert [*typed_lines()] == ["Who?\n\nAnd why?", "When?"]
 
 
 def tokenizer(template: str | None) -> Tokenizer:
