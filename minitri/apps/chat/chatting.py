@@ -1,17 +1,18 @@
 """The program `minitri chat`: questions and answers, about documents that are read once.
 
 The conversation stays in the KV cache. Answers go to standard output, all else to standard error.
-Where standard input is no terminal, each of its lines is a question.
+Where one of them is no terminal, each line of standard input is a question.
 """
 
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
+from minitri.apps.chat.archive import state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -33,6 +34,8 @@ class Chat:
 
     def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
+        self._speed = ""
+        self._file = ""
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine)
@@ -43,21 +46,33 @@ class Chat:
         else:
             self._read(talk)
 
-    def obey(self, line: str) -> None:
-        """Answers a question or obeys a command; logs what is wrong with it."""
+    def status(self) -> str:
+        """The model, the conversation's tokens of how many, and the speed of the last answer."""
+        config = self._engine.config
+        used = len(self.talk.ids(self.talk.turns))
+        return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
+
+    def obey(self, typed: str) -> str:
+        """Answers a question or obeys a command; logs what is wrong with it, and returns a question
+        that failed, to be edited."""
+        line = typed.replace("\\\n", "\n").strip()
+        is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")
         command = COMMANDS.get(name)
         try:
-            if not line.startswith("/") and line not in ("quit", "exit", "clear"):
-                self._answer(self.talk.turns, Turn(line))
+            if is_question:
+                if text := line.removeprefix('"""').removesuffix('"""').strip():
+                    self._answer(self.talk.turns, Turn(text))
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
             else:
                 command(self, value.strip())
         except InputError as error:
             log.error("%s", error)
+            return typed if is_question and len(typed) < 4000 else ""  # which nobody edits
         except KeyboardInterrupt:
             say("stopped")
+        return ""
 
     def do_help(self, _: str) -> None:
         """this list"""
@@ -81,7 +96,7 @@ class Chat:
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
-        """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        """[NAME=VALUE ...] show or change temperature (0: greedy), top_p, ..."""
         settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
@@ -94,7 +109,7 @@ class Chat:
         say(", ".join(shown))
 
     def do_system(self, text: str) -> None:
-        """[TEXT] show the system message, which says how the model is to behave, or change it"""
+        """[TEXT] show or change the system message, on how to behave"""
         if text:
             self._read(replace(self.talk, system=text))
         say(f"system: {self.talk.system or 'as the model has it'}")
@@ -102,10 +117,16 @@ class Chat:
     def do_documents(self, file: str) -> None:
         """[FILE] add a document; show the tokens of each"""
         if file:
+            self._file = file
             texts = {file: read_document(file, "/documents")}
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
+
+    def do_fit(self, _: str) -> None:
+        """keep what fits of documents, also of the last that was too long"""
+        self._args.fit = True
+        self.do_documents(self._file)
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
@@ -186,6 +207,7 @@ class Chat:
             stream(run, self._args, show=show)
         if show:
             print(flush=True)
+            self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
         log.debug(outline(run))
         return run.rows[0]
 
@@ -223,31 +245,18 @@ def run_command(args: Namespace) -> None:
         if args.color:
             log.info(LEGEND)
         chat = Chat(engine, talk, args)
-        for line in typed_lines():
-            chat.obey(line)
-
-
-def typed_lines() -> Iterator[str]:
-    """Lines of standard input; at a terminal those of an editor, in which a paste is one question,
-    until Ctrl-D. Raises `InputError`."""
-    ask: Callable[[], str] = input
-    if sys.stdin.isatty() and sys.stdout.isatty():
-        from prompt_toolkit import PromptSession  # takes a moment
-
-        ask = PromptSession("> ").prompt
-        log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
-    while True:
-        try:
-            if line := ask().strip():
-                yield line
-        except UnicodeDecodeError:
-            raise InputError("standard input is not UTF-8 text; convert it") from None
-        except EOFError:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            try:
+                for line in sys.stdin:
+                    chat.obey(line)
+            except UnicodeDecodeError:
+                raise InputError("standard input is not UTF-8 text; convert it") from None
             return
-        except KeyboardInterrupt:
-            if ask is input:
-                raise
-            say("/quit or Ctrl-D leaves")
+        from minitri.apps.chat import at_terminal
+
+        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves")
+        at_terminal.let_keys_wait()
+        at_terminal.ask(state_folder(), [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)

@@ -100,7 +100,7 @@ class Conversation:
             factor = -(-(context - room + kept) // context)
             raise InputError(
                 f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
-                "and for questions and answers; --fit keeps what fits, "
+                "and for questions and answers; /fit or --fit keeps what fits, "
                 "--max-prompt-tokens N keeps N tokens, "
                 f"a start with --rope-scaling yarn:{factor} extends the context"
             )
