@@ -165,7 +165,8 @@ class Chat:
         ids = talk.beginning
         is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
         if talk.documents and not is_read and self._run(ids, 1).finish_reason is None:
-            say("stopped; the next question reads the rest")
+            self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
+            say("stopped; /documents shows what was read, /documents FILE reads on")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Writes the answer to a question after earlier turns, or continues its answer."""

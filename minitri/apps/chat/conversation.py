@@ -112,6 +112,15 @@ class Conversation:
         cut = [Document(name, token_ids[:most], size) for name, token_ids, size in documents]
         return replace(self, documents=cut)
 
+    def cut(self, num_tokens: int) -> "Conversation":
+        """A copy with what of the documents is in the first tokens of `beginning`."""
+        num_tokens -= len(replace(self, documents=()).beginning)
+        documents = []
+        for name, ids, size in self.documents:
+            documents.append(Document(name, ids[: max(0, num_tokens)], size))
+            num_tokens -= len(ids)
+        return replace(self, documents=documents)
+
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the beginning and of these turns, up to where the last answer continues."""
         _, between, after = self._frame

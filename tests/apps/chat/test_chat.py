@@ -161,25 +161,21 @@ def test_a_stopped_answer_stays_and_goes_on(begin, interrupt, event, times):
     assert len(chat.talk.turns[0].token_ids) == len(turn.token_ids) + 5
 
 
-def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, interrupt, capsys):
-    interrupt(3)
-    chat = begin(documents=[NIGHT])
-    assert "stopped; the next question reads the rest" in capsys.readouterr().err
-    chat.obey("Who?")
-    assert 64 <= num_cached()[-1] < len(chat.talk.beginning) - 64
-    chat.obey("/documents")
-    size = chat.talk.documents[0].size
-    assert f"{size} of {size} tokens" in capsys.readouterr().err
-
-
-def test_a_document_that_is_too_long_is_cut_when_asked_for(begin, tmp_path):
+def test_a_document_is_cut_where_it_does_not_fit_or_its_reading_is_stopped(
+    begin, num_cached, interrupt, tmp_path
+):
     (tmp_path / "long.txt").write_text("And so on. " * 2000)
     chat = begin()
     chat.obey(f"/documents {tmp_path}/long.txt")
     assert not chat.talk.documents
+    interrupt(3)
     chat.obey("/fit")
-    [document] = chat.talk.documents
-    assert 1000 < len(document.token_ids) < document.size
+    [part] = chat.talk.documents
+    chat.obey("Who?")
+    assert num_cached()[-1] >= len(chat.talk.beginning) - 4
+    chat.obey("/fit")
+    [whole] = chat.talk.documents
+    assert 64 <= len(part.token_ids) < 1000 < len(whole.token_ids) < whole.size
 
 
 def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_path):
