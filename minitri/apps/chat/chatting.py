@@ -1,17 +1,18 @@
 """The program `minitri chat`: questions and answers, about documents that are read once.
 
 The conversation stays in the KV cache. Answers go to standard output, all else to standard error.
-Where standard input is no terminal, each of its lines is a question.
+Where one of them is no terminal, each line of standard input is a question.
 """
 
 import contextlib
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
+from minitri.apps.chat.archive import Archive, state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -31,8 +32,17 @@ say = log.warning  # with --quiet, too
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
+    def __init__(
+        self,
+        engine: "minitri.Engine",
+        talk: Conversation,
+        args: Namespace,
+        archive: Archive = Archive(),  # noqa: B008 (of no files)
+    ) -> None:
         self.talk = talk
+        self._archive = archive
+        self._speed = ""
+        self._file = ""
         self._engine = engine
         self._args = args
         sampling, seed = sampling_of(args, engine)
@@ -43,21 +53,33 @@ class Chat:
         else:
             self._read(talk)
 
-    def obey(self, line: str) -> None:
-        """Answers a question or obeys a command; logs what is wrong with it."""
+    def status(self) -> str:
+        """The model, the conversation's tokens of how many, and the speed of the last answer."""
+        config = self._engine.config
+        used = len(self.talk.ids(self.talk.turns))
+        return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
+
+    def obey(self, typed: str) -> str:
+        """Answers a question or obeys a command; logs what is wrong with it, and returns a question
+        that failed, to be edited."""
+        line = typed.replace("\\\n", "\n").strip()
+        is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")
         command = COMMANDS.get(name)
         try:
-            if not line.startswith("/") and line not in ("quit", "exit", "clear"):
-                self._answer(self.talk.turns, Turn(line))
+            if is_question:
+                if text := line.removeprefix('"""').removesuffix('"""').strip():
+                    self._answer(self.talk.turns, Turn(text))
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
             else:
                 command(self, value.strip())
         except InputError as error:
             log.error("%s", error)
+            return typed if is_question and len(typed) < 4000 else ""  # which nobody edits
         except KeyboardInterrupt:
             say("stopped")
+        return ""
 
     def do_help(self, _: str) -> None:
         """this list"""
@@ -81,7 +103,7 @@ class Chat:
         self._answer(earlier, last)
 
     def do_sampling(self, values: str) -> None:
-        """[NAME=VALUE ...] show temperature (0 is greedy), top_p and so on, or change them"""
+        """[NAME=VALUE ...] show or change temperature (0: greedy), top_p, ..."""
         settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
@@ -94,7 +116,7 @@ class Chat:
         say(", ".join(shown))
 
     def do_system(self, text: str) -> None:
-        """[TEXT] show the system message, which says how the model is to behave, or change it"""
+        """[TEXT] show or change the system message, on how to behave"""
         if text:
             self._read(replace(self.talk, system=text))
         say(f"system: {self.talk.system or 'as the model has it'}")
@@ -102,10 +124,16 @@ class Chat:
     def do_documents(self, file: str) -> None:
         """[FILE] add a document; show the tokens of each"""
         if file:
+            self._file = file
             texts = {file: read_document(file, "/documents")}
             self._read(self.talk.with_documents(texts, self._engine.config, self._args))
         lines = [f"{name}: {len(ids)} of {size} tokens" for name, ids, size in self.talk.documents]
         say("\n".join(lines) or "there are no documents; /documents FILE adds one")
+
+    def do_fit(self, _: str) -> None:
+        """keep what fits of documents, also of the last that was too long"""
+        self._args.fit = True
+        self.do_documents(self._file)
 
     def do_save(self, file: str) -> None:
         """FILE: write the conversation and its KV cache to it"""
@@ -114,15 +142,19 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
-        talk = self.talk.restored(self._engine.snapshot_note)
-        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
-        self._read(talk.with_documents({}, self._engine.config, self._args))
-        if self.talk.turns:
-            self.do_show("")
+        self._resume(self.talk.restored(self._engine.snapshot_note))
         say(f"loaded {num_tokens} tokens from {file}")
+
+    def do_resume(self, _: str) -> None:
+        """continue the conversation before this one"""
+        if (file := self._archive.earlier) is None:
+            raise InputError("there is no earlier conversation; ask something")
+        talk = self.talk.restored(file.read_text("utf-8"))
+        self._resume(talk.mapped(talk.tokenizer.encode_marked))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
+        self._archive.begin()
         self.talk = replace(self.talk, turns=())
         say("questions and answers are forgotten")
 
@@ -138,13 +170,24 @@ class Chat:
             raise InputError("there is no answer yet; ask something")
         return self.talk.turns
 
+    def _resume(self, talk: Conversation) -> None:
+        """Continues another conversation, with the documents of both."""
+        documents = [*talk.documents, *self.talk.documents]
+        self._read(
+            replace(talk, documents=documents).with_documents({}, self._engine.config, self._args)
+        )
+        self._archive.begin()
+        if talk.turns:
+            self.do_show("")
+
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents before a question comes."""
         self.talk = talk
         ids = talk.beginning
         is_read = num_common(self._engine.held_tokens, ids) >= len(ids) - 1
         if talk.documents and not is_read and self._run(ids, 1).finish_reason is None:
-            say("stopped; the next question reads the rest")
+            self.talk = talk.cut(num_common(self._engine.held_tokens, ids))
+            say("stopped; /documents shows what was read, /documents FILE reads on")
 
     def _answer(self, earlier: Sequence[Turn], turn: Turn) -> None:
         """Writes the answer to a question after earlier turns, or continues its answer."""
@@ -171,6 +214,8 @@ class Chat:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
+        if self._archive.folder.is_dir():
+            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
@@ -186,6 +231,7 @@ class Chat:
             stream(run, self._args, show=show)
         if show:
             print(flush=True)
+            self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
         log.debug(outline(run))
         return run.rows[0]
 
@@ -222,33 +268,22 @@ def run_command(args: Namespace) -> None:
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)
-        chat = Chat(engine, talk, args)
-        for line in typed_lines():
-            chat.obey(line)
-
-
-def typed_lines() -> Iterator[str]:
-    """Lines of standard input; at a terminal with editing, until Ctrl-D. Raises `InputError`."""
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    if is_terminal:
-        with contextlib.suppress(ImportError):
-            import readline
-
-            # A terminal turns a Ctrl-D that was typed while nobody read into a NUL.
-            readline.parse_and_bind(r'"\C-@": "\C-d"')
-        log.info("ask, or /help; Ctrl-C stops an answer, Ctrl-D leaves")
-    while True:
-        try:
-            if line := input("> " if is_terminal else "").strip():
-                yield line
-        except UnicodeDecodeError:
-            raise InputError("standard input is not UTF-8 text; convert it") from None
-        except EOFError:
+        if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            chat = Chat(engine, talk, args)
+            try:
+                for line in sys.stdin:
+                    chat.obey(line)
+            except UnicodeDecodeError:
+                raise InputError("standard input is not UTF-8 text; convert it") from None
             return
-        except KeyboardInterrupt:
-            if not is_terminal:
-                raise
-            say("\n/quit or Ctrl-D leaves")
+        from minitri.apps.chat import at_terminal
+
+        archive = Archive(state_folder())
+        chat = Chat(engine, talk, args, archive)
+        later = "; /resume continues the last chat" if archive.earlier else ""
+        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
+        at_terminal.let_keys_wait()
+        at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)

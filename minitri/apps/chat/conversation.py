@@ -9,9 +9,9 @@ import bisect
 import functools
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import MAX_COUNT, InputError, explain
@@ -100,7 +100,7 @@ class Conversation:
             factor = -(-(context - room + kept) // context)
             raise InputError(
                 f"the text has {start + kept} tokens but {config.name} has room for {start + room} "
-                "and for questions and answers; --fit keeps what fits, "
+                "and for questions and answers; /fit or --fit keeps what fits, "
                 "--max-prompt-tokens N keeps N tokens, "
                 f"a start with --rope-scaling yarn:{factor} extends the context"
             )
@@ -111,6 +111,21 @@ class Conversation:
                 log.info("%s: its first %d of %d tokens", name, most, size)
         cut = [Document(name, token_ids[:most], size) for name, token_ids, size in documents]
         return replace(self, documents=cut)
+
+    def cut(self, num_tokens: int) -> "Conversation":
+        """A copy with what of the documents is in the first tokens of `beginning`."""
+        num_tokens -= len(replace(self, documents=()).beginning)
+        documents = []
+        for name, ids, size in self.documents:
+            documents.append(Document(name, ids[: max(0, num_tokens)], size))
+            num_tokens -= len(ids)
+        return replace(self, documents=documents)
+
+    def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
+        """A copy with a function of the token ids in their places."""
+        documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
+        turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
+        return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the beginning and of these turns, up to where the last answer continues."""

@@ -6,10 +6,15 @@ import re
 import sys
 
 import pytest
+from prompt_toolkit.application import create_app_session
+from prompt_toolkit.input import create_pipe_input
+from prompt_toolkit.output import DummyOutput
 
 import minitri
 from minitri import InputError
-from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main, typed_lines
+from minitri.apps.chat import at_terminal
+from minitri.apps.chat.archive import NOWHERE, Archive, state_folder
+from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
 from minitri.text.special_tokens import SpecialTokens
@@ -53,10 +58,11 @@ def begin(loaded, monkeypatch, capsys):
     loaded.release()
     capsys.readouterr()
 
-    def begin(flags: str = f"-n 12 {ENDLESS}", documents=(), **fields) -> Chat:
+    def begin(flags=f"-n 12 {ENDLESS}", documents=(), folder=NOWHERE, **fields) -> Chat:
         args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
         talk = Conversation(loaded.tokenizer, **fields)
-        return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
+        talk = talk.with_documents(dict(documents), loaded.config, args)
+        return Chat(loaded, talk, args, Archive(folder))
 
     return begin
 
@@ -116,15 +122,6 @@ def test_a_conversation_goes_on_where_it_was_saved(begin, loaded, num_cached, ca
     assert num_cached()[-1] > 100  # the document is not read again
 
 
-def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_path):
-    chat = begin(documents=[NIGHT])
-    chat.obey("Who?")
-    chat.obey(f"/save {tmp_path}/kv")
-    other = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
-    assert [document.name for document in other.talk.documents] == ["night.txt", "day.txt"]
-    assert [turn.question for turn in other.talk.turns] == ["Who?"]
-
-
 @pytest.mark.parametrize("note", ["", "[1]", "[null, 5, []]", "[null, [[]], []]"])
 def test_a_snapshot_of_something_else_is_refused(loaded, note):
     with pytest.raises(InputError, match="the snapshot holds no conversation"):
@@ -165,15 +162,52 @@ def test_a_stopped_answer_stays_and_goes_on(begin, interrupt, event, times):
     assert len(chat.talk.turns[0].token_ids) == len(turn.token_ids) + 5
 
 
-def test_the_first_question_reads_what_is_left_of_documents(begin, num_cached, interrupt, capsys):
+def test_a_document_is_cut_where_it_does_not_fit_or_its_reading_is_stopped(
+    begin, num_cached, interrupt, tmp_path
+):
+    (tmp_path / "long.txt").write_text("And so on. " * 2000)
+    chat = begin()
+    chat.obey(f"/documents {tmp_path}/long.txt")
+    assert not chat.talk.documents
     interrupt(3)
-    chat = begin(documents=[NIGHT])
-    assert "stopped; the next question reads the rest" in capsys.readouterr().err
+    chat.obey("/fit")
+    [part] = chat.talk.documents
     chat.obey("Who?")
-    assert 64 <= num_cached()[-1] < len(chat.talk.beginning) - 64
-    chat.obey("/documents")
-    size = chat.talk.documents[0].size
-    assert f"{size} of {size} tokens" in capsys.readouterr().err
+    assert num_cached()[-1] >= len(chat.talk.beginning) - 4
+    chat.obey("/fit")
+    [whole] = chat.talk.documents
+    assert 64 <= len(part.token_ids) < 1000 < len(whole.token_ids) < whole.size
+
+
+def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_path):
+    chat = begin(documents=[NIGHT])
+    chat.obey("Who?")
+    chat.obey(f"/save {tmp_path}/kv")
+    other = begin(f"--load {tmp_path}/kv", documents=[NIGHT, ("day.txt", "It was a fine day.")])
+    assert [document.name for document in other.talk.documents] == ["night.txt", "day.txt"]
+    assert [turn.question for turn in other.talk.turns] == ["Who?"]
+
+
+def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    chat = begin(documents=[NIGHT], folder=state_folder())
+    for line in ("Who?", "clear", "Why?"):
+        chat.obey(line)
+    kept = {file: file.read_text() for file in tmp_path.glob("*/*.json")}
+    assert "a dark night" in kept[min(kept)]
+    chat.obey("/resume")
+    assert [turn.question for turn in chat.talk.turns] == ["Who?"]
+    assert [document.name for document in chat.talk.documents] == [NIGHT[0]]
+    chat.obey("When?")
+    assert all(file.read_text() == text for file, text in kept.items())
+    assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.rglob("*"))
+
+
+def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    chat = begin(folder=state_folder())
+    assert chat.obey("Who?") == chat.obey("Why?") == ""
+    assert capsys.readouterr().err.count("XDG_STATE_HOME") == 1
 
 
 def test_too_many_documents_are_refused_or_the_longest_cut(begin):
@@ -198,9 +232,9 @@ def test_the_oldest_turns_go_where_the_context_is_full(begin, num_cached):
         assert ids[: len(chat.talk.beginning)] == chat.talk.beginning
         assert num_cached()[-1] >= len(chat.talk.beginning) - 64
         assert len(ids) <= 2048
-    kept = [f"{turn.question} " for turn in chat.talk.turns]
+    kept = [turn.question for turn in chat.talk.turns]
     assert 1 < len(kept) < 8
-    assert kept == [f"{question} " for question in questions[-len(kept) :]]
+    assert kept == [question.strip() for question in questions[-len(kept) :]]
 
 
 def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer(begin, capsys):
@@ -211,21 +245,41 @@ def test_a_question_that_never_fits_is_refused_and_a_full_context_ends_an_answer
     assert len(chat.talk.ids(chat.talk.turns)) == 2048
 
 
-def test_at_a_terminal_ctrl_c_clears_the_line_and_ctrl_d_leaves(monkeypatch, capsys):
-    keys = iter(["Who?", KeyboardInterrupt, " ", "Why?", EOFError])
+@pytest.fixture
+def typed(tmp_path):
+    """What the editor gives for keys, where `obey` returns what failed."""
 
-    def typed(prompt: str) -> str:
-        assert prompt == "> "
-        if isinstance(key := next(keys), str):
-            return key
-        raise key
+    def typed(keys: str, obey=lambda line: "") -> list[str]:
+        lines = []
+        with create_pipe_input() as pipe, create_app_session(input=pipe, output=DummyOutput()):
+            pipe.send_text(keys)
+            names = [f"/{name} " for name in COMMANDS]
+            at_terminal.ask(tmp_path, names, lambda line: lines.append(line) or obey(line), str)
+        return lines
 
-    monkeypatch.setattr("builtins.input", typed)
-    for stream in (sys.stdin, sys.stdout):
-        monkeypatch.setattr(stream, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(log, "handlers", [logging.lastResort])
-    assert [*typed_lines()] == ["Who?", "Why?"]
-    assert "/quit or Ctrl-D leaves" in capsys.readouterr().err
+    return typed
+
+
+KEYS = {
+    "\x1b[200~one\r\ntwo\n\nthree\x1b[201~\r": ["one\ntwo\n\nthree"],  # a paste
+    "\x1b[200~" + "word " * 10_000 + "\x1b[201~\r": ["word " * 10_000],
+    "one\x1b\rtwo\r": ["one\ntwo"],  # Alt-Enter
+    "one\\\rtwo\r": ["one\\\ntwo"],
+    '"""one\rtwo"""\rthree\r': ['"""one\ntwo"""', "three"],
+    "Wh\x03Who?\r": ["Who?"],  # Ctrl-C
+    "Wer? 🙂 אב\r/hel\t\r": ["Wer? 🙂 אב", "/help "],
+}
+
+
+@pytest.mark.parametrize("keys", KEYS)
+def test_a_paste_or_several_lines_are_one_question(typed, keys):
+    assert typed(f"{keys}\x04") == KEYS[keys]
+
+
+def test_a_question_that_failed_is_edited_and_earlier_lines_and_files_are_found(typed, tmp_path):
+    assert typed("Who\r?\r\x04", {"Who": "Who", "Who?": ""}.get) == ["Who", "Who?"]
+    assert typed("\x1b[A\r\x04") == typed("\x12Wh\r\r\x04") == ["Who?"]
+    assert typed(f"/load {tmp_path}/his\t\r\x04") == [f"/load {tmp_path}/history"]
 
 
 def tokenizer(template: str | None) -> Tokenizer:
