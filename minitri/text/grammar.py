@@ -9,7 +9,7 @@ from minitri.core.fields import brief, check_fields, one_of, refuse
 
 MAX_CHARACTERS = 1 << 17
 """Longest text of a grammar, in characters; schemas in use have at most 100 KB."""
-MAX_KEYS = 5000
+MAX_KEYS = 3000
 """Most keys of a schema, or rules in Lark: llguidance's time may grow with the square of them."""
 
 

@@ -159,9 +159,8 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 def probe(*sources: str) -> list[str]:
     """What llguidance says against each grammar, or "". Raises `ValueError` if a process within
     limits cannot compile all of them."""
-    done = subprocess.run(
-        [sys.executable, "-P", PROBE], input=json.dumps(sources), capture_output=True, text=True
-    )
+    command = [sys.executable, "-P", str(PROBE)]
+    done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
     if done.returncode:
         raise ValueError("it takes more than 1 second, or too much memory")
     return list(json.loads(done.stdout))

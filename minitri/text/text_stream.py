@@ -43,9 +43,8 @@ class TextReader:
         if self._is_broken and text:  # U+FFFD for what is cut is part of the prompt
             text, self._is_broken = text.removeprefix("\ufffd"), False
         text = self._held + text
-        ends = [
-            (text.find(stop) + len(stop), text.find(stop)) for stop in self._stop if stop in text
-        ]
+        starts = ((text.find(stop), len(stop)) for stop in self._stop)
+        ends = [(start + length, start) for start, length in starts if start >= 0]
         if ends:  # the first stop string that is complete
             return text[: min(ends)[1]], True
         held = max((overlap(text, stop) for stop in self._stop), default=0) if tokens else 0

@@ -112,7 +112,7 @@ class Fields(Body):
     response_format: Json | None = Field(None, validation_alias=AliasChoices(*FORMS))
     """Form of the answer: of type text, json_object, or json_schema, with a schema; or in vLLM's
     words, also as structured_outputs: json (a schema), regex, choice, or grammar (Lark). At
-    /v1/responses also as the format of text. At most 131072 characters, 5000 keys or rules, and a
+    /v1/responses also as the format of text. At most 131072 characters, 3000 keys or rules, and a
     second to compile. Next to tools JSON only, of answers that call none."""
 
 
