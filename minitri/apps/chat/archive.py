@@ -1,35 +1,11 @@
-"""Conversations that are kept, as text, in a folder which only its user may read."""
+"""The folder for what a user typed, which only that user may read."""
 
 import os
-import time
 from pathlib import Path
 
 from minitri.core.log import log
 
 NOWHERE = Path(os.devnull)  # holds no files
-
-
-class Archive:
-    """A file for each conversation in `folder`, or none if that is NOWHERE."""
-
-    def __init__(self, folder: Path = NOWHERE) -> None:
-        self.folder = folder
-        self.begin()
-
-    def begin(self) -> None:
-        """Begins another file; the latest one before is that of the `earlier` conversation."""
-        self.earlier = max(self.folder.glob("*.json"), default=None)
-        self._file = self.folder / f"{time.time_ns()}.json"
-
-    def write(self, note: str) -> None:
-        """Writes the current conversation in place of what it was before."""
-        unfinished = self._file.with_suffix(".part")
-        try:
-            unfinished.touch(0o600)
-            unfinished.write_text(note, "utf-8")
-            unfinished.replace(self._file)
-        except OSError as error:
-            log.warning("the conversation is not kept (%s); make room for it", error)
 
 
 def state_folder() -> Path:

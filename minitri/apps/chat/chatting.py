@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
-from minitri.apps.chat.archive import Archive, state_folder
+from minitri.apps.chat.archive import state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -32,15 +32,8 @@ say = log.warning  # with --quiet, too
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(
-        self,
-        engine: "minitri.Engine",
-        talk: Conversation,
-        args: Namespace,
-        archive: Archive = Archive(),  # noqa: B008 (of no files)
-    ) -> None:
+    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
         self.talk = talk
-        self._archive = archive
         self._speed = ""
         self._file = ""
         self._engine = engine
@@ -142,19 +135,15 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
-        self._resume(self.talk.restored(self._engine.snapshot_note))
+        talk = self.talk.restored(self._engine.snapshot_note)
+        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
+        self._read(talk.with_documents({}, self._engine.config, self._args))
+        if self.talk.turns:
+            self.do_show("")
         say(f"loaded {num_tokens} tokens from {file}")
-
-    def do_resume(self, _: str) -> None:
-        """continue the conversation before this one"""
-        if (file := self._archive.earlier) is None:
-            raise InputError("there is no earlier conversation; ask something")
-        talk = self.talk.restored(file.read_text("utf-8"))
-        self._resume(talk.mapped(talk.tokenizer.encode_marked))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
-        self._archive.begin()
         self.talk = replace(self.talk, turns=())
         say("questions and answers are forgotten")
 
@@ -169,16 +158,6 @@ class Chat:
         if not self.talk.turns:
             raise InputError("there is no answer yet; ask something")
         return self.talk.turns
-
-    def _resume(self, talk: Conversation) -> None:
-        """Continues another conversation, with the documents of both."""
-        documents = [*talk.documents, *self.talk.documents]
-        self._read(
-            replace(talk, documents=documents).with_documents({}, self._engine.config, self._args)
-        )
-        self._archive.begin()
-        if talk.turns:
-            self.do_show("")
 
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents before a question comes."""
@@ -214,8 +193,6 @@ class Chat:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
-        if self._archive.folder.is_dir():
-            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
@@ -268,8 +245,8 @@ def run_command(args: Namespace) -> None:
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)
+        chat = Chat(engine, talk, args)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
-            chat = Chat(engine, talk, args)
             try:
                 for line in sys.stdin:
                     chat.obey(line)
@@ -278,12 +255,9 @@ def run_command(args: Namespace) -> None:
             return
         from minitri.apps.chat import at_terminal
 
-        archive = Archive(state_folder())
-        chat = Chat(engine, talk, args, archive)
-        later = "; /resume continues the last chat" if archive.earlier else ""
-        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
+        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves")
         at_terminal.let_keys_wait()
-        at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
+        at_terminal.ask(state_folder(), [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)
