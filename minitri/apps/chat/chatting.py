@@ -105,8 +105,7 @@ class Chat:
         as_seeds(settings["seed"], 1)
         Request("", **settings)
         self._settings = settings
-        shown = (f"{k}={v}" for k, v in settings.items() if isinstance(v, int | float))
-        say(", ".join(shown))
+        say(", ".join(f"{k}={v}" for k, v in settings.items() if isinstance(v, int | float)))
 
     def do_system(self, text: str) -> None:
         """[TEXT] show or change the system message, on how to behave"""
@@ -218,11 +217,7 @@ COMMANDS = {name[3:]: method for name, method in vars(Chat).items() if name.star
 
 def build_parser() -> arguments.OneLineParser:
     """The command-line parser of `minitri chat`."""
-    parser = arguments.OneLineParser(
-        "chat",
-        description="Answers questions, about documents that are read once. While it runs: "
-        + ", ".join(f"/{name}" for name in COMMANDS),
-    )
+    parser = arguments.OneLineParser("chat")
     arguments.add_flags(parser, *arguments.MODEL)
     text = "texts, PDF or HTML to ask about; may be given several times"
     parser.add_argument(

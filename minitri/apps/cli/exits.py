@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 
+import minitri
 from minitri.core.errors import InputError, shorten
 
 TYPE_CHECKING = False  # `typing` itself takes milliseconds, in which nothing guards Ctrl-C yet
@@ -115,15 +116,12 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
     short texts of a server take much memory. Variables of the environment that are set win.
     """
-    from minitri.devices.cpu.build import let_threads_sleep
-
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
-    let_threads_sleep()
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:
         with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt
-            import minitri.loader  # noqa: F401
+            minitri.load  # noqa: B018 (imports it)
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules look for what was never freed
