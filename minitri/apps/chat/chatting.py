@@ -101,7 +101,7 @@ class Chat:
         for setting in values.split():
             name, _, value = setting.partition("=")
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
-                settings[name] = (float if "." in value else int)(value)
+                settings[name] = (int if value.isdecimal() else float)(value)
         as_seeds(settings["seed"], 1)
         Request("", **settings)
         self._settings = settings
