@@ -13,19 +13,20 @@ from contextlib import suppress
 from llguidance import LLMatcher, LLTokenizer
 
 if __name__ == "__main__":
-    with suppress(ImportError, ValueError):  # of Windows, and of a limit that is lower already
+    with suppress(ImportError):  # of Windows
         import resource
 
         os.nice(5)  # below the threads that compute
         most, _ = resource.getrlimit(resource.RLIMIT_STACK)  # with none, threads have 2 MiB
         stack = min(most if most > 0 else 1 << 21, 1 << 23) // 2
-        limits = {resource.RLIMIT_STACK: stack, resource.RLIMIT_AS: 1 << 30, resource.RLIMIT_CPU: 1}
+        limits = {resource.RLIMIT_CPU: 1, resource.RLIMIT_STACK: stack, resource.RLIMIT_AS: 1 << 30}
         for kind, limit in limits.items():
-            resource.setrlimit(kind, (limit, limit))
+            with suppress(ValueError):  # the limit is lower already
+                resource.setrlimit(kind, (limit, limit))
     lexicon = LLTokenizer("byte")
     errors = []
     for source in json.load(sys.stdin):
-        text = re.sub(r"<\[[^]]*\]>", "<[256]>", source)  # tokens of a model's vocabulary
+        text = re.sub(r"<\[[\d,^* -]*\]>", "<[256]>", source)  # tokens of a model's vocabulary
         matcher = LLMatcher(lexicon, text, log_level=0)
         if not matcher.is_error():
             matcher.compute_logit_bias()

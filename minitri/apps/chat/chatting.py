@@ -21,6 +21,7 @@ from minitri.apps.cli.exits import program
 from minitri.apps.cli.report import Json, outline
 from minitri.apps.cli.terminal import LEGEND, stream
 from minitri.core.errors import explain, shorten
+from minitri.core.fields import check_names
 from minitri.core.log import log
 from minitri.core.requests import Row
 from minitri.core.stats import num_common
@@ -100,6 +101,7 @@ class Chat:
         settings = {**self._settings}
         for setting in values.split():
             name, _, value = setting.partition("=")
+            check_names([name], settings)
             with explain(f"{name} is {shorten(repr(value), 40)}", "give a number"):
                 settings[name] = (int if value.isdecimal() else float)(value)
         as_seeds(settings["seed"], 1)

@@ -61,13 +61,13 @@ class Conversation:
         template = self.tokenizer.chat_template
         if template is None:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER
-        messages = [{"role": role, "content": MARK} for role in ("user", "assistant", "user")]
-        if self.system is not None:
-            messages.insert(0, {"role": "system", "content": self.system})
-        parts = template.render(messages).split(MARK)
-        if len(parts) != 4:
+        system = [{"role": "system", "content": self.system}] if self.system is not None else []
+        question, answer = ({"role": role, "content": MARK} for role in ("user", "assistant"))
+        start, *_ = template.render([*system, question]).split(MARK)
+        _, *parts = template.render([*system, question, answer, question]).split(MARK)
+        if len(parts) != 3:
             raise InputError("the model's chat template leaves questions out; use another model")
-        return parts[0], parts[2], parts[3]
+        return start, parts[1], parts[2]
 
     @functools.cached_property
     def beginning(self) -> list[int]:

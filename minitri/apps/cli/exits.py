@@ -83,7 +83,7 @@ def clean_exits() -> Iterator[None]:
     except InputError as error:
         raise _end(2, " ".join(str(error).splitlines())) from None
     except ModuleNotFoundError as error:
-        raise _end(2, f"{error}; pip install {error.name or ''} 'minitri[all]'") from None
+        raise _end(2, f"{error}; pip install 'minitri[all]'") from None
     except KeyboardInterrupt:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))  # a second one
         raise _end(130, "interrupted") from None

@@ -67,10 +67,12 @@ class ChatPrompt:
         if form and not form.kind.startswith("json"):
             raise InputError("a form that is not JSON is given with tools; leave one of them out")
         asked = self._asked
+        with explain("response_format cannot be held", "simplify it"):
+            reply = form and schema_text(form.text or '{"type": "object"}')
         text = TEMPLATES.get_template(f"{self._form.name}.lark").render(
             form=self._form,
             functions=schemas_of(asked.callable_functions),
-            reply=form and schema_text(form.text or '{"type": "object"}'),
+            reply=reply,
             is_auto=asked.tool_choice == "auto",
             is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.names,
             **self._tags,
@@ -120,13 +122,17 @@ def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
     `InputError` if the client wants it strict."""
     from llguidance import LLMatcher
 
-    schemas = dict[str, str]()
-    with explain("tools has parameters that cannot be held", "simplify them"):
-        for name, function in functions.items():
-            schema = json.dumps(function.parameters | {"type": "object"})
+    schemas: dict[str, str] = {}
+    problems: dict[str, str] = {}
+    for name, function in functions.items():
+        schema = json.dumps(function.parameters | {"type": "object"})
+        try:
             schemas[name] = schema_text(schema, lenient=not function.strict)
-        problems = probe(*map(LLMatcher.grammar_from_json_schema, schemas.values()))
-    for name, problem in zip(functions, problems, strict=True):
+        except (TypeError, ValueError) as error:
+            problems[name] = str(error)
+    sources = map(LLMatcher.grammar_from_json_schema, schemas.values())
+    problems |= zip(schemas, probe(*sources), strict=True)
+    for name, problem in problems.items():
         if problem and functions[name].strict:
             got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"
             raise InputError(f"{got}; simplify them, or leave strict out")
