@@ -6,15 +6,11 @@ from typing import Any
 
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError, shorten
-from minitri.core.log import log
-from minitri.core.offload.allocation import free_host_bytes
 from minitri.devices.parallel.ranks import join
 from minitri.engine import Engine
 from minitri.files.hf_config import read_sampling
-from minitri.files.named_models import DEFAULT_MODEL, MODELS, ModelChoice
+from minitri.files.named_models import DEFAULT_MODEL, ModelChoice
 from minitri.files.open_models import OpenModel, open_drafter
-
-LARGER_MODEL = "qwen2.5-1.5b"  # whose answers are often true
 
 
 def load(
@@ -55,14 +51,6 @@ def load(
         drafter=drafter,
         progress=progress,
     ).load()
-
-
-def suggest_larger(model: str) -> None:
-    """Logs which model knows more than the default one, if `model` is that and memory has room."""
-    row = MODELS[LARGER_MODEL]
-    if model == DEFAULT_MODEL and free_host_bytes() > 2e9 * float(row.gigabytes):
-        facts = f"{row.gigabytes} GB, {row.shape.context_length} tokens, {row.licence}"
-        log.info("%s is small, and often wrong; larger: -m %s (%s)", model, LARGER_MODEL, facts)
 
 
 class OpenEngine:

@@ -110,8 +110,7 @@ def site_of(args: Namespace) -> Site:
     """GPU to plan for, with the memory of the flags."""
     gib = args.gpu_memory or 24
     machine = next(card for most, card in CARDS.items() if gib <= most)
-    of_size = Site("a GPU", gib, machine, "assumed by its size; --gpu names a card")
-    site = SITES.get(args.gpu, of_size)
+    site = SITES.get(args.gpu, Site("a GPU", gib, machine, "assumed by its size; --gpu names one"))
     return site._replace(gib=args.gpu_memory or site.gib)
 
 

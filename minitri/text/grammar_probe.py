@@ -5,7 +5,6 @@ process. The input is a list in JSON; the output, too: their errors. Bytes are v
 """
 
 import json
-import os
 import re
 import sys
 from contextlib import suppress
@@ -16,7 +15,6 @@ if __name__ == "__main__":
     with suppress(ImportError):  # of Windows
         import resource
 
-        os.nice(5)  # below the threads that compute
         most, _ = resource.getrlimit(resource.RLIMIT_STACK)  # with none, threads have 2 MiB
         stack = min(most if most > 0 else 1 << 21, 1 << 23) // 2
         limits = {resource.RLIMIT_CPU: 1, resource.RLIMIT_STACK: stack, resource.RLIMIT_AS: 1 << 30}

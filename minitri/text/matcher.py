@@ -24,7 +24,7 @@ from minitri.core.stats import num_common
 from minitri.text.grammar import Grammar
 from minitri.text.tokenizer import Tokenizer
 
-PROBE = Path(__file__).with_name("grammar_probe.py")
+PROBE = f"{Path(__file__).parent}/grammar_probe.py"
 MAX_KEPT = 1 << 14  # characters of a grammar that is kept; compiled, each takes up to 500 bytes
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 
@@ -159,7 +159,7 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 def probe(*sources: str) -> list[str]:
     """What is wrong with each grammar, or "", when a process within limits compiles them, alone if
     that ends early."""
-    command = [sys.executable, "-P", str(PROBE)]
+    command = [sys.executable, "-P", PROBE]
     done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
     if done.returncode:
         alone = [probe(source)[0] for source in sources if len(sources) > 1]

@@ -25,10 +25,16 @@ def ask(
 
     @functools.lru_cache(1)  # as every row of the window asks
     def is_open(text: str) -> bool:
-        return text.endswith("\\") or text.count('"""') % 2 == 1
+        return text.count('"""') % 2 == 1
 
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
+
+    @keys.add("enter", filter=filters.Condition(lambda: session.default_buffer.text[-1:] == "\\"))
+    def break_line(event: key_binding.KeyPressEvent) -> None:
+        event.current_buffer.delete_before_cursor()
+        event.current_buffer.insert_text("\n")
+
     completers = {
         "command": completion.WordCompleter(commands, sentence=True),
         "file": completion.PathCompleter(expanduser=True),

@@ -56,7 +56,7 @@ class Chat:
     def obey(self, typed: str) -> str:
         """Answers a question or obeys a command; logs what is wrong with it, and returns a question
         that failed, to be edited."""
-        line = typed.replace("\\\n", "\n").strip()
+        line = typed.strip()
         is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")
         command = COMMANDS.get(name)
@@ -238,7 +238,6 @@ def run_command(args: Namespace) -> None:
     opened = open_engine(args)
     talk = Conversation(opened.tokenizer, args.system)
     talk = talk.with_documents(documents, opened.config, args)
-    minitri.loader.suggest_larger(args.model)
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)

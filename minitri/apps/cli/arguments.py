@@ -6,7 +6,6 @@ field. Imports nothing of PyTorch.
 
 import argparse
 import dataclasses
-import difflib
 import functools
 import inspect
 import json
@@ -147,10 +146,7 @@ class OneLineParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         _, _, rest = message.partition("unrecognized arguments: ")
         if rest:
-            word = rest.split()[0]
-            near = difflib.get_close_matches(word, self._option_string_actions, 1)
-            message = f"{word} means nothing to {self.prog}"
-            message += "".join(f"; did you mean {flag}?" for flag in near)
+            message = f"{rest.split()[0]} means nothing to {self.prog}"
         raise InputError(f"{shorten(message, 400)}; see --help-all")
 
     def check_needs(self, args: argparse.Namespace) -> None:

@@ -79,7 +79,6 @@ def run_command(args: Namespace) -> None:
         log.warning("--host is %s and there is no key: anyone who gets there may ask", args.host)
     log.handlers = [LossyHandler()]
     with listener:  # clients may connect while the model is loaded
-        minitri.loader.suggest_larger(args.model)
         engine, _ = boot.load_engine(args)
         sampling = arguments.taken(SamplingParams, args, engine.sampling_defaults)
         worker, num_rows, context, gib = open_worker(args, engine, sampling, speculation)

@@ -249,7 +249,8 @@ KEYS = {
     "\x1b[200~one\r\ntwo\n\nthree\x1b[201~\r": ["one\ntwo\n\nthree"],  # a paste
     "\x1b[200~" + "word " * 10_000 + "\x1b[201~\r": ["word " * 10_000],
     "one\x1b\rtwo\r": ["one\ntwo"],  # Alt-Enter
-    "one\\\rtwo\r": ["one\\\ntwo"],
+    "one\\\rtwo\r": ["one\ntwo"],
+    "\x1b[200~gcc a.c \\\r\n -o a\x1b[201~\r": ["gcc a.c \\\n -o a"],
     '"""one\rtwo"""\rthree\r': ['"""one\ntwo"""', "three"],
     "Wh\x03Who?\r": ["Who?"],  # Ctrl-C
     "Wer? 🙂 אב\r/hel\t\r": ["Wer? 🙂 אב", "/help "],
