@@ -13,16 +13,15 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from minitri.devices.cpu.build import FLAGS, LEVELS, SOURCE, wheel_name
 
 ROOT = Path(__file__).parent.parent
-GLIBC = "2.17"
-"""Oldest version that the libraries run with."""
+GLIBC = "2.17"  # oldest version that the libraries run with
 MACHINES = {"x86_64": ("amx", "bf16", "avx512", "avx2"), "aarch64": ("neon",)}
 FEATURES = {"bmi1": "bmi", "abm": "lzcnt", "asimd": "neon", "amx_bf16": "amx-bf16"}
 FEATURES |= {"avx512_bf16": "avx512bf16", "avx512_vnni": "avx512vnni"}
@@ -56,7 +55,7 @@ def make_wheel(machine: str, levels: list[str], out: Path) -> None:
         place = Path(copy, SOURCE.relative_to(ROOT)).parent
         Path(place, "exports").write_text("{ global: minitri_*; local: *; };")
         with ThreadPoolExecutor(2) as pool:
-            list(pool.map(partial(compile_library, place, machine), levels))
+            list(pool.map(lambda level: compile_library(place, machine, level), levels))
         platform = f"manylinux_{GLIBC.replace('.', '_')}_{machine}"
         settings = f"--config-settings=--build-option=--plat-name={platform}"
         flags = ["--quiet", "--no-deps", "--no-build-isolation", settings, "--wheel-dir", str(out)]
@@ -68,6 +67,8 @@ def main() -> None:
     parser.add_argument("--level", action="append", choices=LEVELS, help="only this; repeatable")
     parser.add_argument("--out", type=Path, default=Path("dist"), metavar="FOLDER")
     args = parser.parse_args()
+    if not find_spec("ziglang"):
+        raise SystemExit('there is no compiler; pip install ziglang "setuptools>=70.1"')
     out = args.out.resolve()
     for machine, known in MACHINES.items():
         if levels := [level for level in known if level in (args.level or known)]:
