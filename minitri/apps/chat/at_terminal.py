@@ -30,7 +30,7 @@ def ask(
     keys = key_binding.KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
 
-    @keys.add("enter", filter=filters.Condition(lambda: session.default_buffer.text[-1:] == "\\"))
+    @keys.add("enter", filter=filters.Condition(lambda: session.default_buffer.text.endswith("\\")))
     def break_line(event: key_binding.KeyPressEvent) -> None:
         event.current_buffer.delete_before_cursor()
         event.current_buffer.insert_text("\n")

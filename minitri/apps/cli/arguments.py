@@ -144,8 +144,7 @@ class OneLineParser(argparse.ArgumentParser):
         return f"{flags[name]} is {rest}" if name in flags else text
 
     def error(self, message: str) -> NoReturn:
-        _, _, rest = message.partition("unrecognized arguments: ")
-        if rest:
+        if rest := message.partition("unrecognized arguments: ")[2]:
             message = f"{rest.split()[0]} means nothing to {self.prog}"
         raise InputError(f"{shorten(message, 400)}; see --help-all")
 

@@ -72,12 +72,13 @@ def output_of(args: Namespace) -> Iterator[tuple[IO[str], dict[str, bool]]]:
 def answered(file: Any) -> dict[str, bool]:
     """Keys of the answers in a file, and whether they are errors. Cuts off an incomplete last line.
     Raises `ValueError` or the like if the file holds something else, and leaves it as it is."""
+    size = file.seek(0, 2)  # 0 of a device, which may give bytes without end
     file.seek(0)
-    *lines, last = file.read().split(b"\n")
+    *lines, last = file.read(size).split(b"\n")
     done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in map(json.loads, lines)}
     if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
         raise ValueError("its last line is no answer that was cut off")
-    file.truncate(file.tell() - len(last))
+    file.truncate(size - len(last))
     return done
 
 
@@ -95,7 +96,7 @@ def read_lines(args: Namespace) -> list[Line]:
                 problem = f" ({shorten(error, 140)})"
             line = Line(len(lines), number, fields.pop("id", number), fields, problem)
             key = key_of(line.id)
-            if args.output is not None and key in keys:
+            if args.output and key in keys:
                 raise InputError(f"two lines of --prompts have the id {key}; give each its own")
             keys.add(key)
             lines.append(line)

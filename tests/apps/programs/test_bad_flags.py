@@ -37,6 +37,7 @@ minitri.generate --output OUT | ^--output has no effect alone; add --prompts
 minitri.generate --logit-bias 1_0:1 | ^--logit-bias is .* it must map token ids to numbers
 minitri.generate --prompts tiny/config.json --ray local --output OUT | import of ray .*; pip
 minitri.generate --prompts twice --ray local --output OUT | two lines of .* have the id 2
+minitri.generate --prompts one --output /dev/full | ^--output /dev/full cannot be continued
 minitri.generate --tree 4x3 --gamma1 2 | ^--gamma1 is 2; but --tree 4x3; leave one
 minitri.generate --save-kv /nowhere/x | ^--save-kv: cannot write /nowhere/x
 minitri.generate --load-kv empty | empty
@@ -57,6 +58,7 @@ def strange(folder, tmp_path_factory) -> Path:
     here = tmp_path_factory.mktemp("strange")
     (here / "empty").touch()
     (here / "binary").write_bytes(b"ab\0")
+    (here / "one").write_text('{"prompt": "y"}\n')
     (here / "twice").write_text('{"id": 2, "prompt": "x"}\n{"prompt": "y"}\n')
     shutil.copytree(folder, here / "tiny")
     return here
