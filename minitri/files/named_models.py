@@ -49,16 +49,14 @@ class NamedModel(NamedTuple):
 
     repo: str  # ORG/NAME on the hub
     draft: str  # default drafter
-    gigabytes: str  # of its weights in 16 bits
-    licence: str
     shape: ModelConfig
 
 
 def _read(line: str) -> NamedModel:
-    name, repo, draft, context, size, licence, kind, *numbers, tied = line.split()
+    name, repo, draft, context, _, _, kind, *numbers, tied = line.split()
     sizes: list[Any] = [int(number) for number in (*numbers, context)]
     settings = {"tie_word_embeddings": tied == "yes", "name": name, **FAMILIES[kind]}
-    return NamedModel(repo, draft, size, licence, ModelConfig(*sizes, **settings))
+    return NamedModel(repo, draft, ModelConfig(*sizes, **settings))
 
 
 _TABLE = Path(__file__).with_name("named_models.txt").read_text("utf-8").splitlines()

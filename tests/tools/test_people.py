@@ -39,7 +39,7 @@ def test_what_is_installed_is_measured_and_the_rest_is_named(call, monkeypatch, 
     (tmp_path / "llama_cpp.py").write_text(STAND_IN)
     (tmp_path / "openvino.py").write_text("raise ImportError('built for\\nanother machine')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    monkeypatch.setitem(MODELS, "tiny", NamedModel("", "suffix", "0.0", "", TINY))
+    monkeypatch.setitem(MODELS, "tiny", NamedModel("", "suffix", TINY))
     monkeypatch.setattr(random_gguf, "weights_folder", lambda: tmp_path)
     flags = [*FLAGS.split(), "--repeats", 1, *(f"--engine={engine}" for engine in ENGINES)]
     code, out, err = call(bench.main, *flags)

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
-from minitri.apps.chat.archive import state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -253,7 +252,8 @@ def run_command(args: Namespace) -> None:
 
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves")
         at_terminal.let_keys_wait()
-        at_terminal.ask(state_folder(), [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
+        names = [f"/{name} " for name in COMMANDS]
+        at_terminal.ask(at_terminal.state_folder(), names, chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)

@@ -121,7 +121,7 @@ def import_pytorch(*, huge_pages: bool = True) -> None:
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s
     try:
         with on_ctrl_c(leave):  # extension modules may lose a KeyboardInterrupt
-            minitri.load  # noqa: B018 (imports it)
+            minitri.load  # noqa: B018 (sets PyTorch's threads up, and imports it)
     finally:
         gc.freeze()
         atexit.register(gc.unfreeze)  # extension modules look for what was never freed

@@ -64,8 +64,9 @@ def has_kernels() -> bool:
 def let_threads_sleep() -> None:
     """Called before PyTorch is imported: its waiting threads would spin on the cores of the
     kernels; with them asleep prompts are read 1.5 times as fast. Without kernels they may spin."""
-    if os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+    is_set = "GOMP_SPINCOUNT" in os.environ  # by the user, or by an earlier call
+    if not is_set and os.environ.get("MINITRI_KERNELS") != "off" and has_kernels():
+        os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
 def candidates(source: Path) -> Iterator[Path]:

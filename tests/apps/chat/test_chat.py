@@ -13,7 +13,7 @@ from prompt_toolkit.output import DummyOutput
 import minitri
 from minitri import InputError
 from minitri.apps.chat import at_terminal
-from minitri.apps.chat.archive import NOWHERE, state_folder
+from minitri.apps.chat.at_terminal import NOWHERE, state_folder
 from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
