@@ -120,16 +120,16 @@ def test_the_client_with_fewest_rows_is_next():
 
 
 def num_answers_before(run: Run, clients: dict[int, str], awaited: set[int]) -> int:
-    """Each answered request of `clients` comes again, until all that are awaited have begun: the
-    number of answers until then, at most 100."""
-    num_answered = 0
+    """Each answered request of `clients` comes again an event later, until all that are awaited
+    have begun: the number of answers until then, at most 100."""
+    num_answered, client = 0, None
     while awaited and num_answered < 100:
         kind, number = next(run)
         awaited.discard(number)
-        if kind == "end" and number in clients:
-            num_answered += 1
-            client = clients.pop(number)
+        if client is not None:
             clients[run.ask(4, 2, client)] = client
+        client = clients.pop(number, None) if kind == "end" else None
+        num_answered += client is not None
     return num_answered
 
 

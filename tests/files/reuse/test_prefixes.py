@@ -212,6 +212,7 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
         events = until_idle(run)
     assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
+    assert {event.row for event in events} == {third}  # nor is the second one's prompt read
 
 
 def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
