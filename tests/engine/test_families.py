@@ -2,7 +2,6 @@
 stage, cache, batch or snapshot changes its text."""
 
 import functools
-import io
 import shutil
 
 import numpy as np
@@ -11,10 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import minitri
-from minitri import Request, generate
-from minitri.apps.chat import chatting
-from minitri.apps.selftest import selftesting
-from tests.apps.serve.conftest import serving
+from minitri import Request
 from tests.conftest import edit_json, ends_of, texts_of, write_hf_folder
 from tests.core.rigs import fresh_read, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
@@ -181,17 +177,3 @@ def test_no_stage_batch_tree_or_snapshot_changes_the_text(path, draft, monkeypat
     (end,) = ends_of(engine.stream(requests[False][2:], **how))
     assert end.token_ids == wanted[False][2]
     assert end.row_stats.num_cached_tokens > 40
-
-
-@pytest.mark.slow
-def test_every_program_runs_every_family(path, call, monkeypatch):
-    flags = ["-m", path, "--dtype", "float32", "--device", "cpu"]
-    assert len(call(generate.main, "She had", "-n", 6, "--ignore-eos", *flags).out) > 1
-    monkeypatch.setattr("sys.stdin", io.StringIO("Why?\n/regenerate\n"))
-    chat = call(chatting.main, "-n", 6, *flags)
-    assert (chat.code, chat.out.count("\n")) == (0, 2)
-    sizes = ["--max-prompt-tokens", 90, "--max-new-tokens", 6, "--num-samples", 64]
-    assert call(selftesting.main, *sizes, *flags).code == 0
-    with serving(load(path), context=200) as server:
-        fields = {"prompt": [5, 6, 7], "max_tokens": 6, "seed": 1}
-        assert server.openai.completions.create(model="tiny", **fields).usage.completion_tokens

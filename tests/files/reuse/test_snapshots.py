@@ -21,7 +21,7 @@ from minitri import InputError
 from minitri.files import snapshots
 from minitri.files.snapshots import origin_of, read_snapshot, write_snapshot
 from minitri.loader import OpenEngine
-from tests.conftest import edit_json, refused, tiny_engine, write_hf_folder
+from tests.conftest import edit_json, refused, tiny_engine
 from tests.files.reuse.conftest import files_may_not_grow, say
 from tests.files.test_checkpoint import as_gguf
 
@@ -244,11 +244,3 @@ def test_of_two_who_save_at_once_one_file_stays_whole(path, engine, saved):
     engine.load_kv(path)
     assert engine.snapshot_note in notes
     assert list(path.parent.iterdir()) == [path]
-
-
-def test_models_of_the_same_files_have_one_fingerprint(folder, tmp_path):
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    other = write_hf_folder(tmp_path / "other", seed=1)
-    models = (minitri.load(path, dtype="float32").model for path in (folder, copy, other))
-    one, same, different = (model.execution.fingerprint for model in models)
-    assert one == same != different
