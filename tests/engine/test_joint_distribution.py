@@ -1,4 +1,4 @@
-"""The joint distribution of three tokens through the real session: greedy and coupled runs cannot
+"""The joint distribution of three tokens through the real engine: greedy and coupled runs cannot
 see a wrong q, and marginals can be right while the joint is wrong (numbers used twice).
 
 Models are so small that the target's distribution over all texts is known. An adversarial drafter,
@@ -14,21 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from minitri import GenerationConfig, SamplingParams, SpeculationConfig
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.decoding.sampling import probs_from_logits
-from minitri.core.drafters.plugin import Drafter
-from minitri.core.memory import Models
 from minitri.core.model.block import read_block
 from minitri.core.model.llama import Llama
-from minitri.core.prefill import prefill
-from minitri.core.requests import Request
-from minitri.core.stack import Stack
 from minitri.core.stats import Stats
 from minitri.devices.gpu.attention_backends import attend_masked
-from tests.conftest import tiny_model
+from minitri.text.tokenizer import Tokenizer
+from tests.conftest import byte_level_tokenizer, texts_of, tiny_model
 from tests.core.rigs import new_cache, tiny_config, trimmed_copy
 from tests.core.statistics import FALSE_ALARM, p_value
-from tools.runs import begin
 
 V, NUM_TOKENS, ROWS = 4, 3, 250
 PROMPT = [1, 3, 1, 2, 0, 3, 2, 0, 0, 0, 2, 1, 2, 3, 3, 2]
@@ -72,48 +67,19 @@ def exact_probs(model: Llama, sampling: SamplingParams) -> Tensor:
     return probs_B.view((V,) * NUM_TOKENS)
 
 
-@torch.inference_mode()
 def count_texts(
-    target: Llama,
-    draft: Llama | Drafter | None,
-    sampling: SamplingParams,
-    speculation: SpeculationConfig,
-    num_seeds: int,
+    engine: Engine, sampling: SamplingParams, speculation: SpeculationConfig, num_seeds: int
 ) -> tuple[Tensor, list[Stats]]:
     """How often each text comes over so many seeds, (V,) * NUM_TOKENS, and all statistics."""
-    generation, stats = GenerationConfig(NUM_TOKENS), []
-    counts = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64)
-    one = torch.ones((), dtype=torch.float64)
+    counts, stats = torch.zeros((V,) * NUM_TOKENS, dtype=torch.float64), []
+    how = {"sampling": sampling, "generation": GenerationConfig(NUM_TOKENS)}
     for first in range(0, num_seeds, ROWS):
-        seeds = list(range(first, first + ROWS))
         RUN["first seed"] = first
-        requests = [Request(PROMPT, seed, sampling, generation) for seed in seeds]
-        is_model = draft is None or isinstance(draft, Llama)
-        models = Models(target, target, *(draft, None) if is_model else (None, draft))
-        session = begin(models, requests, speculation)
-        read_prompt_once(session, target)
-        cascade = session.cascade
-        session.start(list(range(ROWS)))
-        while any(cascade.active):
-            session.step()
-            for b, sequence in enumerate(session.sequences):
-                if cascade.active[b] and len(sequence) >= len(PROMPT) + NUM_TOKENS:
-                    cascade.retire(b)
-        texts = [sequence[len(PROMPT) :][:NUM_TOKENS] for sequence in session.sequences]
-        counts.index_put_(torch.tensor(texts).unbind(1), one, accumulate=True)
-        stats.append(session.stats)
+        run = engine.generate([PROMPT] * ROWS, speculation=speculation, seed=first, **how)
+        for text in texts_of(run):
+            counts[text] += 1
+        stats.append(run.stats)
     return counts, stats
-
-
-def read_prompt_once(session: Stack, target: Llama) -> None:
-    """Reads the prompt for the first row, and copies what came of it to the others."""
-    full, cache, seen = session.memory.full, session.memory.retrieval_cache, list[Tensor]()
-    list(prefill(target, PROMPT, full, 0, chunk=len(PROMPT), watch=seen.append))
-    for slots in (full.keys, full.values):
-        slots[:, 1:] = slots[:, :1]
-    full.advance([0, *[len(PROMPT) - 1] * (ROWS - 1)])
-    for b in range(ROWS) if cache is not None else ():
-        cache.observe(b, seen[0])
 
 
 RUN = {"first seed": 0}
@@ -171,9 +137,11 @@ def test_three_tokens_follow_the_joint_distribution(case, monkeypatch):
     sampling, drafter, speculation = CASES[case]
     target = model_of(V, seed=0)
     draft = DRAFTERS[drafter](target) if drafter else other_model()
+    models = (None, None, draft) if isinstance(draft, Biased) else (draft,)
+    engine = Engine(target, Tokenizer(byte_level_tokenizer()), *models)
     probs = exact_probs(target, sampling)
     monkeypatch.setattr("minitri.core.stack.Stack.prior_seconds", costs_that_change)
-    counts, runs = count_texts(target, draft, sampling, speculation, NUM_SEEDS)
+    counts, runs = count_texts(engine, sampling, speculation, NUM_SEEDS)
     found = p_value(counts, probs)
     print(f"\n  {case}: p-value {found:.3g} over {NUM_SEEDS} seeds")
     # Speculation that is always right, or always wrong, shows little.
