@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import Engine, SamplingParams, generate, loader
+from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, generate, loader
 from minitri.apps.cli import arguments, inputs, scoring
 from minitri.files.hf_config import USUAL
 from tests.conftest import edit_json
@@ -21,6 +21,7 @@ FLAGS = {
     if (flag := action.option_strings[-1] if action.option_strings else "") not in ("", "--bitwise")
 }
 """Flags of `generate`; --bitwise is left out, which only refuses machines without kernels."""
+SETTINGS = vars(SamplingParams()) | vars(GenerationConfig()) | vars(SpeculationConfig())
 VALUES = {"--json-schema": "{}", "--regex": "a+", "--rope-scaling": "yarn:2", "--logit-bias": "5:1"}
 VALUES |= {"--system": "Short!", "--ray": "local", "--stop": "e", "--bad-words": "the"}
 
@@ -69,7 +70,19 @@ def test_a_flag_alone_has_an_effect_or_a_line(flag, effect):
         number = "3" if action.metavar == "N" else default
         words.append(choices[-1] if choices else VALUES.get(flag, number))
     is_prompt = flag in ("--prompt", "--prompt-file", "--demo", "--prompts")
-    assert effect(*words, *[PROMPT] * (not is_prompt)) != effect(PROMPT)
+    found, plain = effect(*words, *[PROMPT] * (not is_prompt)), effect(PROMPT)
+    assert found != plain
+    field = flag.removeprefix("--").removeprefix("no-").replace("-", "_")
+    if found[0] == 0 and field in SETTINGS:
+        value = re.compile(rf"\b{field}=(.*?)(?:, \w+=|\))")
+        assert value.search(found[3])[1] != value.search(plain[3])[1]
+
+
+def test_a_flag_that_is_given_again_adds_to_it(effect):
+    words = ["--stop", "a", "--stop", "b", "--logit-bias", "7:-100", "--logit-bias", "8:1.5"]
+    *_, reached = effect(PROMPT, *words)
+    assert "stop=('a', 'b')" in reached
+    assert "logit_bias={7: -100.0, 8: 1.5}" in reached
 
 
 def test_a_flag_that_another_one_lacks_is_refused_and_a_wrong_word_alone_is_blamed(effect):

@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.apps.cli import inputs
 
 PROMPT = "She had been forced into prudence in her youth"
@@ -63,35 +62,6 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for flags in (("--demo",), ("--quiet",)):
         assert run(*flags, "--json").json["num_prompt_tokens"] == 100
-
-
-def test_every_flag_reaches_the_engine(run, monkeypatch):
-    seen = {}
-
-    def spy(self, requests, **settings):
-        [request] = requests
-        seen.update(settings, sampling=request.sampling, seed=request.seed)
-        assert request.generation == settings["generation"]
-        sys.exit()
-
-    monkeypatch.setattr(Engine, "stream", spy)
-    flags = """x --temperature 0.5 --top-k 9 --top-p 0.8 --min-p 0.1 --seed 4 --max-new-tokens 7
-        --prefill-chunk 3 --no-cuda-graphs --stop a --stop b --ignore-eos --method triforce
-        --draft ngram --gamma1 3 --gamma2 5 --budget 32 --chunk-size 4 --num-sink-tokens 2
-        --num-recent-tokens 9 --observation-window 6 --rebuild-stride 11
-        --coupled --verification token --tree 2x3 --logit-bias 71:-100 --logit-bias 80:1.5
-        --bad-words the --repetition-penalty 1.2 --min-tokens 4"""
-    run(*flags.split())
-    sizes = {"gamma1": 3, "gamma2": 5, "budget": 32, "chunk_size": 4, "observation_window": 6}
-    sizes |= {"num_sink_tokens": 2, "num_recent_tokens": 9, "tree": "2x3", "verification": "token"}
-    filters = {"logit_bias": {71: -100.0, 80: 1.5}, "bad_words": ("the",), "min_tokens": 4}
-    assert seen == {
-        "sampling": SamplingParams(0.5, 9, 0.8, 0.1, repetition_penalty=1.2, **filters),
-        "generation": GenerationConfig(7, ("a", "b"), True, prefill_chunk=3, cuda_graphs=False),
-        "speculation": SpeculationConfig("triforce", **sizes, rebuild_stride=11, coupled=True),
-        "seed": 4,
-        "batch_size": 8,
-    }
 
 
 IGNORED = """
