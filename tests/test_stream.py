@@ -1,7 +1,6 @@
 """The engine's promises: the same tokens however they are asked for, whatever ran next to them or
 before them, and what it refuses."""
 
-import itertools
 from pathlib import Path
 
 import numpy as np
@@ -11,15 +10,13 @@ import torch
 import minitri
 from minitri import (
     End,
-    GenerationConfig,
     InputError,
     Request,
     SamplingParams,
     SpeculationConfig,
     Token,
 )
-from minitri.core.requests import PrefillProgress, Row
-from minitri.text.text_stream import TextReader
+from minitri.core.requests import PrefillProgress
 from tests.conftest import texts_of
 from tests.strategies import WRONG as WRONG_SETTINGS
 
@@ -123,28 +120,6 @@ def test_ids_are_one_prompt_in_any_form(engine):
     ids = PROMPTS[1]
     for given in (torch.tensor(ids), np.array([ids])):
         assert texts(engine, given) == texts(engine, ids)
-
-
-@pytest.mark.parametrize("num_events", [0, 2, 8])
-def test_a_caller_may_stop_at_any_moment(engine, num_events):
-    with engine.generate(PROMPTS[1], max_new_tokens=12, prefill_chunk=16) as left:
-        seen = list(itertools.islice(left, num_events))
-    assert left.stats.num_generated_tokens == sum(isinstance(event, Token) for event in seen)
-    left.close()
-    assert list(left) == []
-
-
-def test_text_that_waits_for_more_appears_when_the_row_ends(engine):
-    """Half of a character in the decoder, the start of a stop string in the scanner."""
-    half = engine.tokenizer.encode("🦥")[:2]
-    begun = engine.tokenizer.encode("EN")
-    waiting, ends = ((half, "\ufffd"), (begun, "EN")), (([2], "eos"), ([], "length"))
-    for (tokens, shown), (last, reason) in itertools.product(waiting, ends):
-        generation = GenerationConfig(len(tokens + last), stop=("END",))
-        reader = TextReader(engine.tokenizer, [5], stop=generation.stop)
-        row = Row(0, Request([5], generation=generation), [5], reader)
-        text = "".join(row.push(token, "bonus", (2,)).text for token in tokens + last)
-        assert (text, row.text, row.finish_reason) == (shown, shown, reason)
 
 
 def test_seeds_decide_and_belong_to_rows(engine):

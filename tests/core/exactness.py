@@ -93,15 +93,14 @@ class TableRunner:
 
 EDGE = 1e-9
 """How close to the edge of its cell a number is put: a biased one would fall into the next."""
-UPPER, BOTH = (EDGE,), (EDGE, 1 - EDGE)
 
 
 def outcomes(
-    proposal: Proposal, probs_BNV: Tensor, b: int, *, rule=verify, edges=UPPER
+    proposal: Proposal, probs_BNV: Tensor, b: int, *, rule=verify
 ) -> list[tuple[float, list[float]]]:
     """Every outcome of a decision about row b, by the textbook: its probability, and uniform
     numbers that lead there, as the rule takes them. A test is passed or failed by a hair; a token
-    is sampled just within the upper edge of its cell, or once at each of `edges`."""
+    is sampled just within the upper edge of its cell."""
     tokens, p_NV = proposal.tokens[b], probs_BNV[b]
     n, is_block = len(tokens), rule is verify_block
     q_NV = proposal.probs_BNV[b] / proposal.probs_BNV[b].sum(1, keepdim=True)
@@ -125,16 +124,14 @@ def outcomes(
             weight *= chance if is_passed else 1 - chance
         if weight > 0:
             rest_V = rests[num_kept] / rests[num_kept].sum()
-            found += [(weight * share, [*numbers, at]) for share, at in cells(rest_V, edges)]
+            found += [(weight * share, [*numbers, at]) for share, at in cells(rest_V)]
     return found
 
 
-def cells(probs: Tensor, edges: tuple[float, ...] = UPPER) -> list[tuple[float, float]]:
-    """The probability of each possible token, or its share at each of `edges`, and a number in its
-    cell of the CDF."""
+def cells(probs: Tensor) -> list[tuple[float, float]]:
+    """The probability of each possible token, and a number in its cell of the CDF."""
     ends = zip(probs, probs.cumsum(0), strict=True)
-    found = [(float(share), float(end)) for share, end in ends if share > 0]
-    return [(share / len(edges), end - share * edge) for share, end in found for edge in edges]
+    return [(float(share), float(end - share * EDGE)) for share, end in ends if share > 0]
 
 
 class ScriptedSource(IndependentSource):

@@ -22,12 +22,7 @@ def read(tmp_path):
 
 @pytest.mark.parametrize(
     ("text", "encoding"),
-    [
-        (RUSSIAN, "utf-8-sig"),
-        (FRENCH, "latin-1"),
-        (RUSSIAN, "koi8-r"),
-        (FRENCH, "utf-16-le"),
-    ],
+    [(RUSSIAN, "utf-8-sig"), (FRENCH, "latin-1"), (RUSSIAN, "koi8-r"), (FRENCH, "utf-16-le")],
 )
 def test_a_text_is_read_in_its_encoding_and_others_than_utf_8_are_logged(
     read, caplog, text, encoding

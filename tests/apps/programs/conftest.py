@@ -1,11 +1,13 @@
 """A command line on the tiny model."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
 from minitri import __main__ as command
-from tests.conftest import Done
+from tests.conftest import Done, edit_json
 
 
 @pytest.fixture
@@ -18,6 +20,18 @@ def run(folder, call):
         return call(program, *words, *given)
 
     return run
+
+
+@pytest.fixture
+def advised(folder, tmp_path):
+    """Copies the tiny model, with other settings in its generation_config.json."""
+
+    def advised(**settings: object) -> Path:
+        model = Path(shutil.copytree(folder, tmp_path / "advised"))
+        edit_json(model / "generation_config.json", **settings)
+        return model
+
+    return advised
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ import ast
 import importlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,6 @@ from minitri import __main__ as command
 from minitri.apps.cli import exits, inputs
 from minitri.apps.cli.terminal import COLORS, RESET, colored, shown
 from minitri.text.tokenizer import Tokenizer
-from tests.conftest import edit_json
 
 PROMPT = "She had been forced into prudence in her youth"
 
@@ -126,15 +124,8 @@ def test_a_missing_package_is_one_line_and_a_mistake_is_no_bad_input(capsys):
         raise ValueError("a bug")
 
 
-def advised(folder, tmp_path, **settings):
-    """A copy of a model with settings in its generation_config.json."""
-    model = shutil.copytree(folder, tmp_path / "advised")
-    edit_json(model / "generation_config.json", do_sample=True, **settings)
-    return model
-
-
-def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, folder, tmp_path):
-    model = advised(folder, tmp_path, temperature=0.6, top_p=0.9)
+def test_sampling_is_as_the_model_says_where_no_flag_does(run, run_lines, advised):
+    model = advised(do_sample=True, temperature=0.6, top_p=0.9)
     flags = (PROMPT, "--seed", "4", "--json")
     done = run(*flags, model=model)
     assert (done.code, done.json["temperature"]) == (0, 0.6)

@@ -2,7 +2,6 @@
 
 import re
 import shlex
-import shutil
 from argparse import Namespace
 
 import pytest
@@ -12,7 +11,6 @@ import minitri
 from minitri import Engine, GenerationConfig, SamplingParams, SpeculationConfig, generate, loader
 from minitri.apps.cli import arguments, inputs, scoring
 from minitri.files.hf_config import USUAL
-from tests.conftest import edit_json
 
 PROMPT = "She had been forced into prudence in her youth"
 FLAGS = {
@@ -103,15 +101,8 @@ def test_help_has_the_usual_flags_and_help_all_has_every_one(call):
     assert all(flag in whole for flag in FLAGS)
 
 
-@pytest.fixture
-def silent(folder, tmp_path):
-    """A model whose files recommend no sampling."""
-    model = shutil.copytree(folder, tmp_path / "silent")
-    edit_json(model / "generation_config.json", do_sample=None)
-    return model
-
-
-def test_one_model_has_one_default_in_programs_and_the_library(run, silent):
+def test_one_model_has_one_default_in_programs_and_the_library(run, advised):
+    silent = advised(do_sample=None)  # its files recommend no sampling
     done = run(PROMPT, "--json", model=silent)
     assert f"temperature 0.7, top_p 0.9, seed {done.json['seed']}\n" in done.err
     again = run(PROMPT, "--seed", str(done.json["seed"]), "--json", model=silent).json

@@ -76,11 +76,7 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(stop=[*(f"{n:04d}" for n in range(256)), "y"]), "stop", "at most 1024 characters"),
     (text(response_format={"type": "xml"}), "is {'type': 'xml'}", "/docs"),
     (text(structured_outputs={"regex": "a", "json": {}}), "is {'regex': 'a'", "/docs"),
-    (
-        text(structured_outputs={"regex": "a"}, response_format=FORM),
-        "structured",
-        "leave it out",
-    ),
+    (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "leave it out"),
     (text(response_format={"type": "text", "regex": "a"}), "response_format", "/docs"),
     (
         text(response_format={"type": "json_object", "schema": {}, "x": 1}),

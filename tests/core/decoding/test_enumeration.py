@@ -7,7 +7,7 @@ import torch
 
 from minitri.core.decoding.verification import Proposal, decide, verify, verify_block
 from minitri.core.settings import StepPlan
-from tests.core.exactness import BOTH, cells, largest_error, outcomes
+from tests.core.exactness import largest_error
 
 ROUNDING = 1e-12
 
@@ -47,22 +47,6 @@ def test_blocks_give_the_target_distribution(V, gamma1, gamma2, horizon):
 def test_nothing_leaks_from_one_block_into_the_next():
     assert largest_error(3, 3, 0, horizon=5, num_steps=2, rule=verify_block) < ROUNDING
     assert largest_error(3, 1, 1, num_steps=2, rule=verify_block) < ROUNDING
-
-
-def test_a_single_decision_follows_the_distribution_whatever_the_guesses():
-    """Disjoint supports, equal distributions, one-hot ones: the first emitted token follows p."""
-    rows = [[1.0, 0, 0], [0, 0, 1.0], [0.2, 0.3, 0.5], [0.5, 0.5, 0], [0, 0.1, 0.9]]
-    rows_V = torch.tensor(rows, dtype=torch.float64)
-    for p, q in itertools.product(rows_V, rows_V):
-        p_BNV, q_BNV = p.expand(1, 2, 3), q.view(1, 1, 3)
-        probs = torch.zeros(3, dtype=torch.float64)
-        for share, number in cells(q):
-            proposal = Proposal.of([[int((q.cumsum(0) <= number).sum())]], q_BNV, [["draft"]])
-            for weight, numbers in outcomes(proposal, p_BNV, 0, edges=BOTH):
-                uniforms_BN = torch.tensor([numbers], dtype=torch.float64)
-                [[first, *_]] = decide(verify, proposal, p_BNV, uniforms_BN)
-                probs[first] += share * weight
-        assert (probs - p).abs().max() < 1e-15
 
 
 @pytest.mark.parametrize("rule", [verify, verify_block])

@@ -14,18 +14,10 @@ from minitri.core.roofline import GROUP, copy_bytes
 from minitri.devices.choose import retrieval_copy
 from minitri.devices.gpu import fused_modules, quantized_copies
 from minitri.devices.gpu.fused_modules import FusedLayers, check_kernels, fuse_if_possible
-from minitri.devices.gpu.quantized_copies import (
-    copy_in_few_bits,
-    dequantize,
-    quantize,
-)
+from minitri.devices.gpu.quantized_copies import copy_in_few_bits, dequantize, quantize
 from minitri.devices.replace import replace_modules
 from tests.conftest import tiny_model
-from tests.core.rigs import (
-    Rig,
-    random_prompt,
-    tiny_config,
-)
+from tests.core.rigs import Rig, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import DEVICE, ON_GPU
 from tests.devices.gpu_twins.test_attention_backends import needs_triton
 

@@ -1,27 +1,16 @@
 """Items of the paper: cells where the answer is known, and figures that follow from formulas."""
 
-import dataclasses
-
 import pytest
 
 from tools.paper.costs import PAPER, RATES, bound, on_chip, speedup
-from tools.paper.items import tasks
 from tools.paper.items.exactness import toy_distance
 from tools.paper.items.offloading import PAPER as OFFLOADED
 from tools.paper.items.offloading import predicted
 from tools.paper.lab import Lab
 from tools.paper.scale import SCALES
 from tools.paper.texts import Text
-from tools.serve_load import write_tiny
 
 TINY = SCALES["tiny"]
-
-
-@pytest.fixture(scope="module")
-def lab(long_text, tmp_path_factory) -> Lab:
-    folder = tmp_path_factory.mktemp("tiny")
-    write_tiny(folder, 2 * TINY.trained_context)
-    return Lab(TINY, [Text("help", long_text)], str(folder))
 
 
 def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
@@ -36,16 +25,6 @@ def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
         start = part * TINY.context
         assert lab.prompt(part, TINY.context, engine) == ids[start : start + TINY.context]
         assert rest == ids[:start] + ids[start + TINY.context + 2 * TINY.new_tokens :]
-
-
-@pytest.mark.parametrize("task", ["book", "needle"])
-def test_with_a_budget_for_the_whole_text_every_policy_is_always_accepted(lab, task):
-    """And TriForce's answer is the target's own."""
-    whole = Lab(dataclasses.replace(TINY, budget=1024), lab.texts, lab.model)
-    values = tasks.measure(whole, {"task": task, "number": 1})
-    for policy in tasks.POLICIES:
-        assert values[policy] == pytest.approx({"none": 1, "first": 1}, abs=1e-4)
-    assert task == "book" or values["answer"] == values["triforce_answer"]
 
 
 def test_the_papers_bound_is_that_of_guesses_that_cost_nothing():
