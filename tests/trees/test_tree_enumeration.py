@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from minitri.core.decoding.random_source import CoupledSource, IndependentSource
+from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.settings import StepPlan
 from minitri.core.stats import Meter, Stats
 from minitri.trees.tree_level import TreeLevel
@@ -102,16 +102,3 @@ def test_a_child_is_tested_against_what_its_elder_siblings_left(
 def test_a_residual_that_vanishes_in_floating_point_keeps_what_was_there():
     proposal = proposal_of(TreeShape((-1, 0)), [2], torch.full((1, 4), 0.25))
     assert walk(proposal, 0, torch.full((2, 4), 0.25), exactly([0.6, 1.0])) == ([], 2)
-
-
-def test_coupled_children_share_the_noise_of_their_position():
-    """The eldest is what a chain would have guessed, and the walk follows the verifier's token."""
-    source, q_V = CoupledSource(), torch.rand(50, generator=torch.Generator().manual_seed(0))
-    q_V /= q_V.sum()
-    children = level_of(source).draw(0, q_V, 3, 17)
-    assert len(set(children)) == 3
-    assert level_of(source).draw(0, q_V, 1, 17) == children[:1]
-    assert source.sample(q_V.unsqueeze(0), [17], [True]).tolist() == children[:1]
-    proposal = proposal_of(sequences(3, 1), children[::-1], q_V.unsqueeze(0), is_listed=True)
-    path, _ = level_of(source).walk(proposal, 0, q_V.expand(4, 50), 17)
-    assert path == [3]

@@ -184,19 +184,6 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
 
 
 @pytest.mark.parametrize("on_chip", [0, 2])
-def test_what_is_written_into_a_row_is_read_after_a_pass_of_others(on_chip):
-    """The row has no text: the pass wrote to its first slots what its block was padded with."""
-    cache = offloaded(on_chip, 2)
-    for layer in range(5):
-        cache.update(layer, random_block(cache, 3))
-    wanted = torch.randn(2, 5, CONFIG.num_kv_heads, 9, CONFIG.head_dim)
-    for layer in range(5):
-        cache.write(layer, 0, *wanted[:, layer])
-    for found, exact in zip(cache.tokens(0, 0, 9), wanted, strict=True):
-        assert torch.equal(found, exact)
-
-
-@pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
     """To the bit; the latest block stays on the device."""
     sizes = (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
