@@ -20,7 +20,7 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
-        case HTTPException():  # of Starlette: no such path, or method
+        case HTTPException():
             return ApiError(error.status_code, "invalid_request", error.detail)
         case InputError():
             ways = (way for way in error.ways if "=" not in way)  # not by settings of the library

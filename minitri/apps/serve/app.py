@@ -67,8 +67,10 @@ class Answer(StreamingResponse):
             await super().stream_response(send_with_body)
 
 
-async def refuse(_: Request, error: Exception) -> JSONResponse:
+async def refuse(request: Request, error: Exception) -> JSONResponse:
     """Response for an error."""
+    if isinstance(error, HTTPException):  # of Starlette: no such path, or method
+        error.detail += f"; there are {', '.join(route.path for route in request.app.routes)}"
     refused = as_api_error(error)
     return JSONResponse(refused.content, refused.status, getattr(error, "headers", None))
 
