@@ -90,8 +90,9 @@ class Fields(Body):
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
-    """Seed of the random numbers, by default drawn: a request has one answer per seed; answer i has
-    that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
+    """Seed of the random numbers, by default drawn: a request has one answer per seed, whatever was
+    asked before or runs next to it, unless the server has --no-coupled, or a GPU rounds otherwise.
+    Answer i has that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
