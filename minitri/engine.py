@@ -209,6 +209,8 @@ class Engine(AbstractContextManager["Engine"]):
     ) -> list[Any]:
         """All settings of a text, see `settings_of`; sampling begins with `sampling_defaults`."""
         if json_schema is not None:
+            if settings.get("grammar") is not None:
+                raise InputError("json_schema and grammar are both given; leave one of them out")
             settings["grammar"] = Grammar("json_schema", json_schema)
         sampling = self.sampling_defaults if sampling is None else sampling
         return settings_of(sampling, *others, **settings)

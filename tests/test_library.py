@@ -101,6 +101,8 @@ def test_a_schema_is_json_a_dictionary_or_a_class_and_a_keyword_of_its_own(engin
     assert json.loads(Grammar("json_schema", Answer).text)["required"] == ["number"]
     how = {"max_new_tokens": 40, "temperature": 1}
     assert engine.complete("x", json_schema=schema, **how).text in {"17", '"x"'}
+    with pytest.raises(InputError, match="json_schema and grammar are both given; "):
+        engine.complete("x", json_schema=schema, grammar=Grammar("regex", "a"))
     for kind, wrong in (("json_schema", {"enum": {1}}), ("regex", 5), ("json_schema", ["a"])):
         with pytest.raises(InputError, match="; "):
             Grammar(kind, wrong)

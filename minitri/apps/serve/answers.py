@@ -12,7 +12,7 @@ from minitri import End, Engine, Event, Idle, PrefillProgress, Token
 from minitri.apps.cli.report import Json, json_line
 from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
-from minitri.apps.serve.protocol import Call
+from minitri.apps.serve.protocol import Call, Protocol
 
 LEAST_LOGPROB = -9999.0  # OpenAI's number for an impossible token: JSON has no infinity
 ALIVE = b": still at work\n\n"  # a comment, so that no client takes a stream for dead
@@ -31,9 +31,9 @@ def new_id(prefix: str) -> str:
 class Writer:
     """Answer to one call, of one text or several."""
 
-    def __init__(self, call: Call, model: str, engine: Engine) -> None:
+    def __init__(self, call: Call, protocol: Protocol) -> None:
         asked = self._asked = call.asked
-        self._choices = [Choice(index, call, engine) for index in range(len(call.requests))]
+        self._choices = [Choice(n, call, protocol.engine) for n in range(len(call.requests))]
         self._ends: dict[int, End] = {}  # by the indices of their choices
         self.id = new_id(asked.id_prefix)
         is_chunk = asked.stream and asked.object_type == "chat.completion"
@@ -41,7 +41,7 @@ class Writer:
             "id": self.id,
             "object": asked.object_type + ".chunk" * is_chunk,
             "created": int(time.time()),
-            "model": model,
+            "model": protocol.names[0],
             "seed": call.requests[0].seed,
         }
 
@@ -104,23 +104,21 @@ class Choice:
 
     def __init__(self, index: int, call: Call, engine: Engine) -> None:
         self._index = index
-        self._asked = call.asked
-        self._is_chat = bool(call.chat)
+        self._call = call
+        self._engine = engine
         self.parser = call.chat.parser() if call.chat else AnswerParser()
-        self._tokenizer = engine.tokenizer
-        self._end_tokens = () if call.asked.ignore_eos else engine.config.eos_token_ids
         self._role: Json = {"role": "assistant"}  # until it is sent
 
     def piece(self, text: str, tokens: Sequence[Token], end: End | None = None) -> Json:
         """A text, or a part of it."""
-        asked = self._asked
+        asked = self._call.asked
         choice: Json = {"index": self._index, "logprobs": None}
         if asked.num_logprobs is not None and tokens:
             choice["logprobs"] = self._logprobs(tokens)
         if asked.stream and asked.details and tokens:
             choice["origin"] = tokens[-1].origin
         message: Json = {}
-        if self._is_chat:
+        if self._call.chat:
             message = self._message(self.parser.push(text, is_last=end is not None))
             choice["delta" if asked.stream else "message"] = message
         else:
@@ -147,13 +145,14 @@ class Choice:
 
     def _logprobs(self, tokens: Sequence[Token]) -> Json:
         """Log-probabilities of tokens, but for an end-of-sequence token that ends the text."""
+        ends = () if self._call.asked.ignore_eos else self._engine.config.eos_token_ids
         entries = [
             self._entry(token.token_id, token.logprob or 0.0)
             | {"top_logprobs": [self._entry(*pair) for pair in token.top_logprobs]}
             for token in tokens
-            if token.token_id not in self._end_tokens
+            if token.token_id not in ends
         ]
-        if self._is_chat:
+        if self._call.chat:
             return {"content": entries}
         tops = [
             {top["token"]: top["logprob"] for top in entry["top_logprobs"]} or None
@@ -167,9 +166,10 @@ class Choice:
 
     def _entry(self, token_id: int, logprob: float) -> Json:
         """Token as text, spelled out if it is a part of a character, and as bytes."""
-        spelling = self._tokenizer.token(token_id) or ""
-        text = self._tokenizer.decode([token_id])
+        tokenizer = self._engine.tokenizer
+        spelling = tokenizer.token(token_id) or ""
+        text = tokenizer.decode([token_id])
         if "\ufffd" in text or not text or "▁" in spelling:
             text = spelling.replace("▁", " ")
-        utf8 = [*self._tokenizer.token_bytes(token_id)]
+        utf8 = [*tokenizer.token_bytes(token_id)]
         return {"token": text, "logprob": max(logprob, LEAST_LOGPROB), "bytes": utf8}

@@ -1,5 +1,7 @@
 """Errors as clients of OpenAI's API expect them: an HTTP status and one object of JSON."""
 
+from starlette.exceptions import HTTPException
+
 from minitri.core.errors import FaultError, InputError, shorten
 
 
@@ -18,6 +20,8 @@ def as_api_error(error: Exception) -> ApiError:
     match error:
         case ApiError():
             return error
+        case HTTPException():
+            return ApiError(error.status_code, "invalid_request", error.detail)
         case InputError():
             ways = (way for way in error.ways if "=" not in way)  # not by settings of the library
             message = str(InputError(error.message, *ways))

@@ -39,8 +39,7 @@ from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.worker import NUM_TICKS, Job, Worker
 
-SECONDS = 30  # for the headers of the first request, and for a client to read what was sent
-BODY_SECONDS = 30  # in which a client has to send its request
+SECONDS = 30  # for a client to send the headers of its first request, a body, or to read answers
 WAITING_SECONDS = 15  # between signs of life of a stream that waits; proxies end silent ones at 60
 COMPILERS = ThreadPoolExecutor(2)  # of grammars, for which nothing else waits
 SPARE_FILES = 128  # open files that are not connections
@@ -68,14 +67,12 @@ class Answer(StreamingResponse):
             await super().stream_response(send_with_body)
 
 
-async def refuse(_: Request, error: Exception) -> JSONResponse:
+async def refuse(request: Request, error: Exception) -> JSONResponse:
     """Response for an error."""
-    headers = None
     if isinstance(error, HTTPException):  # of Starlette: no such path, or method
-        headers = error.headers
-        error = ApiError(error.status_code, "invalid_request", error.detail)
+        error.detail += f"; there are {', '.join(route.path for route in request.app.routes)}"
     refused = as_api_error(error)
-    return JSONResponse(refused.content, refused.status, headers)
+    return JSONResponse(refused.content, refused.status, getattr(error, "headers", None))
 
 
 @dataclass
@@ -134,7 +131,7 @@ class Service:
         limit = max(1 << 16, 32 * self.protocol.context)  # 8 times what most texts that fit take
         body = bytearray()
         try:
-            async with asyncio.timeout(BODY_SECONDS):
+            async with asyncio.timeout(SECONDS):
                 async for part in request.stream():
                     body += part
                     if len(body) > limit:
@@ -146,7 +143,7 @@ class Service:
         kind, make_writer = ENDPOINTS[request.url.path]
         with self._counted(client, 1):
             call = await asyncio.to_thread(self.protocol.read, body, kind, client, salt)
-        writer = make_writer(call, self.protocol.names[0], self.protocol.engine)
+        writer = make_writer(call, self.protocol)
         media_type = "text/event-stream" if call.asked.stream else "application/json"
         return Answer(self._pieces(call, writer, client), media_type=media_type)
 
@@ -160,7 +157,7 @@ class Service:
             job = Job(call.requests)
             loop = asyncio.get_running_loop()
             try:
-                if call.requests[0].sampling.grammar or (call.chat and call.chat.names):
+                if call.requests[0].sampling.grammar or (call.chat and call.chat.functions):
                     compiled = loop.run_in_executor(COMPILERS, self.protocol.compiled, call)
                     job.requests = await compiled  # begins only while the client is there
                 self.worker.submit(job)
@@ -205,8 +202,8 @@ class Service:
     async def models(self, request: Request) -> Response:
         """All names of the model."""
         self._admit(request)
-        about = {"object": "model", "created": 0, "owned_by": "minitri"}
-        about["max_model_len"] = self.protocol.context
+        context = self.protocol.context
+        about = {"object": "model", "created": 0, "owned_by": "minitri", "max_model_len": context}
         models = [{"id": name, **about} for name in self.protocol.names]
         return JSONResponse({"object": "list", "data": models})
 

@@ -12,7 +12,7 @@ from minitri.apps.serve.chats.chat_prompt import ChatPrompt
 from minitri.core.errors import explain, shorten
 from minitri.core.fields import changed, refuse
 from minitri.files.hf_config import without_null
-from minitri.text import matcher, prompt_ids, rows
+from minitri.text import matcher, prompt_ids
 
 Asked = TextBody | ChatBody | ResponseBody
 STOP_CHARACTERS = 1024  # in all stop strings: each is looked for after every token
@@ -33,11 +33,9 @@ class Protocol(NamedTuple):
     names: list[str]  # of the model; answers have the first
     sampling: SamplingParams  # where a client says nothing
     context: int  # tokens of a prompt and its answer, at most
-    lenient: bool = False  # whether unknown fields are ignored
+    lenient: bool  # whether unknown fields are ignored
 
-    def read(
-        self, body: bytes | bytearray, kind: type[Asked], client: str = "", salt: str = ""
-    ) -> Call:
+    def read(self, body: bytearray, kind: type[Asked], client: str, salt: str) -> Call:
         """The call that a body asks for. Prompts share the cache only with those of the same salt.
         Raises `InputError`, or `ApiError` where OpenAI has a code of its own."""
         with explain("the body is no object of JSON", "send an object"):
@@ -75,10 +73,8 @@ class Protocol(NamedTuple):
 
     def sampling_of(self, asked: Asked) -> SamplingParams:
         """Sampling of each text, whose grammar is the form of the answer. Raises `InputError`."""
-        form = read_form(asked.response_format) or self.sampling.grammar
-        sampling = changed(self.sampling, without_null(vars(asked)) | {"grammar": None})
-        rows.text_filters(sampling, [], self.engine.tokenizer, self.engine.config)
-        return replace(sampling, grammar=form)
+        given = without_null(vars(asked)) | {"grammar": read_form(asked.response_format)}
+        return changed(self.sampling, given)
 
     def compiled(self, call: Call) -> list[Request]:
         """The call's requests with their grammar compiled, within 3 seconds of processor time, so

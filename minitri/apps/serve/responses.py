@@ -6,10 +6,12 @@ A stream sends it piece by piece, as numbered events.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from minitri import End, Engine, Event, Token
+from minitri import End, Event, Token
 from minitri.apps.cli.report import Json, json_line
-from minitri.apps.serve import answers, api_error, protocol
+from minitri.apps.serve import answers
+from minitri.apps.serve.api_error import ApiError
 from minitri.apps.serve.chats.answer_parser import AnswerParser, Piece
+from minitri.apps.serve.protocol import Call, Protocol
 
 ITEMS: dict[str, tuple[str, str, Json]] = {
     "reasoning_content": ("reasoning", "reasoning_text", {"summary": []}),
@@ -21,8 +23,8 @@ ITEMS: dict[str, tuple[str, str, Json]] = {
 class ResponseWriter(answers.Writer):
     """Answer to one call, of one text."""
 
-    def __init__(self, call: protocol.Call, model: str, engine: Engine) -> None:
-        super().__init__(call, model, engine)
+    def __init__(self, call: Call, protocol: Protocol) -> None:
+        super().__init__(call, protocol)
         echoed = {"tools", "tool_choice", "parallel_tool_calls"}
         self._head |= {"created_at": self._head["created"], **call.asked.model_dump(include=echoed)}
         self._status = "in_progress"
@@ -35,7 +37,7 @@ class ResponseWriter(answers.Writer):
             return events or answers.ALIVE
         return json_line(self._response()).encode() if isinstance(event, End) else b""
 
-    def fail(self, error: api_error.ApiError) -> bytes:
+    def fail(self, error: ApiError) -> bytes:
         self._status = "failed"
         problem = {"code": "server_error", "message": str(error)}
         return self._event("failed", response=self._response() | {"error": problem})
@@ -98,6 +100,8 @@ class ResponseWriter(answers.Writer):
                 yield from self._open("function_call", call_id=call_id, name=name, arguments="")
                 self._items[-1]["arguments"] = text
                 yield self._item_event("function_call_arguments.delta", delta=text)
+                done = {"arguments": text, "name": name}
+                yield self._item_event("function_call_arguments.done", **done)
             else:
                 kind, part, others = ITEMS[piece]
                 if not self._items or self._items[-1]["type"] != kind:
@@ -117,16 +121,9 @@ class ResponseWriter(answers.Writer):
 
     def _close(self, status: str) -> Iterator[bytes]:
         """Ends the latest item, if there is one."""
-        if not self._items:
-            return
-        item = self._items[-1]
-        item["status"] = status
-        if item["type"] == "function_call":
-            yield self._item_event(
-                "function_call_arguments.done", arguments=item["arguments"], name=item["name"]
-            )
-        else:
-            [part] = item["content"]
-            yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
-            yield self._item_event("content_part.done", part=part)
-        yield self._item_event("output_item.done", item=item)
+        for item in self._items[-1:]:
+            item["status"] = status
+            for part in item.get("content", ()):
+                yield self._item_event(f"{part['type']}.done", text=part["text"], logprobs=[])
+                yield self._item_event("content_part.done", part=part)
+            yield self._item_event("output_item.done", item=item)

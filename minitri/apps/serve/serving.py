@@ -4,7 +4,6 @@ Reports go to standard error. After Ctrl-C or SIGTERM requests may end first; an
 """
 
 import contextlib
-import functools
 import socket
 from argparse import Namespace
 from dataclasses import dataclass
@@ -114,19 +113,21 @@ def open_worker(
     rows = (1,) * (args.batch_size or MAX_ROWS)
     shape = MemoryShape(rows, sampling, generation.for_run(context), speculation)
     num_rows, gib = choose_rows(engine.models, shape, args.memory, fewest=args.batch_size or 1)
-    open_run = functools.partial(
-        engine.open,
-        batch_size=num_rows,
-        sampling=sampling,
-        generation=generation,
-        speculation=speculation,
-    )
+
+    def open_run(_: object = None) -> minitri.Generation:
+        return engine.open(
+            batch_size=num_rows,
+            sampling=sampling,
+            generation=generation,
+            speculation=speculation,
+        )
+
     run = open_run()
     num = min(32, context // 2)
     run.submit(Request([1] * num, seed=0, max_new_tokens=num, ignore_eos=True))
     while not isinstance(next(run), End):
         pass  # so that the first request does not wait for one-time work
-    return Worker(lambda _: open_run(), run), num_rows, context, gib
+    return Worker(open_run, run), num_rows, context, gib
 
 
 main = exits.program(build_parser, run_command, ServeFlags, Access)

@@ -153,7 +153,7 @@ def test_a_wrong_body_is_one_line_that_names_the_field(scripted, sent, named, wo
 
 @pytest.mark.parametrize("sent", RECORDED, ids=lambda sent: sent["client"])
 def test_a_recorded_request_of_a_client_is_answered(scripted, run, sent):
-    """Bodies as Open WebUI, Continue and Codex send them."""
+    """Bodies as the clients in docs/clients.md send them."""
     run.texts.append(sent["says"])
     answered = scripted.post(sent["path"], **sent["body"])
     assert answered.status_code == 200, answered.text
@@ -174,7 +174,9 @@ def test_what_is_no_object_of_json_is_refused(server):
     get, other, post = server.http.get(TEXT), server.http.get("/v2"), server.post("/health")
     assert [it.status_code for it in (get, other, post)] == [405, 404, 405]
     assert (get.headers["allow"], {*post.headers["allow"].split(", ")}) == ("POST", {"GET", "HEAD"})
-    assert all(it.json()["error"]["code"] == "invalid_request" for it in (get, other, post))
+    errors = [it.json()["error"] for it in (get, other, post)]
+    assert all(error["code"] == "invalid_request" for error in errors)
+    assert all(path in errors[1]["message"] for path in (TEXT, CHAT, RESPONSE, "/docs"))
 
 
 VALUES = [None, True, -1, 0, 1 << 70, 0.5, math.nan, "", "\ud800", "x" * 99, "auto", [], [[]]]

@@ -138,7 +138,7 @@ def test_what_is_too_long_or_does_not_end_is_refused(server, monkeypatch):
     refused = server.post(prompt="x" * 70_000)  # no prompt that fits is so long
     assert (refused.status_code, "65536 bytes" in refused.json()["error"]["message"]) == (413, True)
     assert server.post(prompt="She had", max_tokens=1).status_code == 200
-    monkeypatch.setattr(app, "BODY_SECONDS", 0.1)
+    monkeypatch.setattr(app, "SECONDS", 0.1)
     with server.connect(post_of(b'{"prompt"', missing=9)) as connection:
         assert connection.recv(12) == b"HTTP/1.1 408"
 

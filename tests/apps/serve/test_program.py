@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from unittest.mock import Mock
 
@@ -43,12 +44,16 @@ def test_an_empty_key_is_refused_before_the_model_is_read(call, monkeypatch):
         assert (done.code, done.err.count("\n"), "an API key is empty" in done.err) == (2, 1, True)
 
 
-def test_a_log_that_nobody_reads_stops_nobody():
+@pytest.mark.parametrize("line", ["x" * 1000, "x" * 100_000], ids=["short", "long"])
+def test_a_log_that_nobody_reads_stops_nobody(line):
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb", 0) as pipe, os.fdopen(writer, "w") as written:
-        handler, lines = LossyHandler(written), ["x" * 1000] * 200  # more than a pipe holds
-        for line in lines:
-            handler.handle(logging.makeLogRecord({"msg": line}))
+        handler = LossyHandler(written)
+        records = [logging.makeLogRecord({"msg": line}) for _ in range(200)]  # no pipe holds these
+        thread = threading.Thread(target=lambda: [*map(handler.handle, records)], daemon=True)
+        thread.start()
+        thread.join(10)
+        assert not thread.is_alive()
         num_lost = 200 - pipe.read(1 << 20).count(b"\n")
         handler.handle(logging.makeLogRecord({"msg": "again"}))
         assert pipe.read(100) == b"again (after %d lines that are lost)\n" % num_lost

@@ -164,9 +164,3 @@ class Conversation(Body):
     """Whether it calls some: auto, none, required, or the function to call."""
     parallel_tool_calls: bool = True
     """Whether it may call several."""
-
-    @property
-    def callable_functions(self) -> dict[str, Function]:
-        """Functions that may be called, by their names."""
-        offered = () if self.continue_final_message else self.tools
-        return {f.name: f for f in offered if self.tool_choice in ("auto", "required", f.name)}

@@ -17,12 +17,11 @@ from minitri.core.errors import MAX_COUNT, shorten
 from minitri.core.settings import MAX_ROWS
 from minitri.files.hf_config import without_null
 
-Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Texts = str | Many[str]
-LENGTHS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+LENGTHS = AliasChoices("max_tokens", "max_completion_tokens", "max_output_tokens")
 GRAMMARS = {"json": "json_schema", "regex": "regex", "grammar": "lark"}  # by vLLM's names
 NOTES = {"name", "description", "strict"}  # fields of a form that change nothing here
-FORMS = ("response_format", "structured_outputs", "text")
+FORMS = AliasChoices("response_format", "structured_outputs", "text")
 
 
 def like(name: str) -> Any:
@@ -83,7 +82,7 @@ class Fields(Body):
     logit_bias: dict[str, float] | None = like("logit_bias")
     bad_words: Texts | None = like("bad_words")
     min_tokens: int | None = like("min_tokens")
-    max_tokens: Count | None = Field(None, validation_alias=AliasChoices(*LENGTHS))
+    max_tokens: int | None = Field(None, ge=1, le=MAX_COUNT, validation_alias=LENGTHS)
     """Most tokens of the answer, also as max_completion_tokens or max_output_tokens. Default: 16,
     of a chat as many as the context has room for."""
     stop: Texts = ()
@@ -91,8 +90,9 @@ class Fields(Body):
     ignore_eos: bool = False
     """Go on after a token that ends the text."""
     seed: int | None = Field(None, ge=-(1 << 63), le=(1 << 64) - 1)
-    """Seed of the random numbers, by default drawn: a request has one answer per seed; answer i has
-    that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
+    """Seed of the random numbers, by default drawn: a request has one answer per seed, whatever was
+    asked before or runs next to it, unless the server has --no-coupled, or a GPU rounds otherwise.
+    Answer i has that of seed + i. The two halves of its 64 bits are combined by exclusive or."""
     n: int = Field(1, ge=1, le=MAX_ROWS)
     """How many answers to each prompt."""
     stream: bool = False
@@ -109,7 +109,7 @@ class Fields(Body):
     """The end user, if there is no safety_identifier."""
     prompt_cache_key: str = ""
     """The end user, if there is no user."""
-    response_format: Json | None = Field(None, validation_alias=AliasChoices(*FORMS))
+    response_format: Json | None = Field(None, validation_alias=FORMS)
     """Form of the answer: of type text, json_object, or json_schema, with a schema; or in vLLM's
     words, also as structured_outputs: json (a schema), regex, choice, or grammar (Lark). At
     /v1/responses also as the format of text. At most 131072 characters, 3000 keys or rules, and a
@@ -161,8 +161,8 @@ def messages_of(items: Any) -> object:
             case {"type": "function_call_output", "call_id": call_id, "output": content}:
                 messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
             case {"role": _, "content": _} if item.get("type", "message") == "message":
-                names = [name for name in item if name not in ("type", "id", "status")]
-                messages.append({name: item[name] for name in names})
+                about = ("type", "id", "status")
+                messages.append({name: item[name] for name in item if name not in about})
             case _:
                 raise ValueError("give a text, or a list of messages and calls")
     return messages

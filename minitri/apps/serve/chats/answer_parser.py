@@ -59,20 +59,16 @@ class AnswerParser:
         self._form = form
         self._rest = ""  # text that has not been passed on
         self._is_last = False
-        self._pieces: list[Piece] = []
         self._steps = self._read(thinks)
 
     def push(self, text: str, *, is_last: bool = False) -> list[Piece]:
         """Takes in a piece of text; returns what can be passed on, after the last piece all."""
         self._rest += text
         self._is_last = is_last
-        next(self._steps, None)
-        pieces = self._pieces
-        self._pieces = []
-        return pieces
+        return [*iter(self._steps.__next__, None)]  # up to where it waits for more text
 
-    def _read(self, thinks: bool) -> Generator[None, None, None]:
-        """Parses an answer, as a coroutine that waits for more text at each `yield`."""
+    def _read(self, thinks: bool) -> Iterator[Piece | None]:
+        """Parses an answer: yields its pieces, and None where it waits for more text."""
         if thinks or (yield from self._take(THINK)):
             yield from self._take("")
             yield from self._pass_to(END_THINK, "reasoning_content")
@@ -83,28 +79,28 @@ class AnswerParser:
         if not taken:
             taken = yield from self._pass_to(form.opening if form else "", "content")
         while not self._is_last:
-            yield
-        self._pieces += calls_in(taken + self._rest)
+            yield None
+        yield from calls_in(taken + self._rest)
 
     def _take(self, tag: str) -> Generator[None, None, str]:
         """Takes a tag with the spaces before it, if these come next, and returns them."""
         while tag.startswith(head := self._rest.lstrip()) and not self._is_last:
-            yield
+            yield None
         is_next = head.startswith(tag)
         return self._cut(len(self._rest) - len(head) + len(tag)) if is_next else ""
 
-    def _pass_to(self, tag: str, kind: str) -> Generator[None, None, str]:
+    def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
         """Passes on text up to a tag, or to the end. Returns the tag, if it comes."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
             if text := self._cut(len(self._rest) - held if place < 0 else place):
-                self._pieces.append(Piece(kind, text))
+                yield Piece(kind, text)
             if place >= 0:
                 return self._cut(len(tag))
             if self._is_last:
                 return ""
-            yield
+            yield None
 
     def _cut(self, num: int) -> str:
         """Takes characters off the rest of the text."""

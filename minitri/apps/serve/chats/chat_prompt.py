@@ -29,18 +29,19 @@ class ChatPrompt:
     def __init__(self, asked: Conversation, engine: Engine) -> None:
         """Renders and tokenizes a conversation. Raises `InputError`."""
         tokenizer = engine.tokenizer
-        self.names = asked.callable_functions.keys()
-        if not self.names and asked.tool_choice not in ("auto", "none"):
-            refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
-        offered = asked.tools if asked.tool_choice != "none" else ()
+        choice = asked.tool_choice
+        offered = () if choice == "none" else asked.tools
         tools = [
             {"type": tool.type, "function": tool.model_dump(exclude={"type", "strict"})}
             for tool in offered
         ]
+        may_call = () if asked.continue_final_message else offered
+        self.functions = {f.name: f for f in may_call if choice in ("auto", "required", f.name)}
+        if not self.functions and choice not in ("auto", "none"):
+            refuse(asked, "tool_choice", "give auto, none, required, or a function in tools")
         turns = [{"role": "system", "content": asked.instructions}] if asked.instructions else []
         turns += read_turns(asked.messages)
-        goes_on = asked.continue_final_message
-        self._begun = turns.pop()["content"] if goes_on else ""
+        self._begun = turns.pop()["content"] if asked.continue_final_message else ""
         template = tokenizer.chat_template
         source = template.tool_source if template is not None else ""
         has_calls = any(turn.keys() & {"tool_calls", "tool_call_id"} for turn in turns)
@@ -48,12 +49,11 @@ class ChatPrompt:
             raise InputError("the model's chat template leaves tools out; use one that has them")
         form = format_of(source)
         turns = [*one_call_each(turns)] if form.is_bare else turns
-        self.text = tokenizer.render_chat(turns, tools)
-        encode = tokenizer.encode_marked
-        self.token_ids = encode(self.text) + encode(self._begun)
-        self._thinks = self.text.rstrip().endswith(THINK)
-        self._form = form if self.names else None
-        tags = [THINK, END_THINK, *((form.opening, form.closing) if self.names else ())]
+        text = tokenizer.render_chat(turns, tools)
+        self.token_ids = tokenizer.encode_marked(text) + tokenizer.encode_marked(self._begun)
+        self._thinks = text.rstrip().endswith(THINK)
+        self._form = form if self.functions else None
+        tags = [THINK, END_THINK, *((form.opening, form.closing) if self.functions else ())]
         controls = tokenizer.control_ids(tags)
         self.shown = frozenset(controls.values())
         self._asked = asked
@@ -71,10 +71,10 @@ class ChatPrompt:
             reply = form and schema_text(form.text or '{"type": "object"}')
         text = TEMPLATES.get_template(f"{self._form.name}.lark").render(
             form=self._form,
-            functions=schemas_of(asked.callable_functions),
+            functions=schemas_of(self.functions),
             reply=reply,
             is_auto=asked.tool_choice == "auto",
-            is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.names,
+            is_parallel=asked.parallel_tool_calls and asked.tool_choice not in self.functions,
             **self._tags,
         )
         return Grammar("lark", text)
@@ -94,11 +94,11 @@ def read_turns(messages: Sequence[Message]) -> list[Json]:
         given = message.model_dump(exclude={"name"})
         turn = {key: given[key] for key in given if given[key] or key in ("role", "content")}
         for call in turn.get("tool_calls", ()):
-            names[call["id"]] = call["function"]["name"]
             call["id"] = short_id(call["id"])
+            names[call["id"]] = call["function"]["name"]
         if message.role == "tool":
-            call_id = message.tool_call_id
-            turn |= {"tool_call_id": short_id(call_id), "name": names.get(call_id, "")}
+            call_id = short_id(message.tool_call_id)
+            turn |= {"tool_call_id": call_id, "name": names.get(call_id, "")}
         turns.append(turn)
     return turns
 
@@ -111,9 +111,9 @@ def short_id(call_id: str) -> str:
 def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
     """Messages of which none has several calls, for templates that refuse those."""
     for turn in turns:
-        first, *others = turn.get("tool_calls", ()) or [None]
-        yield turn | ({"tool_calls": [first]} if others else {})
-        for call in others:
+        calls = turn.get("tool_calls", ())
+        yield turn | {"tool_calls": calls[:1]} if calls else turn
+        for call in calls[1:]:
             yield {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
