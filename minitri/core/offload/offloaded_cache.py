@@ -56,7 +56,7 @@ class OffloadedFullCache(FullCache):
         L = model.config.num_layers - on_chip
         S = round_up_to_stride(capacity)
         empty = functools.partial(torch.empty, dtype=model.dtype, device=model.device)
-        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
+        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D))
         self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), model.dtype)
         self.stream = stream or CopyStream(model.device)
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
@@ -182,10 +182,10 @@ class OffloadedFullCache(FullCache):
                 kept_TPKD = latest_BTPKD[b, 1 : 1 + len(path)]
                 host_BSPKD[b, start : start + len(path)].copy_(kept_TPKD, non_blocking=True)
 
-    def _set_lengths(self, lengths: list[int]) -> None:
-        super()._set_lengths(lengths)
+    def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
+        super().hold(b, num_slots, num_tokens)
         for buffer in self.buffers:
-            buffer.num_held = [min(pair) for pair in zip(buffer.num_held, lengths, strict=True)]
+            buffer.num_held[b] = min(buffer.num_held[b], num_slots)
 
     def _by_row(self) -> dict[int, int]:
         return dict(enumerate(self.lengths))
@@ -198,7 +198,8 @@ class HostedRow(FullCache):
     is_hosted = True
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
-        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
+        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1])
+        self.restore(0, length)
         self._full = full
         self._b = b
 

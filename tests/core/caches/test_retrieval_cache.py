@@ -219,7 +219,8 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
     with torch.inference_mode():
         rig.start()
         text = [*rig.sequences[0], 7, 9]
-        chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
+        chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone())
+        chosen.restore(0, 32)
         guesses = Proposal.of([text[-2:]], torch.ones(1, 2, 1), [["draft"]])
         probs_BNV = rig.runners["retrieval"].next_probs([text[:-2]], [True], guesses).probs_BNV
         block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))
