@@ -41,15 +41,6 @@ class LevelStats:
     num_accepted_tokens: int = 0  # these guesses before the first rejection
     seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
 
-    def record(self, num_draft: int, num_accepted: int) -> int:
-        """Counts a verdict about one row's `num_draft` guesses; returns how many were tested."""
-        num_tested = min(num_accepted + 1, num_draft)
-        self.num_rounds += 1
-        self.num_draft_tokens += num_draft
-        self.num_tested_tokens += num_tested
-        self.num_accepted_tokens += num_accepted
-        return num_tested
-
     @property
     def acceptance_rate(self) -> float | None:
         """Accepted / tested tokens, the paper's alpha; None before the first test."""
@@ -136,7 +127,11 @@ class Meter:
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
         """Reports that `level` accepted `num_accepted` of one row's guesses by stage `proposer`."""
-        num_tested = level.record(num_draft, num_accepted)
+        num_tested = min(num_accepted + 1, num_draft)
+        level.num_rounds += 1
+        level.num_draft_tokens += num_draft
+        level.num_tested_tokens += num_tested
+        level.num_accepted_tokens += num_accepted
         if proposer:
             # A proposal without guesses counts as one rejected guess: nothing was gained.
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)
