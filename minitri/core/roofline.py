@@ -122,7 +122,7 @@ class Workload:
     num_retrieved: int  # in the retrieval cache, all rows together
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
     hosted_share: float = 0.0  # share of the full cache that is in host memory
-    pass_bytes: Mapping[str, int] = field(default_factory=dict)
+    pass_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
     batch_size: int = 1  # rows
 
