@@ -68,10 +68,6 @@ class Cache:
         return self.num_tokens
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self.keys.shape
-
-    @property
     def device(self) -> torch.device:
         return self.keys.device
 
@@ -99,7 +95,8 @@ class Cache:
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
         for b, (row, most) in enumerate(zip(self._filled, num_tokens, strict=True)):
-            self.hold(b, min(row.num_slots, most - row.num_left_out), min(most, self.num_tokens[b]))
+            num_kept = min(row.num_slots, most - row.num_left_out)
+            self.hold(b, num_kept, num_kept + row.num_left_out)
 
     def reset(self, b: int) -> None:
         self.hold(b, 0, 0)

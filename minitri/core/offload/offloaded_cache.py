@@ -71,11 +71,6 @@ class OffloadedFullCache(FullCache):
         self._subscriber = weakref.ref(cache) if cache else None
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        _, B, K, S, D = self.keys.shape
-        return self.on_chip + len(self.host_LBSPKD), B, K, S, D
-
-    @property
     def num_bytes(self) -> int:
         return super().num_bytes + self.host_LBSPKD.nbytes
 
@@ -111,7 +106,7 @@ class OffloadedFullCache(FullCache):
     def _prefetch(self, layer: int) -> StagingBuffer:
         """Queues copies of a layer in host memory and the next one; returns the layer's buffer."""
         buffer = self.fetch(layer, self._by_row())
-        if layer + 1 < self.shape[0]:
+        if layer + 1 < self.on_chip + len(self.host_LBSPKD):
             self.fetch(layer + 1, self._by_row())
         return buffer
 

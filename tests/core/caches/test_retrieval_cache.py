@@ -194,7 +194,7 @@ def test_the_queries_that_choose_are_those_that_attend():
 def test_a_row_remembers_copies_of_the_queries_of_its_text_alone():
     """The buffer that they come from is overwritten by later passes."""
     full, sizes = new_cache(CONFIG, 1, 64), SpeculationConfig(chunk_size=1, num_recent_tokens=1)
-    full.keys[:], full.values[:] = torch.randn(2, *full.shape, generator=torch.manual_seed(0))
+    full.keys[:], full.values[:] = torch.randn(2, *full.keys.shape, generator=torch.manual_seed(0))
     full.advance([40])
     buffer_LTHD = torch.empty(L, 3, H, D)
 
