@@ -18,12 +18,12 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 class Clock:
     """The host's clock, for a CPU, whose calls return when their work is done."""
 
-    def now(self) -> Any:
-        return time.perf_counter()
-
-    def since(self, start: Any, take: Callable[[float], None]) -> None:
-        """Calls `take` with the seconds since `start`, as soon as they are known."""
-        take(time.perf_counter() - start)
+    @contextmanager
+    def timed(self, take: Callable[[float], None]) -> Iterator[None]:
+        """Context for work; calls `take` with its seconds, as soon as they are known."""
+        started = time.perf_counter()
+        yield
+        take(time.perf_counter() - started)
 
     def settle(self) -> None:
         """Waits for the device until all seconds are known."""
@@ -119,9 +119,8 @@ class Meter:
             level.seconds += seconds
             self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)
 
-        started = self.clock.now()
-        yield
-        self.clock.since(started, take)
+        with self.clock.timed(take):
+            yield
 
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
