@@ -28,7 +28,7 @@ from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
@@ -138,28 +138,26 @@ def allocate(
     if held:  # before captures overwrite the first slots of empty rows
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
+    filters = shape.sampling
+    V = target.config.vocab_size
     runners: dict[str, ModelRunner] = {}
     cache: RetrievalCache | None = None
     if models.draft and shape.uses_drafter:
         window = StreamingCache(models.draft, shape.num_rows, speculation)
         # Without trees `CapturedDraft` captures whole rounds instead of single passes.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
-        drafting = DraftRunner(models.draft, window, **common, graphs=graphs, block_sizes=sizes)
-        runners["draft"] = drafting
+        passes = Passes(models.draft, window, filters, V)
+        runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)
     if shape.uses_retrieval:
         cache = RetrievalCache(full, target, speculation, shape.budgets)
         longest = 1 + max(plan.gamma1 for plan in speculation.plans)
         sizes = {1, speculation.max_block if speculation.tree else longest}
-        guessing = ModelRunner(models.retrieval, cache, **common, graphs=graphs, block_sizes=sizes)
-        runners["retrieval"] = guessing
+        passes = Passes(models.retrieval, cache, filters, V)
+        runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
     runners["target"] = ModelRunner(
-        target,
-        full,
-        **common,
-        queries_LBTHD=cache.queries_LBTHD if cache else None,
+        Passes(target, full, filters, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,
         block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )
