@@ -9,7 +9,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import SamplingParams, SpeculationConfig
 
 CPU, DTYPE, PLAIN = torch.device("cpu"), torch.float64, SamplingParams(1.0)
@@ -32,8 +32,8 @@ def main() -> None:
     full = FullCache.allocate(target, 1, 1024)
     small = RetrievalCache(full, target, SETTINGS, [64])
     window = StreamingCache(draft, 1, SETTINGS)
-    verifier = ModelRunner(target, full, PLAIN, vocab_size=64, queries_LBTHD=small.queries_LBTHD)
-    drafter = DraftRunner(draft, window, PLAIN, vocab_size=64)
+    verifier = ModelRunner(Passes(target, full, PLAIN, 64, small.queries_LBTHD))
+    drafter = DraftRunner(Passes(draft, window, PLAIN, 64))
     list(prefill(target, TEXT[:1000], full, 0, chunk=128))
     verifier.next_probs([TEXT[:1000]], [True])
     small.commit(0, small.queries_LBTHD[:, 0, :1])

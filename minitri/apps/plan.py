@@ -96,7 +96,7 @@ def demand_of(args: Namespace) -> Demand:
         text = "%s holds %d tokens, not %d; use --rope-scaling, or a lower --context"
         log.warning(text, config.name, longest, context)
     draft = default_draft(args.model) if args.draft == "auto" else args.draft
-    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk)
+    generation = GenerationConfig(1, prefill_chunk=args.prefill_chunk, offload=True)
     return Demand(
         config.share(args.gpus),
         None if draft in LOOKUPS else config_of(draft),
@@ -116,8 +116,7 @@ def site_of(args: Namespace) -> Site:
 
 def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
     """Most layers whose KV fits on the GPU. Raises `InputError` if nothing fits."""
-    room = site.gib * GIB - CONTEXT
-    return choose_on_chip(needs, GenerationConfig(offload=True), room, host_bytes)
+    return choose_on_chip(needs, site.gib * GIB - CONTEXT, host_bytes)
 
 
 def run_command(args: Namespace) -> None:

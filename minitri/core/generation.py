@@ -233,7 +233,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _scores(self, stack: Stack, b: int, row: Row, new: Emitted) -> list[Any]:
         """For each new token of row b its log-probabilities, if requested; raises a row's error."""
         if not new.tokens:
-            filters = stack.memory.target.text_filters[b]
+            filters = stack.memory.runners["target"].text_filters[b]
             matcher = filters.matcher if filters else None
             raise new.error or NotFiniteError(matcher.error if matcher else "")
         num_top = row.request.generation.logprobs

@@ -28,7 +28,7 @@ from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.offload.placement import Demand
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.shape import MemoryShape
 
@@ -113,15 +113,9 @@ class Memory:
     shape: MemoryShape  # of the largest run that the memory serves
     full: FullCache  # of the target
     prefix: PrefixCache  # finds texts that `full` still holds
-    target: ModelRunner  # the target with the full cache
+    runners: dict[str, ModelRunner]  # models with their caches by stage, from the lowest upwards
     graphs: GraphPool | None  # captured CUDA graphs, on a GPU
-    retrieval: ModelRunner | None = None  # the proposing target with the retrieval cache
-    retrieval_cache: RetrievalCache | None = None
-    draft: DraftRunner | None = None  # the draft model with its streaming cache
-
-    @property
-    def runners(self) -> list[ModelRunner]:
-        return [runner for runner in (self.draft, self.retrieval, self.target) if runner]
+    retrieval_cache: RetrievalCache | None
 
 
 def allocate(
@@ -137,7 +131,6 @@ def allocate(
     `held` of an earlier run, if given; no passes over host memory. Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
-    draft = models.draft if shape.uses_drafter else None
     if not full:
         full = allocate_full_cache(target, demand_of(models, shape), host)
     reuses_generated = not target.execution.is_row_invariant
@@ -145,31 +138,30 @@ def allocate(
     if held:  # before captures overwrite the first slots of empty rows
         prefix.adopt(held)
     graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
-    common: dict[str, Any] = {"sampling": shape.sampling, "vocab_size": target.config.vocab_size}
-    drafting: DraftRunner | None = None
-    retrieval: ModelRunner | None = None
+    filters = shape.sampling
+    V = target.config.vocab_size
+    runners: dict[str, ModelRunner] = {}
     cache: RetrievalCache | None = None
-    if draft:
-        window = StreamingCache(draft, shape.num_rows, speculation)
+    if models.draft and shape.uses_drafter:
+        window = StreamingCache(models.draft, shape.num_rows, speculation)
         # Without trees `CapturedDraft` captures whole rounds instead of single passes.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
-        drafting = DraftRunner(draft, window, **common, graphs=graphs, block_sizes=sizes)
+        passes = Passes(models.draft, window, filters, V)
+        runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)
     if shape.uses_retrieval:
         cache = RetrievalCache(full, target, speculation, shape.budgets)
         longest = 1 + max(plan.gamma1 for plan in speculation.plans)
         sizes = {1, speculation.max_block if speculation.tree else longest}
-        retrieval = ModelRunner(models.retrieval, cache, **common, graphs=graphs, block_sizes=sizes)
+        passes = Passes(models.retrieval, cache, filters, V)
+        runners["retrieval"] = ModelRunner(passes, graphs=graphs, block_sizes=sizes)
     if isinstance(full, OffloadedFullCache):
         full.subscribe(cache)
-    verifying = ModelRunner(
-        target,
-        full,
-        **common,
-        queries_LBTHD=cache.queries_LBTHD if cache else None,
+    runners["target"] = ModelRunner(
+        Passes(target, full, filters, V, cache.queries_LBTHD if cache else None),
         graphs=None if full.is_hosted else graphs,
         block_sizes={min(size, speculation.max_block) for size in (1, 5, 9, LONGEST_BLOCK)},
     )
-    return Memory(models, shape, full, prefix, verifying, graphs, retrieval, cache, drafting)
+    return Memory(models, shape, full, prefix, runners, graphs, cache)
 
 
 class MemoryPool:

@@ -6,7 +6,7 @@ A pass reads every weight and all cached K and V once, however few tokens it com
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from minitri.core.config import ModelConfig
 
@@ -78,14 +78,12 @@ def bytes_per_pass(model: "Llama") -> int:
 @cache
 def copy_bytes(config: ModelConfig, bits: int) -> int:
     """Bytes of a copy of the weights in 4 or 8 bits, with an LM head in 8 bits; 0 for 0 bits."""
-
-    def size(layer: Any, bits: int) -> int:
-        return layer.out_features * -(-layer.in_features // GROUP) * (GROUP * bits // 8 + 4)
-
-    model = outline(config)
-    linears = (layer for layer in model.layers.modules() if hasattr(layer, "in_features"))
-    layers = sum(size(linear, bits) for linear in linears)
-    return layers + size(model.lm_head, 8) if bits else 0
+    num_bytes = 0
+    for name, weight in outline(config).named_parameters():
+        if bits and weight.dim() == 2 and name != "embed_tokens.weight":
+            num_groups = len(weight) * -(-weight.shape[1] // GROUP)
+            num_bytes += num_groups * (GROUP * (8 if name == "lm_head.weight" else bits) // 8 + 4)
+    return num_bytes
 
 
 @dataclass(frozen=True)
@@ -122,7 +120,7 @@ class Workload:
     num_retrieved: int  # in the retrieval cache, all rows together
     itemsize: int = 2  # bytes of a number, in weights and in KV caches
     hosted_share: float = 0.0  # share of the full cache that is in host memory
-    pass_bytes: Mapping[str, int] = field(default_factory=dict)
+    pass_bytes: Mapping[str, float] = field(default_factory=dict)
     """Bytes of weights that a pass reads, by stage, where they do not follow from the config."""
     batch_size: int = 1  # rows
 

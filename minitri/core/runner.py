@@ -37,7 +37,7 @@ class Passes:
     filters: SamplingParams
     """Graphs freeze top-k and which filters are on, and read other values from `numbers_3`."""
     vocab_size: int  # of the target, and so of every distribution
-    queries_LBTHD: Tensor | None  # filled with rotated queries of the latest block; None: unused
+    queries_LBTHD: Tensor | None = None  # filled with rotated queries of the latest block
 
     def __post_init__(self) -> None:
         numbers_3 = torch.tensor(self.filters.numbers, dtype=torch.float64)
@@ -48,9 +48,7 @@ class Passes:
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
-        block = unpack_block(packed_4BT)
-        if len(guesses_BN[0]):
-            block = block.with_guesses(places_BN[:, 1:], guesses_BN)
+        block = unpack_block(packed_4BT).with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
         places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
         return hidden_BTE.take_along_dim(places_BN1, 1)
@@ -89,27 +87,23 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
-        cache: Cache,
-        sampling: SamplingParams,
+        passes: Passes,
         *,
-        vocab_size: int,
-        queries_LBTHD: Tensor | None = None,
         graphs: GraphPool | None = None,
         block_sizes: Collection[int] = (),
     ) -> None:
         """With `graphs`, passes over blocks of `block_sizes` are captured now, and later blocks are
         padded to the next size, trees to the largest. Raises `InputError` if a capture fails."""
-        B = len(cache.lengths)
-        self.model = model
-        self.cache = cache
-        self.sampling = [sampling] * B
+        B = len(passes.cache.lengths)
+        self.passes = passes
+        self.model = passes.model
+        self.cache = passes.cache
+        self.sampling = [passes.filters] * B
         self.text_filters: list[TextFilters | None] = [None] * B
-        self.passes = Passes(model, cache, sampling, vocab_size, queries_LBTHD)
         self.graphs = graphs
         self.block_sizes = sorted(block_sizes) if graphs else []
         for size in self.block_sizes:  # a capture writes to slots after the prefixes only
-            packed_4BT = pack_block(model, [[0]] * B, cache, size)
+            packed_4BT = pack_block(self.model, [[0]] * B, self.cache, size)
             guesses_BN = torch.zeros(B, size - 1, dtype=torch.int64)
             self._output(self.passes.forward, None, packed_4BT, guesses_BN)
 

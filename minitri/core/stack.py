@@ -9,7 +9,7 @@ import torch
 
 from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.decoding.cascade import Cascade
-from minitri.core.decoding.level import Level, Stage
+from minitri.core.decoding.level import Stage
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource, RandomSource
 from minitri.core.decoding.verification import Emitted, Proposal
 from minitri.core.drafters.lookup import LookupDrafter
@@ -20,7 +20,6 @@ from minitri.core.offload.streams import clock_of
 from minitri.core.prefill import Score, prefill, read_chunk
 from minitri.core.requests import Row
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
-from minitri.core.runner import ModelRunner
 from minitri.core.shape import MemoryShape
 from minitri.core.stats import Meter, Stats
 
@@ -38,12 +37,12 @@ class Stack:
         self._is_open = is_open
         self.sequences: list[list[int]] = [[] for _ in shape.prompt_lengths]
         self._ends = [0] * shape.num_rows  # most tokens of each row's text, with its prompt
-        stages = {"target": models.target, "retrieval": models.retrieval, "draft": models.draft}
-        least = models.target.execution.ranks.least  # shares may be uneven
+        runners = memory.runners
+        least = self.target.execution.ranks.least  # shares may be uneven
         self._pass_bytes = {
-            name: int(least(bytes_per_pass(model))) for name, model in stages.items() if model
+            name: least(bytes_per_pass(runner.model)) for name, runner in runners.items()
         }
-        self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in memory.runners))
+        self.stats = Stats(kv_cache_bytes=sum(it.cache.num_bytes for it in runners.values()))
         prior = self.prior_seconds(shape.prompt_lengths)
         self.tuner = Autotuner(
             speculation.plans, prior, use_clock=may_use_clock(models, shape, is_open=is_open)
@@ -51,29 +50,20 @@ class Stack:
         self.meter = Meter(self.stats, self.tuner, clock_of(self.target.device))
         independent = IndependentSource(speculation.verification)
         self.source: RandomSource = CoupledSource() if speculation.coupled else independent
-        drafter = self._drafter()
-        retrieval = self._level("retrieval", memory.retrieval) if memory.retrieval else None
-        target = self._level("target", memory.target)
-        self.cascade = Cascade(self.sequences, self.meter, target, drafter, retrieval)
+        drafters = list[Stage]()  # made before the levels, as statistics list the lowest first
+        if shape.uses_drafter and not models.draft:
+            if models.drafter is None:
+                drafters.append(LookupDrafter(self.meter, runners["target"]))
+            else:
+                where = (self.meter, runners["target"], self.source)
+                drafters.append(PluggedDrafter(*where, models.drafter))
+        *below, target = [
+            models.level_type(speculation, runner)(name, self.meter, runner, self.source)
+            for name, runner in runners.items()
+        ]
+        self.cascade = Cascade(self.sequences, self.meter, target, *drafters, *below)
         if memory.graphs:
             self._capture(memory.graphs)
-
-    def _drafter(self) -> Stage | None:
-        """The stage that guesses first: draft model, user's drafter or lookup; None if unused."""
-        memory = self.memory
-        if memory.draft:
-            return self._level("draft", memory.draft)
-        if not self.shape.uses_drafter:
-            return None
-        drafter = memory.models.drafter
-        if drafter is None:
-            return LookupDrafter(self.meter, memory.target)
-        return PluggedDrafter(self.meter, memory.target, self.source, drafter)
-
-    def _level(self, name: str, runner: ModelRunner) -> Level:
-        """Makes a level (`TreeLevel` for trees) over `runner`; call lowest first, as stats list."""
-        make = self.memory.models.level_type(self.shape.speculation, runner)
-        return make(name, self.meter, runner, self.source)
 
     def _capture(self, graphs: GraphPool) -> None:
         """Captures CUDA graphs of verdicts and guesses in all shapes, before steps are timed."""
@@ -81,7 +71,7 @@ class Stack:
         V = self.target.config.vocab_size
         graphs.is_open = True
         self.source.run = graphs.run
-        for size in {size for runner in self.memory.runners for size in runner.block_sizes}:
+        for size in {size for it in self.memory.runners.values() for size in it.block_sizes}:
             probs_BNV = torch.zeros(B, size, V, device=self.target.device)
             self.source.verify(Proposal.nothing(B), probs_BNV, [0] * B, [False] * B)
         for stage in self.cascade.stages:
@@ -103,7 +93,7 @@ class Stack:
         self.source.restart(b, request.seed or 0)
         if memory.retrieval_cache:
             memory.retrieval_cache.reset(b, self.shape.budget_for(num_tokens))
-        for runner in memory.runners:
+        for runner in memory.runners.values():
             runner.sample_by(b, request.sampling, text_filters)
 
     def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
@@ -178,7 +168,7 @@ class Stack:
     def prior_seconds(self, lengths: Sequence[int]) -> Callable[[str, float], float]:
         """Makes a function from a stage and a number of guesses to predicted seconds of a round
         over texts of these lengths."""
-        draft = self.memory.draft
+        draft = self.memory.runners.get("draft")
         target = self.target
         work = Workload(
             target.config,

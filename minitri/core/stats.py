@@ -18,12 +18,12 @@ LogProbs = tuple[float, tuple[tuple[int, float], ...]]
 class Clock:
     """The host's clock, for a CPU, whose calls return when their work is done."""
 
-    def now(self) -> Any:
-        return time.perf_counter()
-
-    def since(self, start: Any, take: Callable[[float], None]) -> None:
-        """Calls `take` with the seconds since `start`, as soon as they are known."""
-        take(time.perf_counter() - start)
+    @contextmanager
+    def timed(self, take: Callable[[float], None]) -> Iterator[None]:
+        """Context for work; calls `take` with its seconds, as soon as they are known."""
+        started = time.perf_counter()
+        yield
+        take(time.perf_counter() - started)
 
     def settle(self) -> None:
         """Waits for the device until all seconds are known."""
@@ -40,15 +40,6 @@ class LevelStats:
     num_tested_tokens: int = 0  # these guesses up to the first rejection
     num_accepted_tokens: int = 0  # these guesses before the first rejection
     seconds: float = 0.0  # in its own forward passes and verdicts, without the stages below
-
-    def record(self, num_draft: int, num_accepted: int) -> int:
-        """Counts a verdict about one row's `num_draft` guesses; returns how many were tested."""
-        num_tested = min(num_accepted + 1, num_draft)
-        self.num_rounds += 1
-        self.num_draft_tokens += num_draft
-        self.num_tested_tokens += num_tested
-        self.num_accepted_tokens += num_accepted
-        return num_tested
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -128,15 +119,18 @@ class Meter:
             level.seconds += seconds
             self.tuner.note_round(level.name, num_guesses, seconds / num_tokens)
 
-        started = self.clock.now()
-        yield
-        self.clock.since(started, take)
+        with self.clock.timed(take):
+            yield
 
     def note_acceptance(
         self, level: LevelStats, proposer: str | None, num_draft: int, num_accepted: int
     ) -> None:
         """Reports that `level` accepted `num_accepted` of one row's guesses by stage `proposer`."""
-        num_tested = level.record(num_draft, num_accepted)
+        num_tested = min(num_accepted + 1, num_draft)
+        level.num_rounds += 1
+        level.num_draft_tokens += num_draft
+        level.num_tested_tokens += num_tested
+        level.num_accepted_tokens += num_accepted
         if proposer:
             # A proposal without guesses counts as one rejected guess: nothing was gained.
             self.tuner.note_acceptance(proposer, max(num_tested, 1), num_accepted)

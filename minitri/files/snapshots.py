@@ -97,7 +97,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
         if not is_whole or tensors["checksum"] != checksum(facts, tensors["tokens"], tensors["kv"]):
             raise ValueError("it is damaged")
     keys_LBKTD, values_LBKTD = tensors["kv"].unsqueeze(2).unbind(1)
-    full = FullCache(keys_LBKTD, values_LBKTD, [num_tokens])
+    full = FullCache(keys_LBKTD, values_LBKTD)
     return HeldRow(full, 0, tensors["tokens"].tolist()), facts.get("note", "")
 
 

@@ -81,8 +81,7 @@ class Rig:
         self.session = session = Stack(memory, shape)
         self.full, self.small = memory.full, memory.retrieval_cache
         self.cascade, self.sequences, self.stats = session.cascade, session.sequences, session.stats
-        runners = {"target": memory.target, "retrieval": memory.retrieval, "draft": memory.draft}
-        self.runners = {name: runner for name, runner in runners.items() if runner is not None}
+        self.runners = memory.runners
         for b, prompt in enumerate(prompts):
             request = Request(prompt, seed + b, sampling, generation)
             session.admit(b, Row(b, request, prompt))

@@ -6,7 +6,7 @@ import torch
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.verification import Proposal
 from minitri.core.model.block import read_block
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import SamplingParams
 from tests.core.rigs import new_cache, random_prompt, tiny_config, tiny_model
 
@@ -18,7 +18,7 @@ def after(model, tokens: list[int], sampling, *sizes: int) -> list[torch.Tensor]
     caches = [new_cache(model.config, 1, len(tokens), model.dtype) for _ in range(1 + len(sizes))]
     found = [model.lm_head(read_block(model, [tokens], caches.pop())[:, -1])]
     for size, cache in zip(sizes, caches, strict=True):
-        runner = ModelRunner(model, cache, sampling, vocab_size=size)
+        runner = ModelRunner(Passes(model, cache, sampling, size))
         found.append(runner.next_probs([tokens], [True]).probs_BNV[:, 0])
     return found
 
@@ -52,7 +52,7 @@ def test_a_row_of_a_ragged_block_is_what_it_is_alone():
     """Though there is no place in the block for all the guesses that another row has."""
     model = tiny_model(tiny_config())
     texts, guesses = [random_prompt(model.config, 7), [5, 6]], [[], [1, 2]]
-    runner = ModelRunner(model, new_cache(model.config, 2), FILTERED, vocab_size=64)
+    runner = ModelRunner(Passes(model, new_cache(model.config, 2), FILTERED, 64))
     proposal = Proposal.of(guesses, torch.ones(2, 2, 1), guesses)
     probs_BNV = runner.next_probs(texts, [True] * 2, proposal).probs_BNV
     for probs_NV, text, own in zip(probs_BNV, texts, guesses, strict=True):

@@ -10,7 +10,7 @@ from minitri.core.graphs import GraphPool
 from minitri.core.model.block import pack_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.streams import clock_of
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import BACKENDS, SamplingParams
 from minitri.devices.gpu.attention_backends import choose_attention
 from minitri.devices.gpu.fused_modules import fuse_if_possible
@@ -46,8 +46,8 @@ def test_a_replay_has_the_bits_of_an_eager_pass(name):
     model = gpu_model(name)
     cache = FullCache.allocate(model, 2, 1024)
     pool = GraphPool(model.device)
-    settings = {"vocab_size": CONFIG.vocab_size, "graphs": pool, "block_sizes": {1, 4}}
-    runner = ModelRunner(model, cache, WARM, **settings)
+    passes = Passes(model, cache, WARM, CONFIG.vocab_size)
+    runner = ModelRunner(passes, graphs=pool, block_sizes={1, 4})
     for size, kept, cropped in ((4, 4, 0), (1, 1, 0), (4, 2, 0), (4, 4, 3), (1, 1, 0), (4, 3, 2)):
         blocks = [
             [(row * 31 + size * 7 + i) % CONFIG.vocab_size for i in range(size)] for row in range(2)
@@ -100,10 +100,9 @@ def test_the_clock_measures_what_the_device_took():
     clock, seconds = clock_of(torch.device("cuda")), []
     a = torch.randn(8192, 8192, device="cuda")
     a @ a  # in which libraries are loaded
-    started = clock.now()
-    for _ in range(20):
-        a @ a
-    clock.since(started, seconds.append)
+    with clock.timed(seconds.append):
+        for _ in range(20):
+            a @ a
     assert not seconds
     torch.cuda.synchronize()
     clock.settle()

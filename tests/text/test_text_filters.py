@@ -13,7 +13,7 @@ from tokenizers import decoders, models
 from minitri.core.decoding.sampling import probs_from_logits
 from minitri.core.decoding.text_filters import TextFilters
 from minitri.core.decoding.verification import Proposal, verify_block
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import SamplingParams
 from minitri.text.grammar import Grammar
 from minitri.text.matcher import GrammarMatcher, compile_grammar, compiled
@@ -168,7 +168,7 @@ def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "logit_bias": bias}
     params = SamplingParams(0.6, **filters, **penalties)
     prompt, guesses = random_prompt(model.config, 12), [3, 4, 4]
-    runner = ModelRunner(model, new_cache(model.config), params, vocab_size=20)
+    runner = ModelRunner(Passes(model, new_cache(model.config), params, 20))
     runner.sample_by(0, params, TextFilters(params, prompt, 20))
     proposal = Proposal.of([guesses], torch.ones(1, 3, 1), [["draft"] * 3])
     output = runner.next_probs([prompt], [True], proposal)

@@ -45,10 +45,9 @@ def microseconds(run: Callable[[int], Tensor], device: torch.device) -> float:
 
     replay, _ = GraphPool(device).record(calls)
     clock, seconds = clock_of(device), list[float]()
-    started = clock.now()
-    for _ in range(REPLAYS):
-        replay()
-    clock.since(started, seconds.append)
+    with clock.timed(seconds.append):
+        for _ in range(REPLAYS):
+            replay()
     synchronize(device)
     clock.settle()
     return 1e6 * seconds[0] / (REPLAYS * CALLS)

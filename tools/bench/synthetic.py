@@ -285,8 +285,7 @@ def fresh_session(
     fill_cache(memory.full)
     memory.full.advance([context - 1])
     if memory.retrieval_cache is not None:
-        assert memory.target.passes.queries_LBTHD is not None
-        queries_LTHD = torch.zeros_like(memory.target.passes.queries_LBTHD[:, 0, :1])
+        queries_LTHD = torch.zeros_like(memory.retrieval_cache.queries_LBTHD[:, 0, :1])
         memory.retrieval_cache.observe(0, queries_LTHD)
     return session
 

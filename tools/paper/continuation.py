@@ -30,7 +30,7 @@ from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.model.block import empty_queries, read_block
 from minitri.core.model.llama import Llama
 from minitri.core.prefill import prefill
-from minitri.core.runner import ModelRunner
+from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import LONGEST_BLOCK
 from minitri.text.prompt_ids import check_prompt
 from tools.paper.baselines.bounds import top_tokens
@@ -174,7 +174,7 @@ class Continuation:
 
     def _runner(self, kind: Any, model: Llama, cache: Any, **settings: Any) -> Any:
         size = self.model.config.vocab_size
-        return kind(model, cache, self.sampling, vocab_size=size, **settings)
+        return kind(Passes(model, cache, self.sampling, size, **settings))
 
     def _probs(
         self, runners: Sequence[ModelRunner], commit: Callable[[int], None], gamma: int

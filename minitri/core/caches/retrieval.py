@@ -51,7 +51,8 @@ class RetrievalCache(Cache):
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
     ) -> None:
         """Allocates an empty cache, which `commit` and `prepare` fill with tokens of `full`."""
-        L, B, K, _, D = full.shape
+        L = model.config.num_layers
+        _, B, K, _, D = full.keys.shape
         self._full = full
         is_default = speculation.policy == "retrieval"
         self._policy: Policy = ChunkRetrieval() if is_default else CheckedPolicy(speculation.policy)

@@ -30,10 +30,11 @@ def make_block(model: Llama, blocks: list[list[int]], cache: Cache) -> Block:
 
 
 def unpack_block(packed_4BT: Tensor) -> Block:
-    """The `Block` of a tensor that `pack_block` made, which is now on the model's device."""
+    """The `Block` of a tensor that `pack_block` made, which is now on the model's device. Short
+    blocks on a GPU take their slots from it, as a CUDA graph may hold the pass."""
     tokens_BT, positions_BT, slots_BT, _ = packed_4BT
-    on_device = reads_slots(packed_4BT.device, packed_4BT.shape[2])
-    return Block(tokens_BT, positions_BT, slots_BT if on_device else None)
+    has_slots = packed_4BT.is_cuda and packed_4BT.shape[2] <= LONGEST_BLOCK
+    return Block(tokens_BT, positions_BT, slots_BT if has_slots else None)
 
 
 def pack_block(
@@ -58,8 +59,3 @@ def empty_queries(model: Llama, batch_size: int, num_tokens: int) -> Tensor:
     config = model.config
     shape = (config.num_layers, batch_size, num_tokens, config.num_heads, config.head_dim)
     return torch.empty(shape, dtype=model.dtype, device=model.device)
-
-
-def reads_slots(device: torch.device, size: int) -> bool:
-    """Whether a pass over blocks of this size takes their slots from a tensor on the device."""
-    return device.type == "cuda" and size <= LONGEST_BLOCK

@@ -47,10 +47,10 @@ class Cache:
 
     is_hosted = False  # whether K and V are partly in host memory
 
-    def __init__(self, keys: Slots, values: Slots, lengths: list[int] | None = None) -> None:
+    def __init__(self, keys: Slots, values: Slots) -> None:
         self.keys = keys
         self.values = values
-        self._filled = [Filled(length) for length in lengths or [0] * keys.shape[1]]
+        self._filled = [Filled() for _ in range(keys.shape[1])]
 
     @property
     def lengths(self) -> list[int]:
@@ -66,10 +66,6 @@ class Cache:
     def next_positions(self) -> list[int]:
         """Position of the next token of each row, for its rotary embedding."""
         return self.num_tokens
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.keys.shape
 
     @property
     def device(self) -> torch.device:
@@ -89,15 +85,18 @@ class Cache:
 
     def advance(self, counts: list[int]) -> None:
         """Adds the first `counts[b]` tokens of the block just read to the prefix of row b."""
-        self._set_lengths([old + count for old, count in zip(self.lengths, counts, strict=True)])
+        for row, count in zip(self._filled, counts, strict=True):
+            row.num_slots += count
+            assert row.num_slots <= self.capacity
 
     def prepare(self, active: Sequence[bool]) -> None:
         """Called before a step of the active rows, which then take what another cache has."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
-        rows = zip(self._filled, num_tokens, strict=True)
-        self._set_lengths([min(row.num_slots, new - row.num_left_out) for row, new in rows])
+        for b, (row, most) in enumerate(zip(self._filled, num_tokens, strict=True)):
+            num_kept = min(row.num_slots, most - row.num_left_out)
+            self.hold(b, num_kept, num_kept + row.num_left_out)
 
     def reset(self, b: int) -> None:
         self.hold(b, 0, 0)
@@ -120,16 +119,10 @@ class Cache:
 
     def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
         """Declares row b's first `num_slots` valid, for the first `num_tokens` of its text."""
-        self._filled[b].num_left_out = num_tokens - num_slots
-        lengths = self.lengths
-        lengths[b] = num_slots
-        self._set_lengths(lengths)
-
-    def _set_lengths(self, lengths: list[int]) -> None:
-        assert min(lengths) >= 0
-        assert max(lengths) <= self.capacity
-        for row, num_slots in zip(self._filled, lengths, strict=True):
-            row.num_slots = num_slots
+        assert 0 <= num_slots <= self.capacity
+        row = self._filled[b]
+        row.num_slots = num_slots
+        row.num_left_out = num_tokens - num_slots
 
 
 def gather_path(slots_LBKSD: Slots, b: int, start: int, path: list[int]) -> None:

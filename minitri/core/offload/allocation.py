@@ -54,7 +54,7 @@ def allocate_full_cache(target: Llama, needs: Demand, host: HostMemory | None = 
         if device.type == "cuda":
             on_device, on_host = room_for(target, needs)
             on_host += host.num_free_bytes
-            on_chip = choose_on_chip(needs, shape.generation, on_device, on_host)
+            on_chip = choose_on_chip(needs, on_device, on_host)
         elif shape.generation.offload:
             raise InputError("offload=True is for GPUs, and this is none; leave it out")
         if on_chip == L:

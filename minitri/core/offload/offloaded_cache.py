@@ -56,7 +56,7 @@ class OffloadedFullCache(FullCache):
         L = model.config.num_layers - on_chip
         S = round_up_to_stride(capacity)
         empty = functools.partial(torch.empty, dtype=model.dtype, device=model.device)
-        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D), [0] * B)
+        super().__init__(empty(on_chip, B, K, S, D), empty(on_chip, B, K, S, D))
         self.host_LBSPKD = host.lend(self, (L, B, S, 2, K, D), model.dtype)
         self.stream = stream or CopyStream(model.device)
         buffers = (empty(B, S, 2, K, D) for _ in range(min(L, 2)))
@@ -69,11 +69,6 @@ class OffloadedFullCache(FullCache):
         """Makes passes call `cache.select` on every layer while it is on the device; None: not."""
         # A cycle of strong references would keep both after the run.
         self._subscriber = weakref.ref(cache) if cache else None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        _, B, K, S, D = self.keys.shape
-        return self.on_chip + len(self.host_LBSPKD), B, K, S, D
 
     @property
     def num_bytes(self) -> int:
@@ -111,7 +106,7 @@ class OffloadedFullCache(FullCache):
     def _prefetch(self, layer: int) -> StagingBuffer:
         """Queues copies of a layer in host memory and the next one; returns the layer's buffer."""
         buffer = self.fetch(layer, self._by_row())
-        if layer + 1 < self.shape[0]:
+        if layer + 1 < self.on_chip + len(self.host_LBSPKD):
             self.fetch(layer + 1, self._by_row())
         return buffer
 
@@ -182,10 +177,10 @@ class OffloadedFullCache(FullCache):
                 kept_TPKD = latest_BTPKD[b, 1 : 1 + len(path)]
                 host_BSPKD[b, start : start + len(path)].copy_(kept_TPKD, non_blocking=True)
 
-    def _set_lengths(self, lengths: list[int]) -> None:
-        super()._set_lengths(lengths)
+    def hold(self, b: int, num_slots: int, num_tokens: int) -> None:
+        super().hold(b, num_slots, num_tokens)
         for buffer in self.buffers:
-            buffer.num_held = [min(pair) for pair in zip(buffer.num_held, lengths, strict=True)]
+            buffer.num_held[b] = min(buffer.num_held[b], num_slots)
 
     def _by_row(self) -> dict[int, int]:
         return dict(enumerate(self.lengths))
@@ -198,7 +193,8 @@ class HostedRow(FullCache):
     is_hosted = True
 
     def __init__(self, full: OffloadedFullCache, b: int, length: int) -> None:
-        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1], [length])
+        super().__init__(full.keys[:, b : b + 1], full.values[:, b : b + 1])
+        self.restore(0, length)
         self._full = full
         self._b = b
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError
 from minitri.core.roofline import copy_bytes, num_weights
-from minitri.core.settings import LONGEST_BLOCK, SLIDE, GenerationConfig, round_up_to_stride
+from minitri.core.settings import LONGEST_BLOCK, SLIDE, round_up_to_stride
 from minitri.core.shape import MemoryShape
 
 GIB = 1 << 30
@@ -47,6 +47,15 @@ class Demand:
     def drafter(self) -> ModelConfig | None:
         """The draft model, if any plan uses one."""
         return self.draft if self.shape.uses_drafter else None
+
+    @property
+    def placements(self) -> Sequence[int]:
+        """Allowed numbers of layers with their KV cache on the device, best first."""
+        num_layers = self.config.num_layers
+        generation = self.shape.generation
+        if not generation.offload:
+            return [num_layers]
+        return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
 
     @property
     def num_weight_bytes(self) -> int:
@@ -116,24 +125,14 @@ class Demand:
 
     def has_room(self, device_bytes: float, host_bytes: float) -> bool:
         """Whether the run fits with any allowed split of the KV cache between device and host."""
-        choices = placements(self.shape.generation, self.config.num_layers)
-        return any(self.fits(device_bytes, host_bytes, n) for n in choices)
+        return any(self.fits(device_bytes, host_bytes, n) for n in self.placements)
 
 
-def placements(generation: GenerationConfig, num_layers: int) -> Sequence[int]:
-    """Allowed numbers of layers with their KV cache on the device, by the settings, best first."""
-    if not generation.offload:
-        return [num_layers]
-    return range(num_layers, -1, -1) if generation.on_chip is None else [generation.on_chip]
-
-
-def choose_on_chip(
-    needs: Demand, generation: GenerationConfig, device_bytes: float, host_bytes: float
-) -> int:
+def choose_on_chip(needs: Demand, device_bytes: float, host_bytes: float) -> int:
     """Largest number of layers whose KV cache fits on the device. Raises `InputError` if none."""
     L = needs.config.num_layers
-    choices = placements(generation, L)
-    room = device_bytes if generation.offload else device_bytes + RESERVE
+    choices = needs.placements
+    room = device_bytes if needs.shape.generation.offload else device_bytes + RESERVE
     here = next((n for n in choices if needs.on_device(n) <= room), choices[-1])
     if needs.fits(room, host_bytes, here):
         return here

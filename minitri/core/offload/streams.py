@@ -39,13 +39,13 @@ class CudaClock(Clock):
     def __init__(self) -> None:
         self._open: list[tuple[torch.cuda.Event, torch.cuda.Event, Callable[[float], None]]] = []
 
-    def now(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def since(self, start: torch.cuda.Event, take: Callable[[float], None]) -> None:
-        self._open.append((start, self.now(), take))
+    @contextlib.contextmanager
+    def timed(self, take: Callable[[float], None]) -> Iterator[None]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        yield
+        end.record()
+        self._open.append((start, end, take))
 
     def settle(self) -> None:
         for start, end, take in self._open:

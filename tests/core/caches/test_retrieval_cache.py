@@ -194,7 +194,7 @@ def test_the_queries_that_choose_are_those_that_attend():
 def test_a_row_remembers_copies_of_the_queries_of_its_text_alone():
     """The buffer that they come from is overwritten by later passes."""
     full, sizes = new_cache(CONFIG, 1, 64), SpeculationConfig(chunk_size=1, num_recent_tokens=1)
-    full.keys[:], full.values[:] = torch.randn(2, *full.shape, generator=torch.manual_seed(0))
+    full.keys[:], full.values[:] = torch.randn(2, *full.keys.shape, generator=torch.manual_seed(0))
     full.advance([40])
     buffer_LTHD = torch.empty(L, 3, H, D)
 
@@ -219,7 +219,8 @@ def test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text():
     with torch.inference_mode():
         rig.start()
         text = [*rig.sequences[0], 7, 9]
-        chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone(), [32])
+        chosen = FullCache(rig.small.keys.clone(), rig.small.values.clone())
+        chosen.restore(0, 32)
         guesses = Proposal.of([text[-2:]], torch.ones(1, 2, 1), [["draft"]])
         probs_BNV = rig.runners["retrieval"].next_probs([text[:-2]], [True], guesses).probs_BNV
         block = Block(torch.tensor([text[-3:]]), torch.tensor([[201, 202, 203]]))

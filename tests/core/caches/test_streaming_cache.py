@@ -8,6 +8,7 @@ import torch
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.errors import InputError
+from minitri.core.runner import Passes
 from minitri.core.settings import SLIDE, SamplingParams, SpeculationConfig
 from tests.core.rigs import Rig, fresh_read, random_prompt, tiny_config, tiny_model
 
@@ -25,7 +26,7 @@ def new_runner(config=CONFIG, batch_size=1) -> DraftRunner:
     cache = StreamingCache(model_of(config), batch_size, speculation)
     # At temperature 1 distributions are the softmax of the logits.
     sampling, vocab_size = SamplingParams(1.0), config.vocab_size
-    return DraftRunner(model_of(config), cache, sampling, vocab_size=vocab_size)
+    return DraftRunner(Passes(model_of(config), cache, sampling, vocab_size))
 
 
 def distribution_of(runner, tokens) -> torch.Tensor:

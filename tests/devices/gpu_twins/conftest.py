@@ -10,14 +10,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minitri.core import runner
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
 from minitri.core.decoding import noise
 from minitri.core.graphs import GraphPool
-from minitri.core.model import block as block_module
+from minitri.core.model import block
 from minitri.core.model.cache import BlockKV
-from minitri.core.model.llama import Llama
+from minitri.core.model.llama import Block, Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.settings import LONGEST_BLOCK
@@ -66,7 +67,13 @@ def lengths_on_the_device(monkeypatch):
     nonsense: a graph would have it as it was at capture."""
     in_step = []
     monkeypatch.setattr(noise, "gumbel_scores", noise.dense_scores)
-    monkeypatch.setattr(block_module, "reads_slots", lambda device, size: size <= LONGEST_BLOCK)
+
+    def unpack_block(packed_4BT):
+        slots_BT = packed_4BT[2] if packed_4BT.shape[2] <= LONGEST_BLOCK else None
+        return Block(packed_4BT[0], packed_4BT[1], slots_BT)
+
+    for module in (block, runner):
+        monkeypatch.setattr(module, "unpack_block", unpack_block)
     for cls in (FullCache, RetrievalCache, StreamingCache):
         honest = cls.lengths.fget
 
@@ -138,7 +145,7 @@ def assert_same(ours: OffloadedFullCache, theirs: FullCache) -> None:
 
 def random_block(cache: FullCache, size: int, *, has_slots: bool = False) -> BlockKV:
     """New K and V after what a cache holds, by lengths on the host or by slots on the device."""
-    _, B, K, _, D = cache.shape
+    _, B, K, _, D = cache.keys.shape
     keys, values = cache.keys.new_empty(2, B, size, K, D).normal_()
     starts_B1 = torch.tensor(cache.lengths, device=cache.device).unsqueeze(1)
     slots_BT = starts_B1 + torch.arange(size, device=cache.device) if has_slots else None
@@ -153,7 +160,7 @@ def check_blocks(ours: OffloadedFullCache, theirs: FullCache, sizes: Sequence[in
     fill(ours, theirs)
     for number, size in enumerate(sizes):
         assert_same(ours, theirs)
-        for layer in range(theirs.shape[0]):
+        for layer in range(len(theirs.keys)):
             block = random_block(theirs, size, has_slots=number % 2 == 1 and size < LONGEST_BLOCK)
             pairs = zip(ours.update(layer, block), theirs.update(layer, block), strict=True)
             for got, exact in pairs:

@@ -55,7 +55,7 @@ def test_caches_are_counted_as_they_are_allocated(changes, lengths):
     assert needs.parts(3)["full KV cache"] == full.num_bytes
     memory = allocate(Models(target, target, target), shape, full=full)
     window = B * speculation.observation_window * 3 * config.num_heads * config.head_dim * 4
-    held = sum(it.cache.num_bytes for it in memory.runners) - full.num_bytes + window
+    held = sum(it.cache.num_bytes for it in memory.runners.values()) - full.num_bytes + window
     held += memory.retrieval_cache.queries_LBTHD.nbytes
     assert needs.parts(3)["small KV caches"] == held
     waiting = needs.parts(2)["activations"] - needs.parts(3)["activations"]
@@ -73,19 +73,20 @@ NEEDS = Demand(SEVEN_B, DRAFT, SHAPE)
 
 
 def test_an_engine_places_as_many_layers_as_fit():
-    needs, offload = NEEDS, functools.partial(GenerationConfig, offload=True)
+    needs, offload = NEEDS, functools.partial(GenerationConfig, 1, offload=True)
 
     def chosen(generation, device_gib, host_gib=256):
-        return choose_on_chip(needs, generation, device_gib * GIB, host_gib * GIB)
+        needs = replace(NEEDS, shape=replace(SHAPE, generation=generation))
+        return choose_on_chip(needs, device_gib * GIB, host_gib * GIB)
 
     for gib in (23.2, 40, 72):
         best = chosen(offload(), gib)
         assert needs.on_device(best) <= gib * GIB < needs.on_device(best + 1)
     assert chosen(offload(on_chip=0), 80) == 0
     exact = needs.on_device(32) - RESERVE
-    assert chosen(GenerationConfig(), exact / GIB) == 32
+    assert chosen(GenerationConfig(1), exact / GIB) == 32
     for wanted, device_gib, host_gib, problem in (
-        (GenerationConfig(), (exact - 1) / GIB, 256, "32 of 32 layers .* offload=True"),
+        (GenerationConfig(1), (exact - 1) / GIB, 256, "32 of 32 layers .* offload=True"),
         (offload(on_chip=33), 141, 256, "33 of 32 layers"),
         (offload(on_chip=31), 72, 256, "31 of 32 layers on the device, got 72.00"),
         (offload(), 12, 256, "0 of 32 layers on the device, got 12.00"),
@@ -101,8 +102,8 @@ def test_what_fits_in_a_plan_fits_at_boot(call):
     found = json.loads(line)
     assert (code, found["on_chip"]) == (0, 1)
     assert {row["on_chip"] for row in found["placements"] if row["fits"]} == {0, 1}
-    offload = GenerationConfig(offload=True)
-    assert choose_on_chip(NEEDS, offload, 24 * GIB - CONTEXT, 256 * GIB) == 1
+    shape = replace(SHAPE, generation=GenerationConfig(1, offload=True))
+    assert choose_on_chip(replace(NEEDS, shape=shape), 24 * GIB - CONTEXT, 256 * GIB) == 1
 
 
 def test_nominal_costs_count_weights_layers_slots_and_guesses():

@@ -44,7 +44,7 @@ def test_kept_tokens_are_those_with_most_attention_from_queries_that_saw_them(bu
     later queries attend to what is left alone. Half of the budget is for the latest tokens."""
     generator = torch.Generator().manual_seed(0)
     full = new_cache(CONFIG, 1, LENGTH)
-    full.keys.copy_(torch.randn(full.shape, generator=generator))
+    full.keys.copy_(torch.randn(full.keys.shape, generator=generator))
     queries_LTHD = torch.randn(L, LENGTH, H, D, generator=generator) * 3
     policy = HeavyHitters(budget)
     received: dict[int, float] = {}
