@@ -12,7 +12,6 @@ import argparse
 import statistics
 import time
 from collections import defaultdict
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -78,23 +77,34 @@ def pass_seconds(engine: "minitri.Engine", prompt: list[int], repeats: int) -> d
     return {num: statistics.median(seconds[1:]) for num, seconds in times.items()}
 
 
-def gains(
-    engine: "minitri.Engine", prompts: list[list[int]], sampling: str, args: argparse.Namespace
+def turns(
+    engine: "minitri.Engine", prompt: list[int], sampling: str, args: argparse.Namespace
 ) -> list[tuple[float, float]]:
-    """Milliseconds per token of both methods, of each prompt in each turn."""
-    plain = SpeculationConfig(coupled="coupled" in sampling)
+    """Milliseconds per token of both methods in each turn."""
+    is_coupled = "coupled" in sampling
+    how = {"max_new_tokens": args.new_tokens, "ignore_eos": True, **SAMPLING[sampling]}
     pairs = []
-    for prompt in prompts:
-        for turn in range(args.repeats):
-            how = {"max_new_tokens": args.new_tokens, "ignore_eos": True, **SAMPLING[sampling]}
-            request = Request(prompt, **how)
-            taken = {}
-            for method in METHODS if turn % 2 else METHODS[::-1]:
-                speculation = replace(plain, method=method)
-                seeded = replace(request, seed=turn if "coupled" in sampling else None)
-                taken[method] = run_method(engine, seeded, speculation, 0.0).ms_per_token
-            pairs.append((taken[METHODS[0]], taken[METHODS[1]]))
+    for turn in range(args.repeats):
+        request = Request(prompt, seed=turn if is_coupled else None, **how)
+        taken = {}
+        for method in METHODS[:: 1 if turn % 2 else -1]:
+            speculation = SpeculationConfig(method=method, coupled=is_coupled)
+            taken[method] = run_method(engine, request, speculation, 0.0).ms_per_token
+        pairs.append((taken[METHODS[0]], taken[METHODS[1]]))
     return pairs
+
+
+def measure(
+    engine: "minitri.Engine", prompts: list[list[int]], args: argparse.Namespace, bar: Any
+) -> tuple[dict[int, float], dict[str, list[tuple[float, float]]]]:
+    """Seconds of passes by tokens, and turns by the way to sample, after prompts of one length."""
+    seconds = pass_seconds(engine, prompts[0], args.repeats)
+    pairs = defaultdict(list)
+    for prompt in prompts:  # read once: K and V stay cached
+        for sampling in SAMPLING:
+            pairs[sampling] += turns(engine, prompt, sampling, args)
+            bar.update()
+    return seconds, pairs
 
 
 def run_command(args: argparse.Namespace) -> None:
@@ -103,31 +113,29 @@ def run_command(args: argparse.Namespace) -> None:
     texts = [read_prompt(file) for file in args.prompt_files or [None]]
     contexts = args.context or CONTEXTS
     passes, rows, ratios = [], [], []
-    total = len(WEIGHTS) * len(contexts) * len(SAMPLING)
+    total = len(WEIGHTS) * len(contexts) * len(texts) * len(SAMPLING)
     with tqdm(total=total, disable=args.quiet, dynamic_ncols=True) as bar:
         for weights in WEIGHTS:
             engine = minitri.load(args.model, weights=weights)
             for length in contexts:
-                bar.set_postfix_str(f"{weights}, {length} tokens")
+                name = f"{weights}, {length:,}"
+                bar.set_postfix_str(name)
                 prompts = [engine.tokenizer.encode(text)[:length] for text in texts]
                 if min(map(len, prompts)) < length:
                     raise InputError(f"a text has fewer than {length} tokens; give a longer one")
-                seconds = pass_seconds(engine, prompts[0], args.repeats)
+                seconds, settings = measure(engine, prompts, args, bar)
                 cells = [f"{1e3 * it:.1f} ({it / seconds[1]:.2f})" for it in seconds.values()]
-                passes.append([f"{weights}, {length:,}", *cells])
-                for sampling in SAMPLING:
-                    pairs = gains(engine, prompts, sampling, args)
-                    alone, auto = zip(*pairs, strict=True)
+                passes.append([name, *cells])
+                for sampling, pairs in settings.items():
                     of = [first / second for first, second in pairs]
+                    columns = [spread(numbers, 1) for numbers in zip(*pairs, strict=True)]
+                    rows.append([f"{name}, {sampling}", *columns, spread(of)])
                     ratios.append(statistics.median(of))
-                    row = [f"{weights}, {length:,}, {sampling}", spread(alone, 1), spread(auto, 1)]
-                    rows.append([*row, spread(of)])
-                    bar.update()
     print(f"{args.model}, {machine()}, {torch.backends.cpu.get_cpu_capability()}\n")
-    print(
-        Table(["pass, ms (of one token)", *(f"{num} tokens" for num in BLOCKS)], passes).markdown()
-    )
-    print(Table(["setting", *(f"{name}, ms/token" for name in METHODS), "ratio"], rows).markdown())
+    heads = [f"{num} tokens" for num in BLOCKS]
+    print(Table(["pass, ms (of one token)", *heads], passes).markdown())
+    heads = [f"{name}, ms/token" for name in METHODS]
+    print(Table(["setting", *heads, "ratio"], rows).markdown())
     below = sum(ratio < 0.98 for ratio in ratios)
     summary = f"{spread(ratios)} over {len(ratios)} settings, {below} below 0.98"
     print(f"median ratio {summary}", flush=True)
