@@ -63,7 +63,7 @@ def pass_seconds(engine: "minitri.Engine", prompt: list[int], repeats: int) -> d
     """Median seconds of a pass over a block after a prompt, with its logits, by tokens."""
     model = engine.model
     cache = FullCache.allocate(model, 1, len(prompt) + max(BLOCKS))
-    times = defaultdict(list)
+    times = defaultdict[int, list[float]](list)
     with torch.inference_mode():
         for start in range(0, len(prompt), 1000):
             part = prompt[start : start + 1000]
@@ -99,7 +99,7 @@ def measure(
 ) -> tuple[dict[int, float], dict[str, list[tuple[float, float]]]]:
     """Seconds of passes by tokens, and turns by the way to sample, after prompts of one length."""
     seconds = pass_seconds(engine, prompts[0], args.repeats)
-    pairs = defaultdict(list)
+    pairs = defaultdict[str, list[tuple[float, float]]](list)
     for prompt in prompts:  # read once: K and V stay cached
         for sampling in SAMPLING:
             pairs[sampling] += turns(engine, prompt, sampling, args)
