@@ -6,6 +6,7 @@
 
 measures what people meet, next to other engines; or the model alone against the floor that memory
 bandwidth sets; or a shape with made-up weights and verdicts (`people`, `floor`, `synthetic`).
+`python -m tools.bench auto` measures what speculation gains in forty settings.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from minitri.apps import bench
 from minitri.apps.cli import arguments
 from minitri.apps.cli.exits import program
 from minitri.core.errors import InputError
-from tools.bench import people
+from tools.bench import auto, people
 from tools.bench.floor import run_floor
 from tools.bench.synthetic import add_synthetic_flags, run_synthetic
 from tools.flags import positive
@@ -27,7 +28,7 @@ def build_parser() -> arguments.OneLineParser:
     parser = bench.build_parser(
         "",
         prog="python -m tools.bench",
-        usage="%(prog)s [flags] | %(prog)s people --help",
+        usage="%(prog)s [flags] | %(prog)s people --help | %(prog)s auto --help",
         description="Speed against the floor of memory bandwidth, other engines, made-up models.",
     )
     add = parser.add_argument
@@ -54,10 +55,11 @@ measure = program(build_parser, run_command)
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Runs `people`, if that is the first word, or one of the others."""
+    """Runs `people` or `auto`, if that is the first word, or one of the others."""
     words = sys.argv[1:] if argv is None else argv
-    if words[:1] == ["people"]:
-        people.main(words[1:])
+    programs = {"people": people.main, "auto": auto.main}
+    if words[:1] and words[0] in programs:
+        programs[words[0]](words[1:])
     else:
         measure(words)
 

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,6 +112,7 @@ def build_parser() -> arguments.OneLineParser:
     add("--context", "tokens to decode after (default: 100, 1000, 4000 and 8000)", **number)
     parser.add_argument("--new-tokens", **number, default=64, help="to decode")
     parser.add_argument("--repeats", **number, default=3, help="rounds")
+    parser.add_argument("--busy", **number, default=0, help="busy programs to run next to it")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_flags(parser, "prompt_file", "threads")
     return parser
@@ -236,6 +237,19 @@ def show(result: Figures, versions: dict[str, str]) -> str:
     return Table(["", *(versions[name] for name in result)], rows).markdown()
 
 
+@contextlib.contextmanager
+def busy_programs(number: int) -> Iterator[None]:
+    """Keeps as many processes busy meanwhile."""
+    loop = [sys.executable, "-c", "while True: pass"]
+    processes = [subprocess.Popen(loop) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
 def run_command(args: argparse.Namespace) -> None:
     """Measures and prints. Raises `InputError`."""
     torch.set_num_threads(args.threads or torch.get_num_threads())
@@ -249,11 +263,12 @@ def run_command(args: argparse.Namespace) -> None:
         raise InputError("no --engine can run; install one of them, or give --engine minitri")
     facts: dict[str, Any] = {"machine": machine(), "isa": torch.backends.cpu.get_cpu_capability()}
     facts |= {"load_average": round(os.getloadavg()[0], 1), "repeats": args.repeats}
-    facts |= {"new_tokens": args.new_tokens}
+    facts |= {"new_tokens": args.new_tokens, "busy_programs": args.busy}
     head = ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in facts.items())
     results = {}
     for of in subjects:
-        results[of.model] = compare(args, of, contestants)
+        with busy_programs(args.busy):
+            results[of.model] = compare(args, of, contestants)
         if not args.json:
             size = f"{of.file.name}, {of.file.stat().st_size / 1e9:.2f} GB"
             print(f"{size}, {head}\n\n{show(results[of.model], versions)}", flush=True)
