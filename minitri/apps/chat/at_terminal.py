@@ -5,7 +5,6 @@ Imported at a terminal alone, as the library takes a moment.
 
 import atexit
 import functools
-import os
 import termios
 import tty
 from collections.abc import Callable
@@ -15,9 +14,6 @@ from prompt_toolkit import completion, filters, history, key_binding, shortcuts
 from prompt_toolkit.contrib import regular_languages
 from prompt_toolkit.contrib.regular_languages.completion import GrammarCompleter
 
-from minitri.core.log import log
-
-NOWHERE = Path(os.devnull)  # holds no files
 COMMAND_LINE = r"(?P<command>/\w*)|/(documents|load|save)\s+(?P<file>.+)"
 
 
@@ -66,18 +62,3 @@ def let_keys_wait() -> None:
     """From now on keys that are typed during an answer wait, unseen, for the next question."""
     atexit.register(termios.tcsetattr, 0, termios.TCSANOW, termios.tcgetattr(0))
     tty.setcbreak(0, termios.TCSANOW)
-
-
-def state_folder() -> Path:
-    """Folder for what a user types, which only that user may read: $XDG_STATE_HOME/minitri, by
-    default in ~/.local/state, or NOWHERE and a warning."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "minitri")
-    try:
-        folder = folder.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        (folder / "history").touch(0o600)
-    except (OSError, RuntimeError) as error:
-        log.warning("nothing that you type is kept (%s); set XDG_STATE_HOME to a folder", error)
-        folder = NOWHERE
-    return folder

@@ -5,6 +5,7 @@ Where one of them is no terminal, each line of standard input is a question.
 """
 
 import contextlib
+import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from dataclasses import replace
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
+from minitri.apps.chat.archive import Archive, state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -32,8 +34,15 @@ say = log.warning  # with --quiet, too
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
+    def __init__(
+        self,
+        engine: "minitri.Engine",
+        talk: Conversation,
+        args: Namespace,
+        archive: Archive = Archive(),  # noqa: B008 (of no files)
+    ) -> None:
         self.talk = talk
+        self._archive = archive
         self._speed = ""
         self._file = ""
         self._engine = engine
@@ -66,7 +75,7 @@ class Chat:
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
             else:
-                command(self, value.strip())
+                command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
             log.error("%s", error)
             return typed if is_question and len(typed) < 4000 else ""  # which nobody edits
@@ -135,15 +144,19 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
-        talk = self.talk.restored(self._engine.snapshot_note)
-        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
-        self._read(talk.with_documents({}, self._engine.config, self._args))
-        if self.talk.turns:
-            self.do_show("")
+        self._resume(self.talk.restored(self._engine.snapshot_note))
         say(f"loaded {num_tokens} tokens from {file}")
+
+    def do_resume(self, _: str) -> None:
+        """continue the conversation before this one"""
+        if (file := self._archive.earlier) is None:
+            raise InputError("there is no earlier conversation; ask something")
+        talk = self.talk.restored(file.read_text("utf-8"))
+        self._resume(talk.mapped(talk.tokenizer.encode_marked))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
+        self._archive.begin()
         self.talk = replace(self.talk, turns=())
         say("questions and answers are forgotten")
 
@@ -158,6 +171,14 @@ class Chat:
         if not self.talk.turns:
             raise InputError("there is no answer yet; ask something")
         return self.talk.turns
+
+    def _resume(self, talk: Conversation) -> None:
+        """Continues another conversation, with the documents of both."""
+        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
+        self._read(talk.with_documents({}, self._engine.config, self._args))
+        self._archive.begin()
+        if talk.turns:
+            self.do_show("")
 
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents before a question comes."""
@@ -193,6 +214,8 @@ class Chat:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
+        if self._archive.folder.is_dir():
+            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
@@ -240,8 +263,8 @@ def run_command(args: Namespace) -> None:
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)
-        chat = Chat(engine, talk, args)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            chat = Chat(engine, talk, args)
             try:
                 for line in sys.stdin:
                     chat.obey(line)
@@ -250,10 +273,12 @@ def run_command(args: Namespace) -> None:
             return
         from minitri.apps.chat import at_terminal
 
-        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves")
+        archive = Archive(state_folder())
+        chat = Chat(engine, talk, args, archive)
+        later = "; /resume continues the last chat" if archive.earlier else ""
+        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
         at_terminal.let_keys_wait()
-        names = [f"/{name} " for name in COMMANDS]
-        at_terminal.ask(at_terminal.state_folder(), names, chat.obey, chat.status)
+        at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)

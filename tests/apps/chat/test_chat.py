@@ -13,7 +13,7 @@ from prompt_toolkit.output import DummyOutput
 import minitri
 from minitri import InputError
 from minitri.apps.chat import at_terminal
-from minitri.apps.chat.at_terminal import NOWHERE, state_folder
+from minitri.apps.chat.archive import NOWHERE, Archive, state_folder
 from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
@@ -58,10 +58,11 @@ def begin(loaded, monkeypatch, capsys):
     loaded.release()
     capsys.readouterr()
 
-    def begin(flags=f"-n 12 {ENDLESS}", documents=(), **fields) -> Chat:
+    def begin(flags=f"-n 12 {ENDLESS}", documents=(), folder=NOWHERE, **fields) -> Chat:
         args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
         talk = Conversation(loaded.tokenizer, **fields)
-        return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
+        talk = talk.with_documents(dict(documents), loaded.config, args)
+        return Chat(loaded, talk, args, Archive(folder))
 
     return begin
 
@@ -187,12 +188,26 @@ def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_pa
     assert [turn.question for turn in other.talk.turns] == ["Who?"]
 
 
-def test_a_user_s_lines_are_kept_from_others_or_a_line_says_why_not(monkeypatch, caplog, tmp_path):
-    for name, wanted in (("/dev/null", NOWHERE), (str(tmp_path), tmp_path / "minitri")):
-        monkeypatch.setenv("XDG_STATE_HOME", name)
-        assert state_folder() == wanted
-    assert caplog.text.count("XDG_STATE_HOME") == 1
+def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    chat = begin(documents=[NIGHT], folder=state_folder())
+    for line in ("Who?", "clear", "Why?"):
+        chat.obey(line)
+    kept = {file: file.read_text() for file in tmp_path.glob("*/*.json")}
+    assert "a dark night" in kept[min(kept)]
+    chat.obey("/resume")
+    assert [turn.question for turn in chat.talk.turns] == ["Who?"]
+    assert [document.name for document in chat.talk.documents] == [NIGHT[0]]
+    chat.obey("When?")
+    assert all(file.read_text() == text for file, text in kept.items())
     assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.rglob("*"))
+
+
+def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    chat = begin(folder=state_folder())
+    assert chat.obey("Who?") == chat.obey("Why?") == ""
+    assert capsys.readouterr().err.count("XDG_STATE_HOME") == 1
 
 
 def test_too_many_documents_are_refused_or_the_longest_cut(begin):
