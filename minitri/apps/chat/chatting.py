@@ -8,8 +8,9 @@ import contextlib
 import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
@@ -40,9 +41,12 @@ class Chat:
         talk: Conversation,
         args: Namespace,
         archive: Archive = Archive(),  # noqa: B008 (of no files)
+        output: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
+        """Writes each answer to a file that `output` opens, by default standard output."""
         self.talk = talk
         self._archive = archive
+        self._output = output
         self._speed = ""
         self._file = ""
         self._engine = engine
@@ -227,11 +231,12 @@ class Chat:
             speculation=arguments.speculation_of(self._args),
             **self._settings | limits,
         )
-        with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
-            stream(run, self._args, show=show)
-        if show:
-            print(flush=True)
-            self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
+        with self._output() as file:
+            with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
+                stream(run, self._args, show=show, file=file)
+            if show:
+                print(flush=True, file=file)
+                self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
         log.debug(outline(run))
         return run.rows[0]
 
@@ -274,7 +279,7 @@ def run_command(args: Namespace) -> None:
         from minitri.apps.chat import at_terminal
 
         archive = Archive(state_folder())
-        chat = Chat(engine, talk, args, archive)
+        chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
         later = "; /resume continues the last chat" if archive.earlier else ""
         log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
         at_terminal.let_keys_wait()

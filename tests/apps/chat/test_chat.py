@@ -1,5 +1,7 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
+import contextlib
+import io
 import json
 import logging
 import re
@@ -9,6 +11,7 @@ import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.console import Console
 
 import minitri
 from minitri import InputError
@@ -281,6 +284,23 @@ def test_a_question_that_failed_is_edited_and_earlier_lines_and_files_are_found(
     assert typed("Who\r?\r\x04", {"Who": "Who", "Who?": ""}.get) == ["Who", "Who?"]
     assert typed("\x1b[A\r\x04") == typed("\x12Wh\r\r\x04") == ["Who?"]
     assert typed(f"/load {tmp_path}/his\t\r\x04") == [f"/load {tmp_path}/history"]
+
+
+TEXT = """\
+# Sea\n\nIt was **dark**, <b>he</b> said:\na line.\n\n1. one\n\n```python\na = 1\n\nb = 2\n```\n\n
+The end"""
+WORDS = "Sea It was dark, <b>he</b> said: a line. 1 one a = 1 b = 2 The end"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_markdown_is_drawn_however_its_text_is_cut_and_nothing_is_left_out(size):
+    screen = io.StringIO()
+    console = Console(file=screen, width=20, color_system=None)
+    with contextlib.closing(at_terminal.MarkdownFile(console=console, transient=True)) as file:
+        for start in range(0, len(TEXT), size):
+            print(TEXT[start : start + size], end="", flush=True, file=file)
+    assert max(map(len, screen.getvalue().splitlines())) <= 20
+    assert screen.getvalue().split() == WORDS.split()
 
 
 def tokenizer(template: str | None) -> Tokenizer:
