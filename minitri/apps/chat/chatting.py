@@ -89,7 +89,8 @@ class Chat:
 
     def do_help(self, _: str) -> None:
         """this list"""
-        say("\n".join(f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()))
+        lines = [f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()]
+        say("\n".join([*lines, "Alt-Enter, or Enter after a backslash, breaks a line"]))
 
     def do_show(self, _: str) -> None:
         """the conversation"""
