@@ -1,23 +1,27 @@
-"""The chat at a terminal: a line editor of prompt_toolkit.
+"""The chat at a terminal: a line editor of prompt_toolkit, and answers drawn by rich as Markdown.
 
-Imported at a terminal alone, as the library takes a moment.
+Imported at a terminal alone, as the libraries take a moment.
 """
 
 import atexit
+import contextlib
 import functools
-import os
 import termios
 import tty
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from markdown_it import MarkdownIt
 from prompt_toolkit import completion, filters, history, key_binding, shortcuts
 from prompt_toolkit.contrib import regular_languages
 from prompt_toolkit.contrib.regular_languages.completion import GrammarCompleter
+from rich.console import Console
+from rich.live import Live
+from rich.markdown import Markdown
+from rich.text import Text
 
-from minitri.core.log import log
-
-NOWHERE = Path(os.devnull)  # holds no files
 COMMAND_LINE = r"(?P<command>/\w*)|/(documents|load|save)\s+(?P<file>.+)"
 
 
@@ -68,16 +72,43 @@ def let_keys_wait() -> None:
     tty.setcbreak(0, termios.TCSANOW)
 
 
-def state_folder() -> Path:
-    """Folder for what a user types, which only that user may read: $XDG_STATE_HOME/minitri, by
-    default in ~/.local/state, or NOWHERE and a warning."""
-    folder = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state", "minitri")
-    try:
-        folder = folder.expanduser()
-        folder.mkdir(parents=True, exist_ok=True)
-        folder.chmod(0o700)
-        (folder / "history").touch(0o600)
-    except (OSError, RuntimeError) as error:
-        log.warning("nothing that you type is kept (%s); set XDG_STATE_HOME to a folder", error)
-        folder = NOWHERE
-    return folder
+class MarkdownFile(Live):
+    """A file whose text is drawn: complete blocks of Markdown, then the end of its text."""
+
+    _text = ""
+
+    def write(self, text: str) -> None:
+        """Adds a part of the text."""
+        self.start()
+        block, _, rest = (self._text + text).rpartition("\n\n")
+        if block.count("```") % 2:  # code, which has blank lines
+            rest = self._text + text
+            block = ""
+        self._text = rest
+        end = Text(rest[-self.console.width * self.console.height // 3 :])
+        self.update(end, refresh=bool(block))
+        self._draw(block)
+
+    def flush(self) -> None:
+        """Does nothing, as the text is drawn when it is time."""
+
+    def close(self) -> None:
+        """Draws the rest."""
+        self.stop()
+        self._draw(self._text)
+
+    def _draw(self, text: str) -> None:
+        """Draws Markdown without HTML, which rich would leave out, and ends lines where it does."""
+        if text.strip():
+            block = Markdown("", hyperlinks=False)
+            block.parsed = MarkdownIt("js-default").parse(text.replace("\n", "  \n"))
+            self.console.print(block, "")
+
+
+def answer_file(args: Namespace) -> Any:
+    """Makes the file of an answer: standard output, unless that takes Markdown and colors."""
+    console = Console()
+    if args.color or console.no_color or console.is_dumb_terminal:
+        return contextlib.nullcontext()
+    file = MarkdownFile(console=console, transient=True, refresh_per_second=12)
+    return contextlib.closing(file)

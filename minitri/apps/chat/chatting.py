@@ -5,13 +5,16 @@ Where one of them is no terminal, each line of standard input is a question.
 """
 
 import contextlib
+import os
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
+from minitri.apps.chat.archive import Archive, state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -32,8 +35,18 @@ say = log.warning  # with --quiet, too
 class Chat:
     """A conversation with an engine; its methods `do_NAME` are the commands /NAME."""
 
-    def __init__(self, engine: "minitri.Engine", talk: Conversation, args: Namespace) -> None:
+    def __init__(
+        self,
+        engine: "minitri.Engine",
+        talk: Conversation,
+        args: Namespace,
+        archive: Archive = Archive(),  # noqa: B008 (of no files)
+        output: Callable[[], Any] = contextlib.nullcontext,
+    ) -> None:
+        """Writes each answer to a file that `output` opens, by default standard output."""
         self.talk = talk
+        self._archive = archive
+        self._output = output
         self._speed = ""
         self._file = ""
         self._engine = engine
@@ -66,7 +79,7 @@ class Chat:
             elif command is None:
                 raise InputError(f"there is no /{shorten(name, 40)}; /help lists what there is")
             else:
-                command(self, value.strip())
+                command(self, os.path.expanduser(value.strip()))  # noqa: PTH111 (may be empty)
         except InputError as error:
             log.error("%s", error)
             return typed if is_question and len(typed) < 4000 else ""  # which nobody edits
@@ -76,7 +89,8 @@ class Chat:
 
     def do_help(self, _: str) -> None:
         """this list"""
-        say("\n".join(f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()))
+        lines = [f"/{name:12} {command.__doc__}" for name, command in COMMANDS.items()]
+        say("\n".join([*lines, "Alt-Enter, or Enter after a backslash, breaks a line"]))
 
     def do_show(self, _: str) -> None:
         """the conversation"""
@@ -135,15 +149,19 @@ class Chat:
     def do_load(self, file: str) -> None:
         """FILE: continue the conversation in it"""
         num_tokens = self._engine.load_kv(file)
-        talk = self.talk.restored(self._engine.snapshot_note)
-        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
-        self._read(talk.with_documents({}, self._engine.config, self._args))
-        if self.talk.turns:
-            self.do_show("")
+        self._resume(self.talk.restored(self._engine.snapshot_note))
         say(f"loaded {num_tokens} tokens from {file}")
+
+    def do_resume(self, _: str) -> None:
+        """continue the conversation before this one"""
+        if (file := self._archive.earlier) is None:
+            raise InputError("there is no earlier conversation; ask something")
+        talk = self.talk.restored(file.read_text("utf-8"))
+        self._resume(talk.mapped(talk.tokenizer.encode_marked))
 
     def do_reset(self, _: str) -> None:
         """forget questions and answers, keep the documents"""
+        self._archive.begin()
         self.talk = replace(self.talk, turns=())
         say("questions and answers are forgotten")
 
@@ -158,6 +176,14 @@ class Chat:
         if not self.talk.turns:
             raise InputError("there is no answer yet; ask something")
         return self.talk.turns
+
+    def _resume(self, talk: Conversation) -> None:
+        """Continues another conversation, with the documents of both."""
+        talk = replace(talk, documents=[*talk.documents, *self.talk.documents])
+        self._read(talk.with_documents({}, self._engine.config, self._args))
+        self._archive.begin()
+        if talk.turns:
+            self.do_show("")
 
     def _read(self, talk: Conversation) -> None:
         """Switches to a conversation and reads its documents before a question comes."""
@@ -193,6 +219,8 @@ class Chat:
             log.info("(cut after %d tokens; /continue goes on)", len(ids))
         turn = Turn(turn.question, [*turn.token_ids, *ids], is_cut)
         self.talk = replace(talk, turns=[*turns[:-1], turn])
+        if self._archive.folder.is_dir():
+            self._archive.write(self.talk.mapped(talk.tokenizer.decode).as_note())
 
     def _run(self, prompt: list[int], num_new: int, *, show: bool = False) -> Row:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
@@ -204,11 +232,12 @@ class Chat:
             speculation=arguments.speculation_of(self._args),
             **self._settings | limits,
         )
-        with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
-            stream(run, self._args, show=show)
-        if show:
-            print(flush=True)
-            self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
+        with self._output() as file:
+            with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
+                stream(run, self._args, show=show, file=file)
+            if show:
+                print(flush=True, file=file)
+                self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"
         log.debug(outline(run))
         return run.rows[0]
 
@@ -240,8 +269,8 @@ def run_command(args: Namespace) -> None:
     with load_weights(args, opened) as engine:
         if args.color:
             log.info(LEGEND)
-        chat = Chat(engine, talk, args)
         if not (sys.stdin.isatty() and sys.stdout.isatty()):
+            chat = Chat(engine, talk, args)
             try:
                 for line in sys.stdin:
                     chat.obey(line)
@@ -250,10 +279,12 @@ def run_command(args: Namespace) -> None:
             return
         from minitri.apps.chat import at_terminal
 
-        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves")
+        archive = Archive(state_folder())
+        chat = Chat(engine, talk, args, archive, lambda: at_terminal.answer_file(args))
+        later = "; /resume continues the last chat" if archive.earlier else ""
+        log.info("ask, or /help; Ctrl-C stops, Ctrl-D leaves%s", later)
         at_terminal.let_keys_wait()
-        names = [f"/{name} " for name in COMMANDS]
-        at_terminal.ask(at_terminal.state_folder(), names, chat.obey, chat.status)
+        at_terminal.ask(archive.folder, [f"/{name} " for name in COMMANDS], chat.obey, chat.status)
 
 
 main = program(build_parser, run_command)

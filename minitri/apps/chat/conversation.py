@@ -9,9 +9,9 @@ import bisect
 import functools
 import json
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from minitri.core.config import ModelConfig
 from minitri.core.errors import MAX_COUNT, InputError, explain
@@ -120,6 +120,12 @@ class Conversation:
             documents.append(Document(name, ids[: max(0, num_tokens)], size))
             num_tokens -= len(ids)
         return replace(self, documents=documents)
+
+    def mapped(self, change: Callable[[Any], Any]) -> "Conversation":
+        """A copy with a function of the token ids in their places."""
+        documents = [Document(name, change(ids), size) for name, ids, size in self.documents]
+        turns = [Turn(question, change(ids), is_cut) for question, ids, is_cut in self.turns]
+        return replace(self, documents=documents, turns=turns)
 
     def ids(self, turns: Sequence[Turn]) -> list[int]:
         """Token ids of the beginning and of these turns, up to where the last answer continues."""

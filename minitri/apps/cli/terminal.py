@@ -4,6 +4,7 @@ import re
 import signal
 import sys
 from argparse import Namespace
+from typing import Any
 
 import minitri
 from minitri import PrefillProgress, Token
@@ -31,9 +32,9 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
-def stream(run: "minitri.Generation", args: Namespace, *, show: bool) -> None:
-    """Runs one prompt, with a progress bar; prints the text if `show`. A Ctrl-C stops the run after
-    the next event, a second one at once."""
+def stream(run: "minitri.Generation", args: Namespace, *, show: bool, file: Any = None) -> None:
+    """Runs one prompt, with a progress bar; prints the text if `show`, to `file` or else to
+    standard output. A Ctrl-C stops the run after the next event, a second one at once."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -50,6 +51,7 @@ def stream(run: "minitri.Generation", args: Namespace, *, show: bool) -> None:
             elif isinstance(event, Token):
                 bar.close()
                 if show:
-                    print(colored(event) if args.color else shown(event.text), end="", flush=True)
+                    text = colored(event) if args.color else shown(event.text)
+                    print(text, end="", flush=True, file=file)
             if is_stopped:
                 break

@@ -1,5 +1,7 @@
 """The chat as a user has it, piped or at a terminal; and the conversation that it keeps."""
 
+import contextlib
+import io
 import json
 import logging
 import re
@@ -9,11 +11,12 @@ import pytest
 from prompt_toolkit.application import create_app_session
 from prompt_toolkit.input import create_pipe_input
 from prompt_toolkit.output import DummyOutput
+from rich.console import Console
 
 import minitri
 from minitri import InputError
 from minitri.apps.chat import at_terminal
-from minitri.apps.chat.at_terminal import NOWHERE, state_folder
+from minitri.apps.chat.archive import NOWHERE, Archive, state_folder
 from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
@@ -58,10 +61,11 @@ def begin(loaded, monkeypatch, capsys):
     loaded.release()
     capsys.readouterr()
 
-    def begin(flags=f"-n 12 {ENDLESS}", documents=(), **fields) -> Chat:
+    def begin(flags=f"-n 12 {ENDLESS}", documents=(), folder=NOWHERE, **fields) -> Chat:
         args = build_parser().parse_args(f"--seed 1 --prefill-chunk 64 {flags}".split())
         talk = Conversation(loaded.tokenizer, **fields)
-        return Chat(loaded, talk.with_documents(dict(documents), loaded.config, args), args)
+        talk = talk.with_documents(dict(documents), loaded.config, args)
+        return Chat(loaded, talk, args, Archive(folder))
 
     return begin
 
@@ -187,12 +191,26 @@ def test_documents_of_both_are_kept_where_a_conversation_is_loaded(begin, tmp_pa
     assert [turn.question for turn in other.talk.turns] == ["Who?"]
 
 
-def test_a_user_s_lines_are_kept_from_others_or_a_line_says_why_not(monkeypatch, caplog, tmp_path):
-    for name, wanted in (("/dev/null", NOWHERE), (str(tmp_path), tmp_path / "minitri")):
-        monkeypatch.setenv("XDG_STATE_HOME", name)
-        assert state_folder() == wanted
-    assert caplog.text.count("XDG_STATE_HOME") == 1
+def test_a_conversation_is_kept_as_text_and_resumed(begin, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    chat = begin(documents=[NIGHT], folder=state_folder())
+    for line in ("Who?", "clear", "Why?"):
+        chat.obey(line)
+    kept = {file: file.read_text() for file in tmp_path.glob("*/*.json")}
+    assert "a dark night" in kept[min(kept)]
+    chat.obey("/resume")
+    assert [turn.question for turn in chat.talk.turns] == ["Who?"]
+    assert [document.name for document in chat.talk.documents] == [NIGHT[0]]
+    chat.obey("When?")
+    assert all(file.read_text() == text for file, text in kept.items())
     assert all(file.stat().st_mode & 0o77 == 0 for file in tmp_path.rglob("*"))
+
+
+def test_without_a_folder_a_chat_goes_on_and_says_so_once(begin, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    chat = begin(folder=state_folder())
+    assert chat.obey("Who?") == chat.obey("Why?") == ""
+    assert capsys.readouterr().err.count("XDG_STATE_HOME") == 1
 
 
 def test_too_many_documents_are_refused_or_the_longest_cut(begin):
@@ -266,6 +284,23 @@ def test_a_question_that_failed_is_edited_and_earlier_lines_and_files_are_found(
     assert typed("Who\r?\r\x04", {"Who": "Who", "Who?": ""}.get) == ["Who", "Who?"]
     assert typed("\x1b[A\r\x04") == typed("\x12Wh\r\r\x04") == ["Who?"]
     assert typed(f"/load {tmp_path}/his\t\r\x04") == [f"/load {tmp_path}/history"]
+
+
+TEXT = """\
+# Sea\n\nIt was **dark**, <b>he</b> said:\na line.\n\n1. one\n\n```python\na = 1\n\nb = 2\n```\n\n
+The end"""
+WORDS = "Sea It was dark, <b>he</b> said: a line. 1 one a = 1 b = 2 The end"
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_markdown_is_drawn_however_its_text_is_cut_and_nothing_is_left_out(size):
+    screen = io.StringIO()
+    console = Console(file=screen, width=20, color_system=None)
+    with contextlib.closing(at_terminal.MarkdownFile(console=console, transient=True)) as file:
+        for start in range(0, len(TEXT), size):
+            print(TEXT[start : start + size], end="", flush=True, file=file)
+    assert max(map(len, screen.getvalue().splitlines())) <= 20
+    assert screen.getvalue().split() == WORDS.split()
 
 
 def tokenizer(template: str | None) -> Tokenizer:
