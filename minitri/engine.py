@@ -148,8 +148,9 @@ class Engine(AbstractContextManager["Engine"]):
         check_prompt(ids, self.config, 0)
         if len(ids) < 2:
             raise InputError("the text is one token, after which nothing is scored; give more")
-        row = Row(0, Request(ids, score_prompt=True), ids)
-        shape = MemoryShape((len(ids),), SamplingParams(), GenerationConfig(1), ALONE)
+        settings = (SamplingParams(), GenerationConfig(1))
+        row = Row(0, Request(ids, 0, *settings, score_prompt=True), ids)
+        shape = MemoryShape((len(ids),), *settings, ALONE)
         [end] = Generation([row], shape, self._pool).results()
         return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
