@@ -48,7 +48,9 @@ class Passes:
     ) -> Tensor:
         """Final hidden states (B, N + 1, E) after each row's last token and each of N guesses."""
         places_BN = packed_4BT[3, :, : guesses_BN.shape[1] + 1]
-        block = unpack_block(packed_4BT).with_guesses(places_BN[:, 1:], guesses_BN)
+        block = unpack_block(packed_4BT)
+        if len(guesses_BN[0]):
+            block = block.with_guesses(places_BN[:, 1:], guesses_BN)
         hidden_BTE = self.model.forward(block, self.cache, rule_TT, self.queries_LBTHD)
         places_BN1 = places_BN.clamp(max=packed_4BT.shape[2] - 1).unsqueeze(2)
         return hidden_BTE.take_along_dim(places_BN1, 1)
