@@ -26,7 +26,7 @@ from minitri.core.model.cache import Slots, plain_slots
 from minitri.core.model.rope import Rotary
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu import abi
-from minitri.devices.cpu.build import SOURCE, architecture, load_library
+from minitri.devices.cpu.build import architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
 from minitri.devices.cpu.tiles import COLUMNS, Tiles, tiled_slots
 
@@ -282,7 +282,7 @@ def _load_once() -> Kernels | None:
         return None
     architecture()
     try:
-        return Kernels(load_library(SOURCE), torch.get_num_threads())
+        return Kernels(load_library(), torch.get_num_threads())
     except OSError as error:
         advice = "decoding takes twice as long; name a C++ compiler in CXX"
         log.warning("no compiled CPU kernels (%s): %s", shorten(error), advice)
