@@ -35,8 +35,7 @@ class TreeLevel(Level):
         super().capture(plans)
         if self.runner.block_sizes:
             B = len(self.runner.sampling)
-            root = (torch.tensor([0]), torch.tensor([[True]]))
-            self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
+            self.read_tree([[]] * B, [False] * B, [[0]] * B, TreeShape((-1,)), 0)
 
     def shape(self) -> TreeShape | None:
         """The shape of the tree in this step's plan; None if the plan has chains."""

@@ -87,9 +87,8 @@ class KernelLinear(Linear):
         """W (out_features, in_features), dequantized to `dtype`, or its rows `rows_R` alone."""
         if self.form == Form.PLAIN:
             return self.weight if rows_R is None else self.weight[rows_R]
-        matrix = (self.weight, self.in_features, self.form, dtype)
-        last = self.out_features if rows_R is None else None
-        return self.kernels.dequantize(*matrix, rows_R)[:last]
+        matrix = (self.weight, self.out_features, self.in_features, self.form)
+        return self.kernels.dequantize(*matrix, dtype, rows_R)
 
 
 class KernelParts(nn.ModuleDict):
@@ -143,17 +142,13 @@ class KernelLayers(Layers):
             return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
         arguments = self.arguments(x_BTE, cache, shared.rule_TT)
-        B, T, _ = x_BTE.shape
-        L, _, _, _, D = cache.shape
-        set_turns(arguments, rotary, B * T * D)
+        set_turns(arguments, rotary, arguments.B * arguments.T * arguments.D)
         queries = shared.queries_LBTHD
         if queries is not None:
             W = queries.shape[2]
-            require(
-                (queries.dtype, *queries.shape) == (x_BTE.dtype, L, B, W, arguments.H, D),
-                queries[0].is_contiguous(),
-                tensors=(queries,),
-            )
+            wanted = (arguments.L, arguments.B, W, arguments.H, arguments.D)
+            is_right = (queries.shape, queries.dtype) == (wanted, x_BTE.dtype)
+            require(is_right, queries[0].is_contiguous(), tensors=(queries,))
             arguments.fill(queries=queries, W=W, queries_layer=queries.stride(0))
         self.kernels.call("pass", arguments, x_BTE.dtype)
         return x_BTE

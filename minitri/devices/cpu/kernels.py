@@ -44,9 +44,8 @@ class Kernels:
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()  # name of the instruction set
-        has_pairs = self.instructions.startswith("AVX-512 BF16")
-        self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
-        """By dtype how many numbers a vector lane multiplies at once; see `tiled_slots`."""
+        self.paired = torch.bfloat16 if "BF16" in self.instructions else None
+        """The dtype of which a vector lane multiplies two numbers at once; see `tiled_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
@@ -55,7 +54,7 @@ class Kernels:
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels multiply many rows with weights of this form faster than PyTorch, or, as
         those in few bits are dequantized for it, hardly slower, and few rows much faster."""
-        return self.pairs[dtype] == 1 or (form != Form.PLAIN and "AMX" not in self.instructions)
+        return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
         """Called in a forked child: resets threads, and a lock that nobody there may release."""
@@ -109,7 +108,7 @@ class Kernels:
         keys = slots[0]
         B, T = x.shape[:2]
         *_, num_rows, K, S, D = keys.shape
-        *_, kv_batch, kv_head, kv_slot, number = keys.stride()
+        *_, arguments.kv_batch, arguments.kv_head, arguments.kv_slot, number = keys.stride()
         like = (type(keys), keys.shape, keys.stride(), x.dtype)
         require(
             *((type(part), part.shape, part.stride(), part.dtype) == like for part in slots),
@@ -119,7 +118,6 @@ class Kernels:
             tensors=(x, rule_TT, *map(memory_of, slots)),
         )
         arguments.fill(keys=memory_of(keys), values=memory_of(slots[1]), B=B, T=T, K=K, D=D)
-        arguments.fill(kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
         arguments.fill(lengths=torch.tensor(lengths), is_tiled=isinstance(keys, Tiles))
         arguments.rule = None if rule_TT is None else rule_TT.contiguous()
 
@@ -129,14 +127,19 @@ class Kernels:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
         if D % COLUMNS == S % BLOCK == 0:
-            return tiled_slots(shape, dtype, self.pairs[dtype])
+            return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
         return plain_slots(shape, dtype, device)
 
     def dequantize(
-        self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None
+        self,
+        packed_NX: Tensor,
+        N: int,
+        E: int,
+        form: int,
+        dtype: torch.dtype,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
         """Dequantizes a matrix to (N, E), or its rows `rows_R` alone, computed in float32."""
-        N = len(packed_NX)
         require(
             is_matrix(packed_NX, N, E, form) and (rows_R is None or are_rows(rows_R, N)),
             tensors=(packed_NX, rows_R),
