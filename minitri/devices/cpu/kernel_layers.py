@@ -113,7 +113,9 @@ class KernelTable(KernelLinear, Table):
     """Embedding table, quantized or not, of which rows alone are read."""
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
+        return self.plain_weight(self.dtype, numbers.flatten().contiguous()).view(
+            *numbers.shape, -1
+        )
 
 
 class KernelTiedHead(KernelTable, KernelHead, TiedHead):
