@@ -31,7 +31,7 @@ DRAFTER = "smollm2-135m-draft"
 
 def compile_library(folder: Path, machine: str, level: str) -> None:
     """Compiles the kernels for a level into a folder. Raises `CalledProcessError`."""
-    name = wheel_name(SOURCE, level, f"zig{version('ziglang')}")
+    name = wheel_name(level, f"zig{version('ziglang')}")
     target = ["-target", f"{machine}-linux-gnu.{GLIBC}"]
     features = [FEATURES.get(word, word) for word in LEVELS[level].split()]
     if "avx512vnni" in features:  # else LLVM takes two others for it: prompts are 25 % slower

@@ -90,7 +90,7 @@ def retrieval_copy(model: Llama, wanted: str) -> Llama | None:
 def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     """The fastest form of a drafter: on compiled kernels a copy in 4 bits, unless `wanted` is
     `same`, which guesses whole rounds in one call; the plain matrices are freed."""
-    if not (model.execution.is_row_invariant and model.device.type == "cpu"):
+    if not model.execution.is_row_invariant:
         return model
     copy = model
     if wanted != "same":
@@ -99,7 +99,7 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
         copy.num_bytes = sum(weight.nbytes for weight in copy.parameters())
     lender = getattr(copy.lent_embedding, "__self__", copy)
     are_plain = lender.config.is_plain and copy.config.is_plain
-    if type(lender) is Llama and lender.dtype == copy.dtype and are_plain:
+    if lender.execution.is_row_invariant and lender.dtype == copy.dtype and are_plain:
         copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
     return copy
 

@@ -21,7 +21,7 @@ from minitri.core.model.linear import TrimmedHead
 from minitri.core.model.llama import Llama, sample_of_vocabulary
 from minitri.devices.choose import attention_for, kernels_for
 from minitri.devices.cpu.build import identity
-from minitri.devices.cpu.kernel_layers import keep_quantized, split_projections, use_kernels
+from minitri.devices.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.devices.cpu.packed import can_pack, pack_linears
 from minitri.devices.gpu.fused_modules import fuse_if_possible
 from minitri.devices.parallel.group import RankGroup
@@ -82,9 +82,7 @@ def load_model(
         use_kernels(model, kernels)
         computed_by = f"{identity(kernels.library)} {kernels.instructions} {kernels.num_threads}"
         if in_blocks and isinstance(checkpoint, GgufFile):
-            forms = checkpoint.quantized()
-            split_projections(model, forms, kernels)
-            packed = keep_quantized(model, placements(model), forms)
+            packed = keep_quantized(model, placements(model), checkpoint.quantized())
     model.execution = replace(
         model.execution,
         computed_by=computed_by,

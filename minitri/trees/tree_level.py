@@ -32,8 +32,7 @@ class TreeLevel(Level):
         super().capture(plans)
         if self.runner.block_sizes and any(plan.tree for plan in plans):
             B = len(self.runner.sampling)
-            root = (torch.tensor([0]), torch.tensor([[True]]))
-            self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
+            self.read_tree([[]] * B, [False] * B, [[0]] * B, TreeShape((-1,)), 0)
 
     def shape(self) -> TreeShape | None:
         """The shape of the tree in this step's plan; None if the plan has chains."""
@@ -62,7 +61,7 @@ class TreeLevel(Level):
                     for b, row in enumerate(nodes):
                         if children and active[b] and row[parent] != MISSING:
                             position = len(sequences[b]) + shape.depths[parent]
-                            tokens = self._draw(b, output, place, len(children), position)
+                            tokens = self.draw(b, output, place, len(children), position)
                             row[children[0] : children[-1] + 1] = tokens
         probs_BNV = torch.stack(probs, 1)
         active_B11 = torch.tensor(active).view(-1, 1, 1).to(probs_BNV.device, non_blocking=True)
@@ -79,16 +78,14 @@ class TreeLevel(Level):
         """Tokens that grammars force in a chain; none in trees, whose shape all rows share."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
-    def _draw(
+    def draw(
         self, b: int, output: Output, place: int, num_children: int, position: int
     ) -> list[int]:
-        """Tokens for the children of the node at this place of row b's block in `output`."""
+        """Tokens for the children of the node at this place of row b's block in `output`: random,
+        or the best, by coupled noise or without."""
+        probs_V = output.probs_BNV[b, place]
         if self.is_greedy(b):
             return likeliest(output.filtered_BNV[b, place], num_children)
-        return self.draw(b, output.probs_BNV[b, place], num_children, position)
-
-    def draw(self, b: int, probs_V: Tensor, num_children: int, position: int) -> list[int]:
-        """`num_children` tokens for one position of row b: random, or the best by coupled noise."""
         if isinstance(self.source, CoupledSource):
             key = self.source.keys(b, torch.tensor(position)).to(probs_V.device)
             return likeliest(gumbel_scores(probs_V, key), num_children)

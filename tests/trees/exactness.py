@@ -84,7 +84,8 @@ class TreeRunner(TableRunner):
 class ScriptedTrees(ScriptedSource):
     """A scripted random source for trees."""
 
-    def draw(self, b, probs_V, num_children, position):
+    def draw(self, b, output, place, num_children, position):
+        probs_V = output.probs_BNV[b, place]
         numbers = self.next_numbers(b, lambda: draws(probs_V, num_children))
         return draw_children(probs_V, exactly(numbers or [0.5] * num_children))
 

@@ -1,8 +1,7 @@
 """Argument structs of the compiled CPU kernels: ctypes structures with the fields of the C++ ones.
 
 A class and its fields have the names and the order of a struct in the C++ files, where comments
-give shapes. Fields that are not set are 0 or null. A struct has only the addresses of tensors, so
-its caller must keep them alive.
+give shapes. Fields that are not set are 0 or null.
 """
 
 import ctypes
@@ -25,6 +24,7 @@ class Struct(ctypes.Structure):
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets a field. Raises `AttributeError` if no field has this name."""
         getattr(self, name)
+        super().__setattr__(f"_{name}", value)  # keeps tensors alive
         super().__setattr__(name, value.data_ptr() if isinstance(value, Tensor) else value)
 
     fill = ctypes.Structure.__init__  # sets some fields, and leaves the others
@@ -35,7 +35,7 @@ class AttentionArguments(Struct):
 
     _fields_ = layout(
         pointers="q keys values out lengths rule",
-        integers="B T H K D q_batch q_token q_head kv_batch kv_head kv_slot is_tiled num_threads",
+        integers="B T H K D q_batch q_token q_head kv_batch kv_head kv_slot is_tiled",
     )
 
 
@@ -44,7 +44,7 @@ class LinearArguments(Struct):
 
     _fields_ = layout(
         pointers="x norm weights bias residual out",
-        integers="R E N stride is_gated is_wide num_threads",
+        integers="R E N stride is_gated is_wide",
         doubles="eps scale",
     )
 
@@ -52,7 +52,7 @@ class LinearArguments(Struct):
 class ConvertArguments(Struct):
     """Arguments of the C++ kernels that dequantize rows of a matrix, or repack those of a file."""
 
-    _fields_ = layout(pointers="weights rows out", integers="N E row_bytes num_threads")
+    _fields_ = layout(pointers="weights rows out", integers="N E row_bytes")
 
 
 class RotateArguments(Struct):
@@ -72,7 +72,7 @@ class FilterArguments(Struct):
 
     _fields_ = layout(
         pointers="logits probs",
-        integers="N V top_k num_threads",
+        integers="N V top_k",
         doubles="temperature top_p log_min_p",
     )
 
@@ -100,8 +100,7 @@ class PassArguments(Struct):
 
     _fields_ = layout(
         pointers="layers x cos sin keys values raw_keys queries lengths rule seconds",
-        integers="L B T W E H K D "
-        "kv_layer kv_batch kv_head kv_slot queries_layer is_tiled num_threads",
+        integers="L B T W E H K D kv_layer kv_batch kv_head kv_slot queries_layer is_tiled",
         doubles="eps scale",
     )
 
@@ -111,7 +110,8 @@ class RoundArguments(Struct):
 
     _fields_ = [
         ("first", PassArguments),
-        *layout(pointers="block num_read cos sin embeddings norm", integers="num_tokens form"),
+        *layout(pointers="block num_read cos sin norm"),
+        ("table", Matrix),
         ("head", Matrix),
         *layout(pointers="ids filters uniforms tokens probs", integers="N width"),
     ]

@@ -27,7 +27,6 @@ struct AttentionArguments {
     int64_t q_batch, q_token, q_head;  // strides, in numbers
     int64_t kv_batch, kv_head, kv_slot;
     int64_t is_tiled;  // see `devices/cpu/tiles.py`
-    int64_t num_threads;
 };
 
 // Offset of number d of slot s in keys or values in tiles: tiles of P slots of D numbers, each a
@@ -83,7 +82,8 @@ inline Plan plan_tasks(const AttentionArguments& a, bool is_short) {
     p.num_groups = a.B * a.K * p.num_tiles;
     p.part_floats = Part::num_floats(p.tile_rows, p.width);
     // Memory grows with the context, but not with B or K.
-    const int64_t few = std::max(MOST_FLOATS / p.part_floats, 16 * a.num_threads) / p.num_pieces;
+    const int64_t few =
+        std::max(MOST_FLOATS / p.part_floats, 16 * Pool::num_threads) / p.num_pieces;
     p.groups_at_once = p.num_pieces > 1 ? std::clamp<int64_t>(few, 1, p.num_groups) : p.num_groups;
     return p;
 }
@@ -292,7 +292,7 @@ template <class Op> void attention(const AttentionArguments& a, bool is_short) {
     for (int64_t start = 0; start < plan.num_groups; start += plan.groups_at_once) {
         const int64_t num_tasks = std::min(plan.groups_at_once, plan.num_groups - start) * P;
         const int64_t num_numbers = a.B * a.K * plan.longest * a.D * a.T;
-        Pool::get().run(num_tasks, num_numbers, a.num_threads, [&](int64_t i) {
+        Pool::get().run(num_tasks, num_numbers, [&](int64_t i) {
             static thread_local Scratch<float> own_memory;
             const Task task = task_of(a, plan, start + i / P, i % P);
             float* memory = P > 1 ? parts + i * plan.part_floats : own_memory.get(plan.part_floats);

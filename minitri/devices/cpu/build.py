@@ -34,19 +34,19 @@ IDENTITY = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features",
 """Prefixes of the lines of /proc/cpuinfo that identify a kind of processor."""
 
 
-def load_library(source: Path) -> ctypes.CDLL:
-    """Loads the library of a C++ file, and builds it first if necessary. Raises `OSError`."""
-    for found in candidates(source):
+def load_library() -> ctypes.CDLL:
+    """Loads the library of SOURCE, and builds it first if necessary. Raises `OSError`."""
+    for found in candidates():
         with suppress(OSError):
             return ctypes.CDLL(str(found))
     compiler = _compiler()
     log.info("building the CPU kernels (once, up to a minute)")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-        built = Path(folder, _built_name(source))
-        _compile(compiler, *FLAGS, str(source), "-o", str(built))
+        built = Path(folder, _built_name())
+        _compile(compiler, *FLAGS, str(SOURCE), "-o", str(built))
         library = ctypes.CDLL(str(built))
         try:
-            place = built_library(source)
+            place = built_library()
             unfinished = Path(shutil.copy(built, f"{place}.{os.getpid()}"))
             unfinished.replace(place)
         except (OSError, InputError) as error:
@@ -57,7 +57,7 @@ def load_library(source: Path) -> ctypes.CDLL:
 def has_kernels() -> bool:
     """Whether there are CPU kernels, or a compiler that could build them."""
     with suppress(OSError):
-        return any(candidates(SOURCE)) or bool(_compiler())
+        return any(candidates()) or bool(_compiler())
     return False
 
 
@@ -69,48 +69,48 @@ def let_threads_sleep() -> None:
         os.environ["GOMP_SPINCOUNT"] = "1000"
 
 
-def candidates(source: Path) -> Iterator[Path]:
+def candidates() -> Iterator[Path]:
     """Libraries that this processor can run, best first: of a wheel, then the one built here."""
     wanted = os.environ.get("MINITRI_KERNELS", "")
     if CPUINFO.exists() and not os.environ.get("CXX"):
-        found = {file.name.split("-")[1]: file for file in source.parent.glob(wheel_name(source))}
+        found = {file.name.split("-")[1]: file for file in SOURCE.parent.glob(wheel_name())}
         words = {*CPUINFO.read_text("utf-8", "replace").split()}
         for level, needed in LEVELS.items():
             if level in found and wanted in ("", level) and words.issuperset(needed.split()):
                 yield found[level]
     with suppress(OSError, InputError):
-        yield from filter(Path.exists, [built_library(source)])
+        yield from filter(Path.exists, [built_library()])
 
 
-def wheel_name(source: Path, level: str = "*", compiler: str = "*") -> str:
-    """Name of a library in a wheel; by default the pattern of all that fit the source."""
-    return f"{source.stem}-{level}-{_digest(source)}-{compiler}.so"
+def wheel_name(level: str = "*", compiler: str = "*") -> str:
+    """Name of a library in a wheel; by default the pattern of all that fit SOURCE."""
+    return f"{SOURCE.stem}-{level}-{_digest()}-{compiler}.so"
 
 
-def built_library(source: Path) -> Path:
-    """Path of the library of a C++ file, in a folder that no other user can write to. Raises
+def built_library() -> Path:
+    """Path of the library that was built here, in a folder that no other user can write to. Raises
     `OSError` or `InputError`."""
     folder = weights_folder() / "kernels"
     folder.mkdir(0o700, parents=True, exist_ok=True)
     status = folder.stat()
     if status.st_mode & 0o022 or status.st_uid not in (0, os.getuid()):
         raise PermissionError(f"others can write to {folder}; delete it, or set MINITRI_WEIGHTS")
-    return folder / _built_name(source)
+    return folder / _built_name()
 
 
 def identity(library: ctypes.CDLL) -> str:
     """Digest of a library's name and the processor: they decide bits. Raises `OSError`."""
-    return _digest(SOURCE, Path(library._name).name, *_instructions())
+    return _digest(Path(library._name).name, *_instructions())
 
 
-def _built_name(source: Path) -> str:
+def _built_name() -> str:
     depends_on = (os.environ.get("CXX", ""), architecture(), *_instructions())
-    return f"{source.stem}-{_digest(source, *depends_on)}.so"
+    return f"{SOURCE.stem}-{_digest(*depends_on)}.so"
 
 
-def _digest(source: Path, *others: str) -> str:
-    """Digest of a C++ file, its headers, flags and other texts."""
-    sources = (file.read_text("utf-8") for file in sorted(source.parent.glob("*.[ch]*")))
+def _digest(*others: str) -> str:
+    """Digest of SOURCE, its headers, flags and other texts."""
+    sources = (file.read_text("utf-8") for file in sorted(SOURCE.parent.glob("*.[ch]*")))
     return hashlib.sha256("\0".join([*sources, *FLAGS, *others]).encode()).hexdigest()[:16]
 
 

@@ -10,25 +10,30 @@ H query heads, K KV heads, D head dim.
 import ctypes
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from minitri.core.caches.streaming import StreamingCache
 from minitri.core.log import log
 from minitri.core.model.cache import Cache
 from minitri.core.model.execution import Execution
 from minitri.core.model.linear import Linear, Table, TiedHead, TrimmedHead
-from minitri.core.model.llama import Attention, Layer, Layers, Llama, Pass, gate
-from minitri.core.model.rope import Rotary
+from minitri.core.model.llama import Layer, Layers, Llama, Pass, gate
 from minitri.core.settings import LONGEST_BLOCK
-from minitri.devices.cpu.abi import LayerWeights, Matrix, PassArguments
-from minitri.devices.cpu.kernels import KernelNorm, Kernels, memory_of, require
+from minitri.devices.cpu.abi import LayerWeights, LinearArguments, Matrix, PassArguments
+from minitri.devices.cpu.kernels import (
+    KernelNorm,
+    KernelRotary,
+    Kernels,
+    is_matrix,
+    require,
+    set_turns,
+)
 from minitri.devices.cpu.products import multiply_rows
 from minitri.devices.cpu.quantized import GROUP, PANEL, Form, packed_shape, quantize
-from minitri.devices.cpu.tiles import Tiles
 from minitri.devices.replace import Factories, copy_with, replace_modules
 
 Stored = Mapping[tuple[str, tuple[int, ...]], Form]  # a file's matrices, by name and shape
@@ -59,18 +64,31 @@ class KernelLinear(Linear):
         product_RN = multiply_rows(x.flatten(0, -2), self.plain_weight(x.dtype), self.bias)
         return product_RN.view(*x.shape[:-1], -1)
 
-    def multiply(self, x: Tensor, **options: Any) -> Tensor:
-        """The layer by a compiled kernel; `options` as for `Kernels.linear`."""
-        matrix = (self.weight, self.form, self.out_features)
-        return self.kernels.linear(x, *matrix, bias=self.bias, **options)
+    def multiply(self, x: Tensor, kernel: str = "linear", *, is_wide: bool = False) -> Tensor:
+        """The layer by a compiled kernel, in the dtype of x, or float32 if `is_wide`. The `kernel`
+        "linear" is for few rows, "product" for many: with plain weights it sums over E in order, in
+        float32. With either a row's bits depend neither on other rows nor on their number."""
+        x = x.contiguous()
+        E = x.shape[-1]
+        N = self.out_features
+        bias = self.bias
+        require(
+            is_matrix(self.weight, N, E, self.form, x.dtype),
+            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
+            tensors=(x, self.weight, bias),
+        )
+        out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
+        arguments = LinearArguments(x=x, weights=self.weight, bias=bias, out=out, is_wide=is_wide)
+        arguments.fill(R=x.numel() // E, E=E, N=N, stride=N)
+        self.kernels.call(kernel, arguments, x.dtype, self.form)
+        return out
 
     def plain_weight(self, dtype: torch.dtype, rows_R: Tensor | None = None) -> Tensor:
         """W (out_features, in_features), dequantized to `dtype`, or its rows `rows_R` alone."""
         if self.form == Form.PLAIN:
             return self.weight if rows_R is None else self.weight[rows_R]
-        matrix = (self.weight, self.in_features, self.form, dtype)
-        last = self.out_features if rows_R is None else None
-        return self.kernels.dequantize(*matrix, rows_R)[:last]
+        matrix = (self.weight, self.out_features, self.in_features, self.form)
+        return self.kernels.dequantize(*matrix, dtype, rows_R)
 
 
 class KernelParts(nn.ModuleDict):
@@ -95,7 +113,9 @@ class KernelTable(KernelLinear, Table):
     """Embedding table, quantized or not, of which rows alone are read."""
 
     def rows(self, numbers: Tensor) -> Tensor:
-        return self.plain_weight(self.dtype, numbers.flatten()).view(*numbers.shape, -1)
+        return self.plain_weight(self.dtype, numbers.flatten().contiguous()).view(
+            *numbers.shape, -1
+        )
 
 
 class KernelTiedHead(KernelTable, KernelHead, TiedHead):
@@ -106,16 +126,6 @@ class KernelPartialHead(KernelHead):
     """LM head over a part of the vocabulary; its logits are rounded to the model's dtype."""
 
     is_wide = False
-
-
-@dataclass(frozen=True)
-class KernelRotary(Rotary):
-    """Rotary embedding of a block's queries and keys by a compiled kernel."""
-
-    kernels: Kernels
-
-    def rotate(self, x_BTHD: Tensor) -> Tensor:
-        return self.kernels.rotate(x_BTHD, self.cos, self.signed_sin)
 
 
 class KernelLayers(Layers):
@@ -133,56 +143,37 @@ class KernelLayers(Layers):
             compiled = KernelRotary(rotary.cos, rotary.signed_sin, self.kernels)
             return super().forward(x_BTE, replace(shared, rotary=compiled))
         x_BTE = x_BTE.clone(memory_format=torch.contiguous_format)
-        rule = None if shared.rule_TT is None else shared.rule_TT.contiguous()
-        lengths_B = torch.tensor(cache.lengths)
-        arguments = self.arguments(x_BTE, cache, lengths_B)
-        L, _, _, _, D = cache.keys.shape
-        B, T, _ = x_BTE.shape
-        turns = (rotary.cos, rotary.signed_sin)
+        arguments = self.arguments(x_BTE, cache, shared.rule_TT)
+        set_turns(arguments, rotary, arguments.B * arguments.T * arguments.D)
         queries = shared.queries_LBTHD
-        require(
-            *((turn.dtype, turn.numel()) == (torch.float32, B * T * D) for turn in turns),
-            all(turn.is_contiguous() for turn in turns),
-            rule is None or rule.shape == (T, T),
-            queries is None or (queries.dtype == x_BTE.dtype and queries[0].is_contiguous()),
-            queries is None or queries.shape == (L, B, queries.shape[2], arguments.H, D),
-            tensors=(*turns, queries),
-        )
-        arguments.fill(cos=turns[0], sin=turns[1], rule=rule)
         if queries is not None:
-            arguments.fill(queries=queries, W=queries.shape[2], queries_layer=queries.stride(0))
+            W = queries.shape[2]
+            wanted = (arguments.L, arguments.B, W, arguments.H, arguments.D)
+            is_right = (queries.shape, queries.dtype) == (wanted, x_BTE.dtype)
+            require(is_right, queries[0].is_contiguous(), tensors=(queries,))
+            arguments.fill(queries=queries, W=W, queries_layer=queries.stride(0))
         self.kernels.call("pass", arguments, x_BTE.dtype)
         return x_BTE
 
-    def arguments(self, x_BTE: Tensor, cache: Cache, lengths_B: Tensor) -> PassArguments:
+    def arguments(
+        self, x_BTE: Tensor, cache: Cache, rule_TT: Tensor | None = None
+    ) -> PassArguments:
         """The arguments of a pass that overwrites the hidden states `x_BTE` with its result."""
-        keys = cache.keys
-        B, T, E = x_BTE.shape
-        L, num_rows, K, S, D = keys.shape
-        kv_layer, kv_batch, kv_head, kv_slot, kv_number = keys.stride()
-        if max(cache.lengths) + T > S:
-            raise IndexError(f"a block of {T} after {max(cache.lengths)} of {S} tokens")
+        L, _, K, _, _ = cache.keys.shape
+        E = x_BTE.shape[2]
         first = self[0]
         assert isinstance(first, Layer)
         H, held_K, _ = first.self_attn.heads
-        raw_keys = getattr(cache, "raw_keys", None)
-        slots = [part for part in (keys, cache.values, raw_keys) if part is not None]
-        like = (keys.shape, keys.stride(), x_BTE.dtype)
-        require(
-            *((part.shape, part.stride(), part.dtype) == like for part in slots),
-            kv_number == 1 and self.kernels.can_read(slots),
-            len(cache.lengths) == B <= num_rows and min(cache.lengths) >= 0,
-            (len(self), held_K, first.mlp.gate_up_proj.in_features) == (L, K, E),
-            x_BTE.is_contiguous(),
-            tensors=(x_BTE, *map(memory_of, slots)),
-        )
-        arguments = PassArguments(x=x_BTE, keys=memory_of(keys), values=memory_of(cache.values))
-        arguments.fill(L=L, B=B, T=T, E=E, H=H, K=K, D=D, num_threads=self.kernels.num_threads)
-        arguments.fill(layers=ctypes.addressof(self._weights), eps=first.input_layernorm.eps)
-        arguments.fill(raw_keys=raw_keys, lengths=lengths_B, scale=first.residual_scale)
-        arguments.seconds = self.kernels.seconds
-        arguments.fill(kv_layer=kv_layer, kv_batch=kv_batch, kv_head=kv_head, kv_slot=kv_slot)
-        arguments.is_tiled = isinstance(keys, Tiles)
+        sizes = (len(self), held_K, first.mlp.gate_up_proj.in_features)
+        require(sizes == (L, K, E), x_BTE.is_contiguous(), tensors=(x_BTE,))
+        arguments = PassArguments(x=x_BTE, seconds=self.kernels.seconds, L=L, E=E, H=H)
+        arguments.fill(layers=ctypes.addressof(self._weights), scale=first.residual_scale)
+        arguments.fill(eps=first.input_layernorm.eps, kv_layer=cache.keys.stride()[0])
+        slots = [cache.keys, cache.values]
+        if isinstance(cache, StreamingCache):
+            slots.append(cache.raw_keys)
+            arguments.raw_keys = cache.raw_keys
+        self.kernels.set_slots(arguments, x_BTE, slots, cache.lengths, rule_TT)
         return arguments
 
     @cached_property
@@ -214,9 +205,13 @@ def weights_of(layer: nn.Module) -> LayerWeights:
 def matrix_of(linear: nn.Module) -> Matrix:
     """Addresses of weights and bias of a linear layer."""
     assert isinstance(linear, KernelLinear)
-    matrix = Matrix(weights=linear.weight, bias=linear.bias, form=linear.form)
-    matrix.fill(N=linear.out_features, E=linear.in_features)
-    return matrix
+    return Matrix(
+        weights=linear.weight,
+        bias=linear.bias,
+        N=linear.out_features,
+        E=linear.in_features,
+        form=linear.form,
+    )
 
 
 def use_kernels(model: Llama, kernels: Kernels) -> None:
@@ -224,7 +219,7 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     layers = replace_modules(model.layers, {Linear: partial(KernelLinear, kernels=kernels)})
     if model.dtype == torch.float32:  # SiLU on several threads depends on the number of rows
         for layer in layers:
-            layer.mlp.gate = kernels.decoding()(gate)
+            layer.mlp.gate = kernels.threads(1)(gate)
     head = KernelPartialHead if isinstance(model.lm_head, TrimmedHead) else KernelHead
     heads: Factories = {
         Linear: partial(head, kernels=kernels),
@@ -238,60 +233,56 @@ def use_kernels(model: Llama, kernels: Kernels) -> None:
     model.attend = kernels.attend
     model.execution = Execution(
         is_row_invariant=True,
-        decoding=kernels.decoding,
-        reading=kernels.reading,
+        decoding=partial(kernels.threads, 1),
+        reading=kernels.threads,
         probs=kernels.probs,
         is_narrow=not kernels.instructions.startswith("AVX-512"),
         make_slots=kernels.make_slots,
     )
 
 
-def split_projections(model: Llama, stored: Stored, kernels: Kernels) -> None:
-    """Splits qkv projections into empty q, k and v where a file stores these in different forms."""
-    for path, attention in [*model.named_modules()]:
-        if not isinstance(attention, Attention):
-            continue
-        E = attention.qkv_proj.in_features
-        has_bias = attention.qkv_proj.bias is not None
-        names = {
-            f"{part}_proj": count * attention.head_dim
-            for part, count in zip("qkv", attention.heads, strict=True)
-        }
-        keys = ((f"model.{path}.{name}.weight", (N, E)) for name, N in names.items())
-        if len({stored.get(key) for key in keys}) > 1:
-            parts = {
-                name: KernelLinear(Linear.empty(E, N, dtype=model.dtype, bias=has_bias), kernels)
-                for name, N in names.items()
-            }
-            model.set_submodule(f"{path}.qkv_proj", KernelParts(parts))
-
-
 def keep_quantized(model: Llama, places: Mapping[str, Tensor], stored: Stored) -> dict[str, Tensor]:
     """Replaces linear layers by empty quantized ones where a file has their weights quantized;
     returns views of these to fill, by the file's names. `places` has the views of weights that
-    tensors fill; the tensors of a fused projection must have one form, or be fused in the file."""
-    homes = {name: place.untyped_storage().data_ptr() for name, place in places.items()}
-    layers = {p: layer for p, layer in model.named_modules() if isinstance(layer, KernelLinear)}
-    num_kept = 0
+    tensors fill. If q, k and v have different forms, the fused projection becomes three; tensors of
+    other fused projections must have one form, or be fused in the file."""
+    names_at: dict[int, list[str]] = {}  # names of tensors by the memory that they fill
+    for name, place in places.items():
+        names_at.setdefault(place.untyped_storage().data_ptr(), []).append(name)
+    todo = [
+        (path, layer, names_at[layer.weight.untyped_storage().data_ptr()])
+        for path, layer in model.named_modules()
+        if isinstance(layer, KernelLinear)
+    ]
     kept: dict[str, Tensor] = {}
-    for path, layer in layers.items():
-        own = layer.weight.untyped_storage().data_ptr()
-        names = [name for name, home in homes.items() if home == own]
+    while todo:
+        path, layer, names = todo.pop()
+        E = layer.in_features
         keys = [(f"model.{path}.weight", tuple(layer.weight.shape))]  # if fused in the file
         if keys[0] not in stored:
             keys = [(name, tuple(places[name].shape)) for name in names]
         form, *others = {stored.get(key) for key in keys}
+        if others and path.endswith(".qkv_proj"):
+            parts = KernelParts()
+            model.set_submodule(path, parts)
+            for name, (N, _) in keys:
+                empty = Linear.empty(E, N, dtype=layer.dtype, bias=layer.bias is not None)
+                part = KernelLinear(empty, layer.kernels)
+                key = name.split(".")[-2]
+                parts[key] = part
+                todo.append((f"{path}.{key}", part, [name]))
+            continue
         is_in_panels = len(names) == 1 or not any(len(places[name]) % PANEL for name in names)
         if others or not (form and is_in_panels):
             continue
-        shape = packed_shape(layer.out_features, layer.in_features, form)
+        shape = packed_shape(layer.out_features, E, form)
         packed_NX = torch.empty(shape, dtype=torch.uint8)
         model.set_submodule(path, type(layer)(layer, layer.kernels, packed_NX, form))
-        num_kept += 1
         ends = itertools.accumulate(shape[0] for _, shape in keys[:-1])
         kept |= zip([name for name, _ in keys], packed_NX.tensor_split([*ends]), strict=True)
     model.num_bytes = sum(weight.nbytes for weight in model.parameters())
-    log.debug("%d of %d matrices stay quantized", num_kept, len(layers))
+    forms = [layer.form for layer in model.modules() if isinstance(layer, KernelLinear)]
+    log.debug("%d of %d matrices stay quantized", len(forms) - forms.count(Form.PLAIN), len(forms))
     return kept
 
 

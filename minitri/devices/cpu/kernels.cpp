@@ -86,7 +86,7 @@ struct PassArguments {
     double* seconds;         // (2): added up for linear layers and for attention; or null
     int64_t L, B, T, W, E, H, K, D;
     int64_t kv_layer, kv_batch, kv_head, kv_slot, queries_layer;  // strides, in numbers
-    int64_t is_tiled, num_threads;                                // see `AttentionArguments`
+    int64_t is_tiled;  // see `AttentionArguments`
     double eps, scale;  // of norms; of what attention and MLP add
 };
 
@@ -149,7 +149,7 @@ template <class Op> void pass(const PassArguments& p) {
                        void* out, int64_t stride, bool is_gated) {
         timed(0, [&] {
             linear_of<Op>(int(m.form), {x, norm, m.weights, m.bias, residual, out, R, m.E, m.N,
-                                        stride, is_gated, false, p.num_threads, p.eps, p.scale});
+                                        stride, is_gated, false, p.eps, p.scale});
         });
     };
     for (int64_t i = 0; i < p.L; ++i) {
@@ -164,8 +164,7 @@ template <class Op> void pass(const PassArguments& p) {
         const T* values = static_cast<T*>(p.values) + i * p.kv_layer;
         timed(1, [&] {
             attention<Op>({queries, keys, values, mixed, p.lengths, p.rule, p.B, p.T, p.H, p.K, p.D,
-                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled,
-                           p.num_threads},
+                           p.T * heads, heads, p.D, p.kv_batch, p.kv_head, p.kv_slot, p.is_tiled},
                           true);
         });
         project(mixed, nullptr, layer.o, p.x, p.x, p.E, false);
@@ -178,9 +177,8 @@ struct RoundArguments {
     PassArguments first;              // over the block; later passes overwrite x
     const int64_t *block, *num_read;  // (B, T) tokens, padded after the first ones of each row
     const float *cos, *sin;           // (S, D), of all slots
-    const void *embeddings, *norm;    // a matrix of the form; (E)
-    int64_t num_tokens, form;
-    Matrix head;
+    const void* norm;                 // (E)
+    Matrix table, head;               // embeddings; LM head
     const int64_t* ids;  // (2, N): tokens of a partial head's outputs, and sorted; or null
     const FilterArguments* filters;  // (B), without pointers
     const double* uniforms;          // (B, N)
@@ -196,10 +194,11 @@ void read_tokens(const RoundArguments& a, const PassArguments& p, int64_t i, flo
     for (int64_t r = 0; r < p.B * p.T; ++r) {
         const int64_t b = r / p.T, slot = p.lengths[b] + r % p.T;
         const int64_t token = i == 0 ? a.block[r] : a.tokens[b * a.N + i - 1];
-        const int64_t row = std::clamp<int64_t>(token, 0, a.num_tokens - 1);
+        const int64_t row = std::clamp<int64_t>(token, 0, a.table.N - 1);
         T* x = static_cast<T*>(p.x) + r * p.E;
-        if (a.form != PLAIN) dequantize_of<T>(int(a.form), {a.embeddings, &row, x, 1, p.E, 0, 1});
-        else std::copy_n(static_cast<const T*>(a.embeddings) + row * p.E, p.E, x);
+        const auto [table, _, N, E, form] = a.table;
+        if (form != PLAIN) dequantize_of<T>(int(form), {table, &row, x, 1, E});
+        else std::copy_n(static_cast<const T*>(table) + row * E, E, x);
         std::copy_n(a.cos + slot * p.D, p.D, cos + r * p.D);
         std::copy_n(a.sin + slot * p.D, p.D, sin + r * p.D);
     }
@@ -231,11 +230,11 @@ template <class Op> void draft_round(const RoundArguments& a) {
         void* logits = a.ids ? static_cast<void*>(rounded) : wide;
         linear_of<Op>(int(a.head.form),
                       {hidden, nullptr, a.head.weights, a.head.bias, nullptr, logits, B, E, outputs,
-                       outputs, false, a.ids == nullptr, p.num_threads, p.eps, 1});
-        Pool::get().run(B, B * V, p.num_threads, [&](int64_t b) {
+                       outputs, false, a.ids == nullptr, p.eps, 1});
+        Pool::get().run(B, B * V, [&](int64_t b) {
             static thread_local Scratch<float> row_memory;
             const int64_t at = b * a.N + i, padded = (V + LANES - 1) / LANES * LANES;
-            const int64_t most = a.num_tokens + LANES;
+            const int64_t most = a.table.N + LANES;
             float* row = row_memory.get(most);
             std::fill(row, row + most, MINUS_INFINITY);
             if (a.ids == nullptr) std::copy_n(wide + b * outputs, V, row);
@@ -298,14 +297,16 @@ int64_t minitri_sizeof(const char* name) {
     return found == sizes.end() ? 0 : found->second;
 }
 
-// A kernel takes the number of a dtype, whose operand is `Op`, an option, and its arguments.
-#define KERNEL(name, Arguments, work)                               \
-    int minitri_##name(int dtype, int option, const Arguments* a) { \
-        return by_type(dtype, [&](auto op) {                        \
-            using Op = decltype(op);                                \
-            using T = typename Op::Stored;                          \
-            work;                                                   \
-        });                                                         \
+// A kernel takes the number of a dtype, whose operand is `Op`, an option, a number of threads, and
+// its arguments.
+#define KERNEL(name, Arguments, work)                                                \
+    int minitri_##name(int dtype, int option, int num_threads, const Arguments* a) { \
+        Pool::num_threads = num_threads;                                             \
+        return by_type(dtype, [&](auto op) {                                         \
+            using Op = decltype(op);                                                 \
+            using T = typename Op::Stored;                                           \
+            work;                                                                    \
+        });                                                                          \
     }
 KERNEL(attention, AttentionArguments, attention<Op>(*a, option))
 KERNEL(linear, LinearArguments, linear_of<Op>(option, *a))

@@ -12,6 +12,8 @@ import functools
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,11 +23,12 @@ from torch.nn import RMSNorm
 from minitri.core.errors import shorten
 from minitri.core.log import log
 from minitri.core.model.cache import Slots, plain_slots
+from minitri.core.model.rope import Rotary
 from minitri.core.settings import SamplingParams
 from minitri.devices.cpu import abi
-from minitri.devices.cpu.build import SOURCE, architecture, load_library
+from minitri.devices.cpu.build import architecture, load_library
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape
-from minitri.devices.cpu.tiles import COLUMNS, PANEL, Tiles, tiled_slots
+from minitri.devices.cpu.tiles import COLUMNS, Tiles, tiled_slots
 
 MAX_HEAD_DIM = 1024
 LOADING = threading.Lock()  # all engines of a process share the kernels
@@ -41,9 +44,8 @@ class Kernels:
         self.library = library
         library.minitri_instructions.restype = ctypes.c_char_p
         self.instructions = library.minitri_instructions().decode()  # name of the instruction set
-        has_pairs = self.instructions.startswith("AVX-512 BF16")
-        self.pairs = dict.fromkeys(DTYPES, 1) | {torch.bfloat16: 1 + has_pairs}
-        """By dtype how many numbers a vector lane multiplies at once; see `tiled_slots`."""
+        self.paired = torch.bfloat16 if "BF16" in self.instructions else None
+        """The dtype of which a vector lane multiplies two numbers at once; see `tiled_slots`."""
         self.num_threads = num_threads
         self.seconds: Tensor | None = None  # of linear layers and of attention, for a profile
         self._one_at_a_time = threading.RLock()
@@ -52,7 +54,7 @@ class Kernels:
     def has_products(self, dtype: torch.dtype, form: int) -> bool:
         """Whether kernels multiply many rows with weights of this form faster than PyTorch, or, as
         those in few bits are dequantized for it, hardly slower, and few rows much faster."""
-        return self.pairs[dtype] == 1 or (form != Form.PLAIN and "AMX" not in self.instructions)
+        return dtype != self.paired or (form != Form.PLAIN and "AMX" not in self.instructions)
 
     def _begin_in_child(self) -> None:
         """Called in a forked child: resets threads, and a lock that nobody there may release."""
@@ -61,21 +63,15 @@ class Kernels:
         torch.set_num_threads(1)
 
     @contextlib.contextmanager
-    def decoding(self) -> Iterator[None]:
-        """Context for steps: PyTorch uses one thread, as more would compete with the kernels."""
+    def threads(self, count: int | None = None) -> Iterator[None]:
+        """Context in which PyTorch uses `count` threads, by default all, to read prompts; in steps
+        it uses one, as more would compete with the kernels."""
         with self._one_at_a_time:
-            torch.set_num_threads(1)
+            torch.set_num_threads(count or self.num_threads)
             try:
                 yield
             finally:
                 torch.set_num_threads(self.num_threads)
-
-    @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
-        """Context for reading prompts: PyTorch uses all threads."""
-        with self._one_at_a_time:
-            torch.set_num_threads(self.num_threads)
-            yield
 
     def attend(
         self,
@@ -90,93 +86,68 @@ class Kernels:
     ) -> Tensor:
         """Attention as `Attend` says; row-invariant among short blocks, and among long ones."""
         B, T, H, D = q_BTHD.shape
-        K, S = keys_BKSD.shape[1:3]
-        keys, values = map(memory_of, (keys_BKSD, values_BKSD))
-        strides = keys_BKSD.stride()
-        require(
-            keys_BKSD.shape == values_BKSD.shape == (B, K, S, D) and H % K == 0,
-            q_BTHD.dtype == keys_BKSD.dtype == values_BKSD.dtype and D <= MAX_HEAD_DIM,
-            q_BTHD.stride(3) == strides[3] == 1,
-            strides == values_BKSD.stride() and len(prefix_lengths) == B,
-            min(prefix_lengths) >= 0 and max(prefix_lengths) + T <= S,
-            rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
-            self.can_read((keys_BKSD, values_BKSD)),
-            tensors=(q_BTHD, keys, values, rule_TT),
-        )
-        out = q_BTHD.new_empty(B, T, H, D)
-        lengths = torch.tensor(prefix_lengths)
-        rule = rule_TT.contiguous() if rule_TT is not None else None
-        arguments = abi.AttentionArguments(q=q_BTHD, keys=keys, values=values, out=out)
-        arguments.fill(lengths=lengths, rule=rule, num_threads=self.num_threads)
-        arguments.fill(B=B, T=T, H=H, K=K, D=D, is_tiled=isinstance(keys_BKSD, Tiles))
-        arguments.q_batch, arguments.q_token, arguments.q_head, _ = q_BTHD.stride()
-        arguments.kv_batch, arguments.kv_head, arguments.kv_slot, _ = strides
+        out_BTHD = q_BTHD.new_empty(B, T, H, D)
+        arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, H=H)
+        arguments.q_batch, arguments.q_token, arguments.q_head, number = q_BTHD.stride()
+        self.set_slots(arguments, q_BTHD, (keys_BKSD, values_BKSD), prefix_lengths, rule_TT)
+        is_grouped = H % arguments.K == 0 and arguments.D == D
+        require(is_grouped, number == 1, tensors=(q_BTHD, memory_of(keys_BKSD)))
         self.call("attention", arguments, q_BTHD.dtype, is_short)
-        return out
+        return out_BTHD
+
+    def set_slots(
+        self,
+        arguments: abi.Struct,
+        x: Tensor,
+        slots: Sequence[Slots],
+        lengths: list[int],
+        rule_TT: Tensor | None = None,
+    ) -> None:
+        """Sets the fields about a cache's keys and values (..., K, S, D), about prefixes of these
+        `lengths`, and about the block `x` (B, T, ...) after them. All `slots` have one layout."""
+        keys = slots[0]
+        B, T = x.shape[:2]
+        *_, num_rows, K, S, D = keys.shape
+        *_, arguments.kv_batch, arguments.kv_head, arguments.kv_slot, number = keys.stride()
+        like = (type(keys), keys.shape, keys.stride(), x.dtype)
+        require(
+            *((type(part), part.shape, part.stride(), part.dtype) == like for part in slots),
+            number == 1 and D <= MAX_HEAD_DIM and len(lengths) == B <= num_rows,
+            0 <= min(lengths) <= max(lengths) <= S - T,
+            rule_TT is None or (rule_TT.shape, rule_TT.dtype) == ((T, T), torch.bool),
+            tensors=(x, rule_TT, *map(memory_of, slots)),
+        )
+        arguments.fill(keys=memory_of(keys), values=memory_of(slots[1]), B=B, T=T, K=K, D=D)
+        arguments.fill(lengths=torch.tensor(lengths), is_tiled=isinstance(keys, Tiles))
+        arguments.rule = None if rule_TT is None else rule_TT.contiguous()
 
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
         """Keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
-        if D % COLUMNS == S % PANEL == 0:  # slots fill whole tiles
-            return tiled_slots(shape, dtype, self.pairs[dtype])
+        if D % COLUMNS == S % BLOCK == 0:
+            return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
         return plain_slots(shape, dtype, device)
 
-    def can_read(self, slots: Sequence[Slots]) -> bool:
-        """Whether kernels can read these K and V: of one layout, in tiles that fit their dtype."""
-        tiles = [part for part in slots if isinstance(part, Tiles)]
-        has_layout = not tiles or tiles[0].pair == self.pairs[tiles[0].dtype]  # that of the keys
-        is_whole = all(tile.shape[-2] % BLOCK == 0 for tile in tiles)
-        return len(tiles) in (0, len(slots)) and is_whole and has_layout
-
-    def linear(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        form: int = Form.PLAIN,
-        num_outputs: int | None = None,
-        *,
-        bias: Tensor | None = None,
-        is_wide: bool = False,
-        kernel: str = "linear",
-    ) -> Tensor:
-        """Linear layer x W^T + bias, (..., N), in the dtype of x, or float32 if `is_wide`. `weight`
-        is (N, E) in x's dtype, or quantized as in `quantized.py`. The `kernel` "linear" is for few
-        rows, "product" for many: with plain weights it sums over E in order, in float32. With
-        either a row's bits depend neither on other rows nor on their number."""
-        x = x.contiguous()
-        E = x.shape[-1]
-        N = num_outputs or len(weight)
-        is_plain = form == Form.PLAIN
-        wanted = (x.dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
-        require(
-            (weight.dtype, *weight.shape) == wanted and weight.is_contiguous(),
-            bias is None or (bias.dtype, *bias.shape, *bias.stride()) == (x.dtype, N, 1),
-            is_plain or E % GROUP == 0,
-            tensors=(x, weight, bias),
-        )
-        out = x.new_empty(*x.shape[:-1], N, dtype=torch.float32 if is_wide else x.dtype)
-        arguments = abi.LinearArguments(x=x, weights=weight, bias=bias, out=out, is_wide=is_wide)
-        arguments.fill(R=x.numel() // E, E=E, N=N, stride=N, num_threads=self.num_threads)
-        self.call(kernel, arguments, x.dtype, form)
-        return out
-
     def dequantize(
-        self, packed_NX: Tensor, E: int, form: int, dtype: torch.dtype, rows_R: Tensor | None = None
+        self,
+        packed_NX: Tensor,
+        N: int,
+        E: int,
+        form: int,
+        dtype: torch.dtype,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
         """Dequantizes a matrix to (N, E), or its rows `rows_R` alone, computed in float32."""
-        N = len(packed_NX)
         require(
-            (packed_NX.dtype, *packed_NX.shape) == (torch.uint8, *packed_shape(N, E, form)),
-            packed_NX.is_contiguous() and E % GROUP == 0,
-            rows_R is None or (rows_R.dtype == torch.int64 and rows_R.is_contiguous()),
-            rows_R is None or all(0 <= row < N for row in rows_R.tolist()),
+            is_matrix(packed_NX, N, E, form) and (rows_R is None or are_rows(rows_R, N)),
             tensors=(packed_NX, rows_R),
         )
         out_NE = torch.empty(N if rows_R is None else len(rows_R), E, dtype=dtype)
-        arguments = abi.ConvertArguments(weights=packed_NX, rows=rows_R, out=out_NE)
-        arguments.fill(N=len(out_NE), E=E, num_threads=self.num_threads)
+        arguments = abi.ConvertArguments(
+            weights=packed_NX, rows=rows_R, out=out_NE, N=len(out_NE), E=E
+        )
         self.call("dequantize", arguments, dtype, form)
         return out_NE
 
@@ -187,32 +158,15 @@ class Kernels:
         with this form, quantized as in `quantized.py` into `place_RX`."""
         N, row_bytes = blocks_NX.shape
         require(
-            (place_RX.dtype, *place_RX.shape) == (torch.uint8, *packed_shape(len(rows_R), E, form)),
-            place_RX.is_contiguous() and rows_R.is_contiguous() and rows_R.dtype == torch.int64,
-            0 <= int(rows_R.min()) <= int(rows_R.max()) < N and blocks_NX.flags.c_contiguous,
+            is_matrix(place_RX, len(rows_R), E, form),
+            are_rows(rows_R, N) and blocks_NX.flags.c_contiguous,
             tensors=(place_RX, rows_R),
         )
         blocks = blocks_NX.ctypes.data  # PyTorch has no tensors that are only read
-        arguments = abi.ConvertArguments(weights=blocks, rows=rows_R, out=place_RX)
-        arguments.fill(N=len(rows_R), E=E, row_bytes=row_bytes, num_threads=self.num_threads)
-        self.call("repack", arguments, torch.float32, form)
-
-    def rotate(self, x_BTHD: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        """RoPE of the first heads of each token, a slice of (B, T, heads, D); see `Rotary`."""
-        B, T, H, D = x_BTHD.shape
-        row, token, head, number = x_BTHD.stride()
-        require(
-            (head, number) == (D, 1) and token % D == D % 2 == 0,
-            B == 1 or row == T * token,
-            *((it.dtype, it.numel()) == (torch.float32, B * T * D) for it in (cos, signed_sin)),
-            cos.is_contiguous() and signed_sin.is_contiguous(),
-            tensors=(x_BTHD, cos, signed_sin),
+        arguments = abi.ConvertArguments(
+            weights=blocks, rows=rows_R, out=place_RX, N=len(rows_R), E=E, row_bytes=row_bytes
         )
-        out_BTHD = x_BTHD.new_empty(B, T, H, D)
-        arguments = abi.RotateArguments(x=x_BTHD, cos=cos, sin=signed_sin, out=out_BTHD)
-        arguments.fill(R=B * T, total=token // D, H=H, D=D)
-        self.call("rotate", arguments, x_BTHD.dtype)
-        return out_BTHD
+        self.call("repack", arguments, torch.float32, form)
 
     def probs(self, logits_NV: Tensor, params: SamplingParams) -> Tensor:
         """Distributions as by `probs_from_logits`, up to last bits, of float32 logits (N, V)."""
@@ -220,16 +174,14 @@ class Kernels:
         logits_NV = logits_NV.contiguous()
         probs_NV = torch.empty_like(logits_NV)
         N, V = logits_NV.shape
-        arguments = abi.FilterArguments(logits=logits_NV, probs=probs_NV)
-        set_filters(arguments, params)
-        arguments.fill(N=N, V=V, num_threads=self.num_threads)
+        arguments = filters_of(params, logits=logits_NV, probs=probs_NV, N=N, V=V)
         self.call("filter", arguments, logits_NV.dtype)
         return probs_NV
 
     def call(self, kernel: str, arguments: abi.Struct, dtype: torch.dtype, option: int = 0) -> None:
         """Runs the kernel of this name. Raises `MemoryError` or `RuntimeError` if it fails."""
         function = getattr(self.library, f"minitri_{kernel}")
-        code = function(DTYPES[dtype], option, ctypes.byref(arguments))
+        code = function(DTYPES[dtype], option, self.num_threads, ctypes.byref(arguments))
         if code == 1:
             raise MemoryError("a CPU kernel has no memory for its scratch; shorten the prompt")
         if code:
@@ -249,10 +201,32 @@ class KernelNorm(RMSNorm):
         out = torch.empty_like(x)
         E = len(self.weight)
         require((*x.shape[-1:], x.dtype) == (E, self.weight.dtype), tensors=(x, self.weight))
-        arguments = abi.NormArguments(x=x, weight=self.weight, out=out)
-        arguments.fill(R=x.numel() // E, E=E, eps=self.eps)
+        arguments = abi.NormArguments(
+            x=x, weight=self.weight, out=out, R=x.numel() // E, E=E, eps=self.eps
+        )
         self.kernels.call("norm", arguments, x.dtype)
         return out
+
+
+@dataclass(frozen=True)
+class KernelRotary(Rotary):
+    """Rotary embedding by a compiled kernel, of the first heads of each token in a (B, T, X, D)."""
+
+    kernels: Kernels
+
+    def rotate(self, x_BTHD: Tensor) -> Tensor:
+        B, T, H, D = x_BTHD.shape
+        row, token, head, number = x_BTHD.stride()
+        require(
+            (head, number) == (D, 1) and token % D == D % 2 == 0,
+            B == 1 or row == T * token,
+            tensors=(x_BTHD,),
+        )
+        out_BTHD = x_BTHD.new_empty(B, T, H, D)
+        arguments = abi.RotateArguments(x=x_BTHD, out=out_BTHD, R=B * T, total=token // D, H=H, D=D)
+        set_turns(arguments, self, B * T * D)
+        self.kernels.call("rotate", arguments, x_BTHD.dtype)
+        return out_BTHD
 
 
 def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
@@ -263,15 +237,39 @@ def require(*facts: bool, tensors: Sequence[Tensor | None]) -> None:
         raise ValueError(f"the CPU kernels cannot take {seen}; give what their docstrings say")
 
 
+def is_matrix(weight: Tensor, N: int, E: int, form: int, dtype: torch.dtype | None = None) -> bool:
+    """Whether a tensor is a matrix (N, E) as kernels read it: quantized, or plain of this dtype."""
+    is_plain = form == Form.PLAIN
+    wanted = (dtype, N, E) if is_plain else (torch.uint8, *packed_shape(N, E, form))
+    is_whole = weight.is_contiguous() and (is_plain or E % GROUP == 0)
+    return is_whole and (weight.dtype, *weight.shape) == wanted
+
+
+def are_rows(rows_R: Tensor, N: int) -> bool:
+    """Whether a tensor has numbers of rows of a matrix that has N."""
+    is_list = rows_R.dtype == torch.int64 and rows_R.is_contiguous()
+    return is_list and all(0 <= row < N for row in rows_R.tolist())
+
+
+def set_turns(arguments: abi.Struct, rotary: Rotary, count: int) -> None:
+    """Sets the fields of a rotary embedding: `count` cosines, and as many signed sines."""
+    turns = (rotary.cos, rotary.signed_sin)
+    like = (torch.float32, count, True)
+    require(*((it.dtype, it.numel(), it.is_contiguous()) == like for it in turns), tensors=turns)
+    arguments.fill(cos=rotary.cos, sin=rotary.signed_sin)
+
+
 def memory_of(slots: Slots) -> Tensor:
     """The tensor in whose memory `slots`, plain or in tiles, have their numbers."""
     return slots.units if isinstance(slots, Tiles) else slots
 
 
-def set_filters(arguments: abi.FilterArguments, params: SamplingParams) -> None:
-    """Sets temperature, top-k, top-p and min-p in the arguments of the filter kernel."""
-    arguments.temperature, arguments.top_p, arguments.log_min_p = params.numbers
-    arguments.top_k = params.top_k
+def filters_of(params: SamplingParams, **fields: Any) -> abi.FilterArguments:
+    """Arguments of the filter kernel: temperature, top-k, top-p and min-p, and other fields."""
+    temperature, top_p, log_min_p = params.numbers
+    return abi.FilterArguments(
+        temperature=temperature, top_k=params.top_k, top_p=top_p, log_min_p=log_min_p, **fields
+    )
 
 
 def load_kernels() -> Kernels | None:
@@ -287,7 +285,7 @@ def _load_once() -> Kernels | None:
         return None
     architecture()
     try:
-        return Kernels(load_library(SOURCE), torch.get_num_threads())
+        return Kernels(load_library(), torch.get_num_threads())
     except OSError as error:
         advice = "decoding takes twice as long; name a C++ compiler in CXX"
         log.warning("no compiled CPU kernels (%s): %s", shorten(error), advice)

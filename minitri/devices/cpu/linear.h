@@ -19,7 +19,6 @@ struct LinearArguments {
     int64_t stride;    // from a row of the residual and of out to the next
     int64_t is_gated;  // outputs N / 2: silu(first half) * second half
     int64_t is_wide;   // out is float32, whatever x is
-    int64_t num_threads;
     double eps, scale;
 };
 
@@ -326,7 +325,7 @@ template <class Op> Rows<typename Op::Unit> prepare_rows(const LinearArguments& 
     static thread_local Scratch<typename Op::Unit> row_memory;
     const int64_t padded = (a.E + 63) / 64 * 64, units = padded / Op::STEP;
     auto* x = row_memory.get(a.R * units);
-    Pool::get().run(a.R, a.R * a.E, a.num_threads, [&](int64_t r) {
+    Pool::get().run(a.R, a.R * a.E, [&](int64_t r) {
         static thread_local Scratch<float> wide_memory;
         float* wide = wide_memory.get(padded);
         const T* from = static_cast<const T*>(a.x) + r * a.E;
@@ -348,9 +347,9 @@ template <class Weights> void linear(const Weights& weights, const LinearArgumen
     const int64_t outputs = a.is_gated ? a.N / 2 : a.N;
     constexpr int64_t CHUNK = PANEL;  // outputs that are finished together
     const int64_t num_chunks = (outputs + CHUNK - 1) / CHUNK;
-    const int64_t per_task = std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * a.num_threads));
-    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, a.num_threads,
-                    [&](int64_t task) {
+    const int64_t per_task =
+        std::max<int64_t>(1, num_chunks / (TASKS_PER_THREAD * Pool::num_threads));
+    Pool::get().run((num_chunks + per_task - 1) / per_task, a.N * a.E, [&](int64_t task) {
         static thread_local Scratch<float> memory;
         float *sums = memory.get(2 * a.R * CHUNK), *gates = sums + a.R * CHUNK;
         const int64_t last = std::min(num_chunks, (task + 1) * per_task);

@@ -14,12 +14,12 @@ constexpr int64_t PRODUCT_STEPS = 384;  // inputs whose columns fit a cache
 template <class T> void product(const LinearArguments& a) {
     static thread_local Scratch<float> row_memory;
     float* rows = row_memory.get(a.R * a.E);
-    Pool::get().run(a.R, a.R * a.E, a.num_threads, [&](int64_t r) {
+    Pool::get().run(a.R, a.R * a.E, [&](int64_t r) {
         const T* from = static_cast<const T*>(a.x) + r * a.E;
         for (int64_t e = 0; e < a.E; ++e) rows[r * a.E + e] = widen(from[e]);
     });
     const int64_t num_chunks = (a.N + BLOCK - 1) / BLOCK;
-    Pool::get().run(num_chunks, a.R * a.E * a.N, a.num_threads, [&](int64_t task) {
+    Pool::get().run(num_chunks, a.R * a.E * a.N, [&](int64_t task) {
         static thread_local Scratch<float> memory, sum_memory;
         const int64_t first = task * BLOCK, count = std::min<int64_t>(BLOCK, a.N - first);
         const T* weights = static_cast<const T*>(a.weights) + first * a.E;

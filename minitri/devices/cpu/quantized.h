@@ -118,17 +118,17 @@ template <int BITS> struct Layout {
 };
 
 struct ConvertArguments {
-    const void* weights;  // whole panels, or to `repack` rows as a GGUF file stores them
-    const int64_t* rows;  // (N), or null: the first N
-    void* out;            // (N, E), or of `repack` whole panels
-    int64_t N, E, row_bytes, num_threads;  // bytes of a row in a GGUF file
+    const void* weights;      // whole panels, or to `repack` rows as a GGUF file stores them
+    const int64_t* rows;      // (N), or null: the first N
+    void* out;                // (N, E), or of `repack` whole panels
+    int64_t N, E, row_bytes;  // bytes of a row in a GGUF file
 };
 
 template <class T, int BITS> void dequantize(bool is_nested, const ConvertArguments& a) {
     using Form = Layout<BITS>;
     const Form form(a.weights, a.E, is_nested);
     const int64_t together = a.rows ? 1 : PANEL;
-    Pool::get().run((a.N + together - 1) / together, a.N * a.E, a.num_threads, [&](int64_t task) {
+    Pool::get().run((a.N + together - 1) / together, a.N * a.E, [&](int64_t task) {
         const int64_t first = task * together, row = a.rows ? a.rows[task] : first;
         const uint8_t* panel = form.panel_of(row);
         for (int64_t g = 0; g < form.groups; ++g) {
@@ -236,7 +236,7 @@ template <int BITS> struct Blocks : Layout<BITS> {
 // Rows of a GGUF file as panels; the last row is repeated where it fills no panel.
 template <int BITS> void repack(bool is_nested, const ConvertArguments& a) {
     using Form = Blocks<BITS>;
-    Pool::get().run((a.N + PANEL - 1) / PANEL, a.N * a.E, a.num_threads, [&](int64_t task) {
+    Pool::get().run((a.N + PANEL - 1) / PANEL, a.N * a.E, [&](int64_t task) {
         for (int lane = 0; lane < PANEL; lane += LANES) {
             Form form(a, is_nested, task * PANEL + lane);
             uint8_t* panel = static_cast<uint8_t*>(a.out) + task * form.panel_bytes;

@@ -14,8 +14,7 @@ struct FilterArguments {
     const float* logits;  // (N, V)
     float* probs;         // (N, V)
     int64_t N, V, top_k;  // top_k 0, or V: all
-    int64_t num_threads;
-    double temperature;  // 0: the likeliest token
+    double temperature;   // 0: the likeliest token
     double top_p, log_min_p;
 };
 
@@ -134,7 +133,7 @@ inline int64_t sample_row(const float* x, const int64_t* ids, int64_t n, double 
 
 inline void filter(const FilterArguments& a) {
     const int64_t padded = (a.V + LANES - 1) / LANES * LANES;
-    Pool::get().run(a.N, a.N * a.V, a.num_threads, [&](int64_t row) {
+    Pool::get().run(a.N, a.N * a.V, [&](int64_t row) {
         static thread_local Scratch<float> memory;
         float* x = memory.get(padded);
         std::copy(a.logits + row * a.V, a.logits + (row + 1) * a.V, x);

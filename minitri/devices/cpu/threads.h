@@ -32,19 +32,19 @@ class Pool {
         return *pool;
     }
 
+    // Threads that run tasks of the calling thread; the same for all calls of a process: they stay.
+    static inline thread_local int64_t num_threads = 1;
+
     // `num_numbers` are read in all tasks: for few, the caller alone is faster than waking threads.
-    // Threads stay: `num_threads` is the same for all calls of a process.
     // Calls of several threads follow each other. Throws a task's exception after all have ended.
-    void run(int64_t n, int64_t num_numbers, int64_t num_threads,
-             const std::function<void(int64_t)>& task) {
+    void run(int64_t n, int64_t num_numbers, const std::function<void(int64_t)>& task) {
         if (num_threads <= 1 || n == 1 || num_numbers < WORTH_WAKING) {
             for (int64_t i = 0; i < n; ++i) task(i);
             return;
         }
         std::lock_guard<std::mutex> only_one(calls);
-        for (; num_workers < num_threads - 1; ++num_workers) {
+        for (; num_workers < num_threads - 1; ++num_workers)
             std::thread(&Pool::work, this, round.load()).detach();
-        }
         current = &task;
         num_tasks = n;
         next.store(0, std::memory_order_relaxed);

@@ -68,7 +68,7 @@ class Tiles:
 
     def __setitem__(self, index: Any, values: Any) -> None:
         rows, slots = self._split(index)
-        slots_T = torch.arange(*(slice(None) if slots is None else slots).indices(self.shape[-2]))
+        slots_T = torch.arange(*slots.indices(self.shape[-2]))
         units_NPU = self.units[rows].transpose(-2, -1)
         P = self.units.shape[-1]
         new_TD = torch.empty(*units_NPU.shape[:-3], len(slots_T), self.shape[-1], dtype=self.dtype)

@@ -3,7 +3,7 @@
 A backend reads row lengths on the device, so that a CUDA graph can capture it: `triton`, our own
 kernel, see `kernels/flash_decoding.py`; `flash`, FlashAttention-2 of the flash-attn package, which
 takes no float32; or `math`, plain formulas over all slots with a mask, where our kernel does not
-work. Longer blocks, which only a prefill has, go to `attend_fused` with row lengths on the host.
+work. Longer blocks, which only a prefill has, go to PyTorch with lengths on the host.
 
 Legend: B batch, S slots, K KV heads, H query heads, G = H / K, D head dim, T new tokens.
 """
@@ -74,37 +74,10 @@ def attend_flash(
     return kernel(q_BTHD, k_BSKD, v_BSKD, cache_seqlens=ends_B, causal=True)
 
 
-def attend_fused(
-    q_BTHD: Tensor,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
-    lengths_B: Tensor | None = None,  # noqa: ARG001 (the contract's)
-) -> Tensor:
-    """PyTorch's fused attention of long blocks: one kernel over prefix and block."""
-    assert rule_TT is None
-    if min(prefix_lengths) < max(prefix_lengths):
-        return row_by_row(attend_fused, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
-    from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
-
-    T, H = q_BTHD.shape[1:3]
-    K = keys_BKSD.shape[1]
-    end = prefix_lengths[0] + T
-    k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
-    if q_BTHD.dtype == torch.float32:
-        # The only fused kernel for float32 knows no groups of heads; K and V are repeated.
-        k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
-    attend = torch.nn.functional.scaled_dot_product_attention
-    mask = causal_lower_right(T, end) if T > 1 else None
-    is_grouped = k_BKSD.shape[1] < H
-    q_BHTD = q_BTHD.transpose(1, 2)
-    return attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped).transpose(1, 2)
-
-
 @dataclass(frozen=True)
 class GpuAttention:
-    """The `Attend` of a model on a GPU: a backend for short blocks, `attend_fused` for others."""
+    """The `Attend` of a model on a GPU: a backend for short blocks, for others PyTorch's own fused
+    attention, one kernel over prefix and block."""
 
     backend: Backend = attend_masked
     name: str = "math"
@@ -118,9 +91,25 @@ class GpuAttention:
         rule_TT: Tensor | None = None,
         lengths_B: Tensor | None = None,
     ) -> Tensor:
-        if lengths_B is None:
-            return attend_fused(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT)
-        return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        if lengths_B is not None:
+            return self.backend(q_BTHD, keys_BKSD, values_BKSD, lengths_B, rule_TT)
+        assert rule_TT is None
+        if min(prefix_lengths) < max(prefix_lengths):
+            return row_by_row(self, q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, None)
+        from torch.nn.attention.bias import causal_lower_right  # here: the import takes seconds
+
+        T, H = q_BTHD.shape[1:3]
+        K = keys_BKSD.shape[1]
+        end = prefix_lengths[0] + T
+        k_BKSD, v_BKSD = (slots[:, :, :end] for slots in (keys_BKSD, values_BKSD))
+        if q_BTHD.dtype == torch.float32:
+            # The only fused kernel for float32 knows no groups of heads; K and V are repeated.
+            k_BKSD, v_BKSD = (it.repeat_interleave(H // K, 1) for it in (k_BKSD, v_BKSD))
+        attend = torch.nn.functional.scaled_dot_product_attention
+        mask = causal_lower_right(T, end) if T > 1 else None
+        is_grouped = k_BKSD.shape[1] < H
+        q_BHTD = q_BTHD.transpose(1, 2)
+        return attend(q_BHTD, k_BKSD, v_BKSD, attn_mask=mask, enable_gqa=is_grouped).transpose(1, 2)
 
 
 def make_backend(name: str) -> Backend:

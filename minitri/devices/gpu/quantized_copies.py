@@ -70,12 +70,10 @@ def multiply_math(x: Tensor, weight_NX: Tensor, scales_GN: Tensor) -> Tensor:
 
 def copy_in_few_bits(model: Llama, bits: int) -> Llama:
     """A copy of a model with linear layers in 4 or 8 bits. Raises `InputError` if that fails."""
-    multiply = multiply_math
     wanted = f"draft_weights=int{bits} cannot be had on {model.device}"
-    if model.device.type == "cuda":
-        if problem := problem_with(lambda: check_kernel(model, bits)):
-            raise InputError(f"{wanted} ({problem}); leave it out")
-        from minitri.devices.gpu.kernels.weights import multiply
+    if problem := problem_with(lambda: check_kernel(model, bits)):
+        raise InputError(f"{wanted} ({problem}); leave it out")
+    from minitri.devices.gpu.kernels.weights import multiply
 
     def quantized(layer: Linear) -> QuantizedLinear:
         return QuantizedLinear(layer, 8 if layer.weight is model.lm_head.weight else bits, multiply)

@@ -185,4 +185,4 @@ def dequantize(stored: "StoredTensor", kernels: Kernels | None) -> Tensor:
     N, E = stored.shape
     packed_NX = torch.empty(packed_shape(N, E, form), dtype=torch.uint8)
     repack(stored, kernels, packed_NX)
-    return kernels.dequantize(packed_NX, E, form, torch.float32)[:N]
+    return kernels.dequantize(packed_NX, N, E, form, torch.float32)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from minitri.devices.cpu.kernels import SOURCE, Kernels, load_kernels
+from minitri.devices.cpu.build import SOURCE
+from minitri.devices.cpu.kernels import Kernels, load_kernels
 
 BUILT = load_kernels()
 OTHERS = ["x86-64"] if platform.machine() == "x86_64" else []

@@ -52,8 +52,8 @@ std::vector<T> results(int dtype, int threads) {
                 std::vector<uint8_t> rule(T_ * T_, 1);
                 AttentionArguments a{q.data(), k.data(), v.data(), out.data(), lengths.data(),
                                      i == 1 ? rule.data() : nullptr, B, T_, H, K, D, T_ * H * D, H * D, D,
-                                     K * S * D, S * D, D, i == 2, threads};
-                ok(minitri_attention(dtype, T_ <= 64, &a));
+                                     K * S * D, S * D, D, i == 2};
+                ok(minitri_attention(dtype, T_ <= 64, threads, &a));
                 keep(out);
             }
         }
@@ -66,25 +66,25 @@ std::vector<T> results(int dtype, int threads) {
             auto x = filled<T>(R * E, 4), weights = filled<T>(N * E, 5), bias = filled<T>(N, 6);
             const int64_t row_bytes = E / block * block_bytes(form);
             auto blocks = packed(N * row_bytes, 7), small = packed(num_bytes, 0);
-            ConvertArguments r{blocks.data(), nullptr, small.data(), N, E, row_bytes, threads};
-            ok(minitri_repack(dtype, form, &r));
+            ConvertArguments r{blocks.data(), nullptr, small.data(), N, E, row_bytes};
+            ok(minitri_repack(dtype, form, threads, &r));
             std::vector<T> out(R * N);
             const void* matrix = form == 16 ? static_cast<const void*>(weights.data()) : small.data();
             LinearArguments a{x.data(), nullptr, matrix, bias.data(), nullptr, out.data(),
-                              R, E, N, N, 0, 0, threads, 1e-6};
-            ok(minitri_linear(dtype, form, &a));
+                              R, E, N, N, 0, 0, 1e-6};
+            ok(minitri_linear(dtype, form, threads, &a));
             keep(out);
             for (int64_t rows : {R, int64_t(1), int64_t(3)}) {
                 a.R = rows;
-                ok(minitri_product(dtype, form, &a));
+                ok(minitri_product(dtype, form, threads, &a));
                 keep(out);
             }
             if (form == 16) continue;
             std::vector<T> plain(N * E);
             const std::vector<int64_t> last{N - 1};
             for (const int64_t* some : {last.data(), static_cast<const int64_t*>(nullptr)}) {
-                ConvertArguments d{matrix, some, plain.data(), some ? 1 : N, E, 0, threads};
-                ok(minitri_dequantize(dtype, form, &d));
+                ConvertArguments d{matrix, some, plain.data(), some ? 1 : N, E};
+                ok(minitri_dequantize(dtype, form, threads, &d));
                 keep(plain);
             }
         }
@@ -110,13 +110,12 @@ std::vector<T> results(int dtype, int threads) {
         auto keys = filled<T>(L * B * K * S * D, 9), values = keys, raw = keys;
         PassArguments p{layers.data(), x.data(), cos.data(), sin.data(), keys.data(), values.data(),
                         is_tiled ? nullptr : raw.data(), queries.data(), lengths.data(), nullptr, nullptr, L, B, T_,
-                        W, E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, threads,
-                        1e-6, 1.0};
-        ok(minitri_pass(dtype, 0, &p));
+                        W, E, H, K, D, B * K * S * D, K * S * D, S * D, D, B * W * H * D, is_tiled, 1e-6, 1.0};
+        ok(minitri_pass(dtype, 0, threads, &p));
         for (const auto* some : {&x, &keys, &values, &raw, &queries}) keep(*some);
     }
     RotateArguments r{flat.data(), cos.data(), sin.data(), turned.data(), R, H + 2 * K, H + K, D};
-    ok(minitri_rotate(dtype, 0, &r));
+    ok(minitri_rotate(dtype, 0, threads, &r));
     keep(turned);
     const int64_t G = 4, known = 70;  // guesses of a drafter that knows 100 tokens, its target 90
     auto table = filled<T>(100 * E, 20), last = filled<T>(100 * E, 21);
@@ -128,19 +127,19 @@ std::vector<T> results(int dtype, int threads) {
     ids.insert(ids.end(), ids.begin(), ids.begin() + known);
     std::sort(ids.begin() + known, ids.end());
     const std::vector<double> uniforms{0.0, 0.1, 0.5, 0.999999, 0.3, 0.2, 0.7, 0.9};
-    const std::vector<FilterArguments> filters{{nullptr, nullptr, 1, 90, 20, 1, 0.7, 0.9, -9.0},
-                                               {nullptr, nullptr, 1, 90, 0, 1, 0.0, 1.0, -9.0}};
+    const std::vector<FilterArguments> filters{{nullptr, nullptr, 1, 90, 20, 0.7, 0.9, -9.0},
+                                               {nullptr, nullptr, 1, 90, 0, 0.0, 1.0, -9.0}};
     for (bool is_partial : {true, false}) {
         std::vector<int64_t> tokens(B * G);
         std::vector<float> probs(B * G * 95);
         PassArguments p{layers.data(), x.data(), nullptr, nullptr, old_keys.data(), old_values.data(),
                         old_raw.data(), nullptr, starts.data(), nullptr, nullptr, L, B, T_, 0, E, H, K, D,
-                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, threads, 1e-6, 1.0};
+                        B * K * slots * D, K * slots * D, slots * D, D, 0, 0, 1e-6, 1.0};
         RoundArguments a{p, block.data(), num_read.data(), turns.data(), turns.data(),
-                         table.data(), norm.data(), 100, 16, {last.data(), nullptr, is_partial ? known : 100, E, 16},
+                         norm.data(), {table.data(), nullptr, 100, E, 16}, {last.data(), nullptr, is_partial ? known : 100, E, 16},
                          is_partial ? ids.data() : nullptr, filters.data(), uniforms.data(),
                          tokens.data(), probs.data(), G, 95};
-        ok(minitri_round(dtype, 0, &a));
+        ok(minitri_round(dtype, 0, threads, &a));
         for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
         for (int64_t token : tokens) { all.emplace_back(); narrow(float(token), &all.back()); }
     }
@@ -148,8 +147,8 @@ std::vector<T> results(int dtype, int threads) {
     const auto logits = filled<float>(N * V, 19);
     for (double temperature : {0.0, 0.7}) {
         std::vector<float> probs(N * V);
-        FilterArguments f{logits.data(), probs.data(), N, V, 999, threads, temperature, 0.9, -1.0};
-        ok(minitri_filter(0, 0, &f));
+        FilterArguments f{logits.data(), probs.data(), N, V, 999, temperature, 0.9, -1.0};
+        ok(minitri_filter(0, 0, threads, &f));
         for (float p : probs) { all.emplace_back(); narrow(p, &all.back()); }
     }
     return all;

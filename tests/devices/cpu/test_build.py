@@ -16,6 +16,7 @@ from minitri.devices.cpu import build, kernels
 from minitri.devices.cpu.build import load_library
 from tests.devices.cpu.conftest import BUILT
 
+KERNELS = build.SOURCE  # in the tests another file takes its place
 REAL = next((path for name in build.COMPILERS if (path := shutil.which(name))), "")
 pytestmark = pytest.mark.skipif(not REAL, reason="needs a C++ compiler (c++, g++, clang++)")
 
@@ -28,7 +29,7 @@ def source(tmp_path, monkeypatch, caplog) -> Path:
     file.write_text('extern "C" int answer() { return 42; }\n')
     (tmp_path / "temporary").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr(kernels, "SOURCE", file)
+    monkeypatch.setattr(build, "SOURCE", file)
     monkeypatch.setenv("MINITRI_WEIGHTS", str(tmp_path / "größer, 日本"))
     monkeypatch.delenv("CXX", raising=False)
     caplog.set_level("INFO", logger="minitri")
@@ -59,7 +60,7 @@ def test_a_library_is_built_once_for_each_source_compiler_and_processor(
 ):
     def num_built() -> int:
         """How many libraries were built, after this one was asked for twice."""
-        assert load_library(source).answer() == load_library(source).answer() == 42
+        assert load_library().answer() == load_library().answer() == 42
         return len(caplog.messages)
 
     assert num_built() == len([*cache.iterdir()]) == 1  # nothing unfinished stays
@@ -83,9 +84,9 @@ def test_a_library_is_built_once_for_each_source_compiler_and_processor(
 
 
 def test_fewer_instructions_are_another_library_and_unknown_ones_are_refused(source, monkeypatch):
-    load_library(source)
+    load_library()
     monkeypatch.setenv("MINITRI_KERNELS", "avx2")
-    assert not build.built_library(source).exists()
+    assert not build.built_library().exists()
     monkeypatch.setenv("MINITRI_KERNELS", "avx9")
     with pytest.raises(InputError, match="avx9"):
         kernels._load_once.__wrapped__()
@@ -97,19 +98,19 @@ def test_the_kernels_compile_for_arm(tmp_path):
     """For NEON, by clang; nothing runs them here."""
     target = ["-target", "aarch64-linux-gnu", "-O0", "-Wno-psabi", "-Werror=return-type"]
     command = [sys.executable, "-m", "ziglang", "c++", "-std=c++17", "-c", *target]
-    subprocess.run([*command, build.SOURCE, "-o", tmp_path / "kernels.o"], check=True)
+    subprocess.run([*command, KERNELS, "-o", tmp_path / "kernels.o"], check=True)
     assert b"NEON" in (tmp_path / "kernels.o").read_bytes()
 
 
 def test_a_library_that_is_built_takes_no_compiler(source, tmp_path, monkeypatch):
     """As in a container that was made with one. For another processor it is not used."""
-    load_library(source)
+    load_library()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert load_library(source).answer() == 42
+    assert load_library().answer() == 42
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
     build.CPUINFO.write_text("flags\t: fpu\n")
     with pytest.raises(OSError, match="apt install"):
-        load_library(source)
+        load_library()
 
 
 ANSWERS = {level: number for number, level in enumerate(build.LEVELS)}
@@ -120,7 +121,7 @@ def wheel(source, tmp_path, monkeypatch) -> Path:
     """A library for each level, with an answer of its own, next to the source, as in a wheel; the
     file that stands for /proc/cpuinfo."""
     for level, number in ANSWERS.items():
-        file = source.with_name(build.wheel_name(source, level, "compiler2.1"))
+        file = source.with_name(build.wheel_name(level, "compiler2.1"))
         code = f'extern "C" int answer() {{ return {number}; }}'
         subprocess.run([REAL, *build.FLAGS, "-xc++", "-", "-o", file], input=code.encode())
     monkeypatch.setattr(build, "CPUINFO", tmp_path / "cpuinfo")
@@ -135,13 +136,13 @@ def test_the_best_library_of_a_wheel_that_the_processor_can_run_is_loaded(
     identities = set()
     for level, number in ANSWERS.items():
         wheel.write_text(f"processor\t: 0\nflags\t\t: fpu {build.LEVELS[level]}\n")
-        library = load_library(source)
+        library = load_library()
         assert library.answer() == number
         identities.add(build.identity(library))
     assert len(identities) == len(ANSWERS)
     wheel.write_text(f"flags\t: {build.LEVELS['amx']}\n")
     monkeypatch.setenv("MINITRI_KERNELS", "avx512")
-    assert load_library(source).answer() == ANSWERS["avx512"]
+    assert load_library().answer() == ANSWERS["avx512"]
     assert not cache.exists()
 
 
@@ -156,16 +157,16 @@ def test_where_no_library_of_a_wheel_fits_one_is_built(case, source, wheel, cach
         (source.parent / "new.h").touch()
     if case != "CXX":
         with pytest.raises(OSError, match="apt install"):
-            load_library(source)
+            load_library()
     monkeypatch.setenv("PATH", os.defpath)
     monkeypatch.setenv("CXX", REAL)
-    assert load_library(source).answer() == 42
+    assert load_library().answer() == 42
     assert len([*cache.iterdir()]) == 1
 
 
 @pytest.mark.parametrize("damage", ["empty", "garbage", "folder", "others may write", "no folder"])
 def test_a_damaged_library_or_cache_is_not_used(damage, source, cache, monkeypatch, caplog):
-    load_library(source)
+    load_library()
     [library] = cache.iterdir()
     if damage == "others may write":
         cache.chmod(0o777)
@@ -176,7 +177,7 @@ def test_a_damaged_library_or_cache_is_not_used(damage, source, cache, monkeypat
         library.mkdir() if damage == "folder" else library.write_bytes(bytes(9999))
     if damage == "empty":
         library.write_bytes(b"")
-    assert load_library(source).answer() == 42
+    assert load_library().answer() == 42
     assert caplog.text.count("building") == 2
     assert caplog.text.count("cannot store") == (damage not in ("empty", "garbage"))
     assert [*Path(tempfile.gettempdir()).iterdir()] == []

@@ -122,12 +122,9 @@ def test_a_token_has_the_same_bits_whatever_shares_its_pass(kernels, dtype, bits
 
 def test_a_block_or_cache_that_does_not_fit_is_refused():
     model, tokens = on_kernels(CONFIG), torch.zeros(B, 2, dtype=torch.int64)
-    cache = filled_cache()
-    cache.advance([128 - LENGTHS[0] - 1, 0])
-    with pytest.raises(IndexError, match="127 of 128"):
-        model.forward(Block(tokens, tokens), cache)
     slots = filled_cache().keys
     for keys, values in (
+        (slots[..., :38, :], slots[..., :38, :]),
         (slots, slots[..., :64, :]),
         (slots, slots.bfloat16()),
         (slots[:1], slots[:1]),

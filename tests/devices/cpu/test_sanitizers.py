@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from minitri.devices.cpu.kernels import SOURCE, load_kernels
+from minitri.devices.cpu.build import SOURCE
+from minitri.devices.cpu.kernels import load_kernels
 
 pytestmark = [
     pytest.mark.slow,

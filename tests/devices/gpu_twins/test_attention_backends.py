@@ -99,7 +99,7 @@ def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkey
     """As many K and V heads as query heads in every call: those of a long prompt would not fit."""
     watched = Mock(side_effect=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
-    attention_backends.attend_fused(*random_case(1, (70, 70), H=6, K=2, D=16))
+    attention_backends.GpuAttention()(*random_case(1, (70, 70), H=6, K=2, D=16))
     [call] = watched.call_args_list
     assert [slots.shape[1] for slots in call.args] == [6, 6, 6]
     assert not call.kwargs["enable_gqa"]
