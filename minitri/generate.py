@@ -80,7 +80,6 @@ def run_command(args: argparse.Namespace) -> int:
         from minitri.apps.cluster.batch import on_replicas
 
         return many(args, on_replicas)
-    boot.check_save_kv(args)
     if args.prompts is not None:
         return many(args, answers)
     return several(args) if args.n > 1 else one(args)
