@@ -178,6 +178,7 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
     for stage, rate in ACCEPTANCE.items():
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
+    speed = tuner.tokens_per_second(best)
     alone = work.seconds(site.machine, "target", 0)
     return {
         "on_chip": on_chip,
@@ -185,8 +186,8 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         "host_GiB": needs.on_host(on_chip) / GIB,
         "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
         "ms_alone": 1e3 * alone,
-        "ms_per_token": 1e3 / tuner.tokens_per_second(best),
-        "speedup": alone * tuner.tokens_per_second(best),
+        "ms_per_token": 1e3 / speed,
+        "speedup": alone * speed,
         "plan": str(best),
     }
 

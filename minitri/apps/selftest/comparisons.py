@@ -136,7 +136,7 @@ def run_test(
         new = [*end.token_ids]
         p_NV = probs_of_text(engine, engine.model, prompt, new, sampling)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
-        if draft is not None and len(prompt) + len(new) <= draft.config.context_length:
+        if draft is not None:
             scores["drafter"] = (probs_of_text(engine, draft, prompt, new, sampling) > p_NV).float()
         for n, token in enumerate(end.tokens):
             kind = "bonus" if token.origin == "bonus" else "guessed"
