@@ -80,7 +80,6 @@ def run_command(args: argparse.Namespace) -> int:
         from minitri.apps.cluster.batch import on_replicas
 
         return many(args, on_replicas)
-    boot.check_save_kv(args)
     if args.prompts is not None:
         return many(args, answers)
     return several(args) if args.n > 1 else one(args)
@@ -103,7 +102,7 @@ def one(args: argparse.Namespace) -> int:
     if args.color and not args.json:
         log.info(LEGEND)
     with boot.running(args, engine, requests) as run:
-        stream(run, args, show=not args.json)
+        stream(run, args, engine.config, show=not args.json)
         print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
     return 0 if run.rows[0].finish_reason else 130
 

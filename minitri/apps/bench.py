@@ -30,7 +30,7 @@ class Run(NamedTuple):
 
     prefill_seconds: float
     ms_per_token: float
-    stats: Stats = Stats()
+    stats: Stats
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,7 @@ def build_parser(program: str = "bench", **settings: Any) -> arguments.OneLinePa
     add("--prompt-file", action="append", dest="prompt_files", metavar="FILE", help=text)
     text = "or METHOD:TREE, as in naive:16 or triforce:4x3; several times (default: auto, or all)"
     add("--method", action="append", dest="methods", metavar="METHOD", default=[], help=text)
-    parser.set_defaults(
-        method="auto", ignore_eos=True, usual_tokens=inputs.DEMO_PROMPT_TOKENS, max_new_tokens=64
-    )
+    parser.set_defaults(ignore_eos=True, usual_tokens=inputs.DEMO_PROMPT_TOKENS, max_new_tokens=64)
     return parser
 
 
@@ -131,11 +129,10 @@ def run_method(
 ) -> Run:
     """Runs a method after a prompt that was read in `read_seconds`."""
     run = engine.stream([request], speculation=speculation, generation=request.generation)
-    [end] = run.results()
+    share_cached = run.result().row_stats.num_cached_tokens / len(request.prompt)
     stats = run.stats
     # All tokens of its steps, those after the end of the text, too.
     num_made = stats.steps_per_plan.total() + stats.stages[-1].num_accepted_tokens
-    share_cached = end.row_stats.num_cached_tokens / len(request.prompt)
     prefill_seconds = share_cached * read_seconds + stats.prefill_seconds
     return Run(prefill_seconds, 1e3 * stats.decode_seconds / num_made, stats)
 
@@ -150,19 +147,21 @@ def summarise(done: Mapping[str, list[Run]]) -> dict[str, report.Json]:
     result = {}
     first = next(iter(done.values()))
     for name, runs in done.items():
-        plans = sum((run.stats.steps_per_plan for run in runs), Counter[str]())
+        plans = Counter[str]()
         accepted = Counter[str]()
         tested = Counter[str]()
-        for level in (level for run in runs for level in run.stats.levels):
-            accepted[level.name] += level.num_accepted_tokens
-            tested[level.name] += level.num_tested_tokens
+        for run in runs:
+            plans += run.stats.steps_per_plan
+            for level in run.stats.levels:
+                accepted[level.name] += level.num_accepted_tokens
+                tested[level.name] += level.num_tested_tokens
         ratios = [one.ms_per_token / run.ms_per_token for one, run in zip(first, runs, strict=True)]
         result[name] = {
             "ms_per_token": spread([run.ms_per_token for run in runs]),
             "speedup": spread(ratios) if len(done) > 1 else None,
             "prefill_seconds": spread([run.prefill_seconds for run in runs]),
             "acceptance": {level: accepted[level] / n for level, n in tested.items() if n},
-            "tokens_per_step": 1 + accepted["target"] / plans.total() if plans else None,
+            "tokens_per_step": 1 + accepted["target"] / plans.total(),
             "steps_per_plan": dict(plans.most_common()),
         }
     return result
@@ -174,10 +173,8 @@ def table(result: Mapping[str, report.Json]) -> str:
     for name, row in result.items():
         line = TIMES.format(name, **row)
         line += SPEEDUP.format(**row) if row["speedup"] else ""
-        if row["tokens_per_step"]:
-            rates = " ".join(f"{rate:.2f}" for rate in row["acceptance"].values())
-            line += f", {row['tokens_per_step']:.2f} tokens/step, accepted {rates or '-'}"
-        lines.append(line)
+        rates = " ".join(f"{rate:.2f}" for rate in row["acceptance"].values()) or "-"
+        lines.append(f"{line}, {row['tokens_per_step']:.2f} tokens/step, accepted {rates}")
     return "\n".join(lines)
 
 

@@ -19,7 +19,7 @@ from minitri.core.decoding.autotuner import Autotuner
 from minitri.core.fields import between, one_of
 from minitri.core.log import log
 from minitri.core.offload.placement import CONTEXT, GIB, Demand, choose_on_chip
-from minitri.core.roofline import CARDS, Machine, Workload, card, copy_bytes
+from minitri.core.roofline import CARDS, CPU, Machine, Workload, card, copy_bytes
 from minitri.core.shape import MemoryShape
 from minitri.files.fetch import LOOKUPS, default_draft, locate_config
 from minitri.files.named_models import MODELS
@@ -30,7 +30,7 @@ REACHED = 0.8  # share of a data sheet's GB/s, as 25 of the 32 GB/s of PCIe 4.0 
 
 
 class Site(NamedTuple):
-    """A GPU to plan for: its name, memory and speeds, and where these numbers come from."""
+    """A device to plan for: its name, memory and speeds, and where these numbers come from."""
 
     name: str
     gib: float
@@ -58,7 +58,7 @@ class PlanFlags:
     gpu: str | None = one_of(None, "list", *SITES)
     """A card by name; `list` shows their figures."""
     gpu_memory: int | None = between(None, 1)
-    """Memory of a GPU in GiB. Default: that of --gpu, else 24."""
+    """Memory of a GPU in GiB. Default: that of --gpu, or of this machine."""
     gpus: int = between(1, 1, 64)
     """How many GPUs share the model (torchrun)."""
     host_memory: int = between(256, 1)
@@ -71,8 +71,7 @@ def build_parser() -> OneLineParser:
     add_fields(parser, PlanFlags)
     add_flags(parser, "model", "dtype", "draft_weights", "prefill_chunk", "json")
     add_flags(parser, "draft", *SIZES, title="speculation")
-    parser.set_defaults(model="llama2-7b-128k", dtype="bfloat16", draft_weights="same")
-    parser.set_defaults(method="triforce", seed=0)
+    parser.set_defaults(dtype="bfloat16", draft_weights="same", method="triforce", seed=0)
     return parser
 
 
@@ -107,11 +106,26 @@ def demand_of(args: Namespace) -> Demand:
 
 
 def site_of(args: Namespace) -> Site:
-    """GPU to plan for, with the memory of the flags."""
-    gib = args.gpu_memory or 24
+    """What to plan for: a GPU by the flags, else this machine, whose CPU needs no host memory."""
+    if args.gpu:
+        site = SITES[args.gpu]
+        return site._replace(gib=args.gpu_memory or site.gib)
+    name = "a GPU"
+    gib = args.gpu_memory
+    if gib is None:
+        exits.import_pytorch()
+        import torch
+
+        from minitri.core.offload.allocation import free_host_bytes
+
+        name = "GPU of this machine"
+        if not torch.cuda.is_available():
+            args.host_memory = 0
+            gib = free_host_bytes() / GIB
+            return Site("CPU of this machine", gib, CPU, "free now; speeds are assumed")
+        gib = torch.cuda.mem_get_info()[1] / GIB
     machine = next(card for most, card in CARDS.items() if gib <= most)
-    site = SITES.get(args.gpu, Site("a GPU", gib, machine, "assumed by its size; --gpu names one"))
-    return site._replace(gib=args.gpu_memory or site.gib)
+    return Site(name, gib, machine, "assumed by its size; --gpu names one")
 
 
 def most_on_chip(needs: Demand, site: Site, host_bytes: float) -> int:
@@ -128,19 +142,21 @@ def run_command(args: Namespace) -> None:
     site = site_of(args)
     host_bytes = args.host_memory * GIB / args.gpus
     best = most_on_chip(needs, site, host_bytes)
-    choices = sorted({needs.config.num_layers, best, 0}, reverse=True)
-    rows = [placement(needs, site, host_bytes, on_chip) for on_chip in choices]
+    choices = {needs.config.num_layers, best, 0} if host_bytes else {best}
+    rows = [placement(needs, site, host_bytes, n) for n in sorted(choices, reverse=True)]
     if args.json:
         facts = {"model": needs.config.name, "context": needs.num_tokens, "on_chip": best}
         print(json.dumps(facts | {"hardware": site._asdict(), "placements": rows}, default=vars))
     else:
-        on_gpu = site.machine.weight_bytes_per_second / 1e9
-        from_host = site.machine.link_bytes_per_second / 1e9
         print(f"{needs.config.name}, {needs.num_tokens} tokens, {args.dtype}")
         print(f"{args.gpus} x {site.name}, {site.gib:.1f} GiB each; {site.source}")
-        print(f"GB/s: {on_gpu:.0f}, from the host {from_host:.3g}")
+        machine = site.machine
+        print(
+            f"GB/s: {machine.weight_bytes_per_second / 1e9:.0f}, "
+            f"from the host {machine.link_bytes_per_second / 1e9:.3g}"
+        )
         print("", report.as_table(COLUMNS, rows), "", sep="\n")
-        print(f"GiB on each GPU with the KV of {best} layers:")
+        print(f"GiB on each device with the KV of {best} layers:")
         for name, size in needs.parts(best).items():
             print(f"  {name:25s} {size / GIB:8.2f}")
 
@@ -162,6 +178,7 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
     for stage, rate in ACCEPTANCE.items():
         tuner.note_acceptance(stage, 10**9, round(10**9 * rate))
     best = max(plans, key=tuner.tokens_per_second)
+    speed = tuner.tokens_per_second(best)
     alone = work.seconds(site.machine, "target", 0)
     return {
         "on_chip": on_chip,
@@ -169,8 +186,8 @@ def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dic
         "host_GiB": needs.on_host(on_chip) / GIB,
         "fits": needs.fits(site.gib * GIB - CONTEXT, host_bytes, on_chip),
         "ms_alone": 1e3 * alone,
-        "ms_per_token": 1e3 / tuner.tokens_per_second(best),
-        "speedup": alone * tuner.tokens_per_second(best),
+        "ms_per_token": 1e3 / speed,
+        "speedup": alone * speed,
         "plan": str(best),
     }
 

@@ -44,8 +44,6 @@ COPIED = "concurrent answers copy each other: they share random numbers, or use 
 DEPARTED = "texts do not follow the reported log-probabilities"
 IS_ODD = re.compile("<.*>|.*\ufffd.*|", re.DOTALL)
 """Names of special tokens, which texts may not show, and of parts of characters."""
-BEYOND = ""
-"""Name of all tokens that are not reported, taken together."""
 
 
 def build_parser() -> arguments.OneLineParser:
@@ -88,8 +86,8 @@ def audit(client: Client, num_tokens: int) -> Iterator[report.Json]:
     texts: dict[float, Bursts] = {}
     for T in TEMPERATURES:
         log.info("sampling at temperature %g", T)
-        texts[T] = [(text, client.burst(text, temperature=T)) for text in PROMPTS * num_rounds]
-    places = [place for _, burst in texts[1.0] for text in burst for place in text]
+        texts[T] = [client.burst(prompt, temperature=T) for prompt in PROMPTS * num_rounds]
+    places = [place for burst in texts[1.0] for text in burst for place in text]
     if len(places) < LEAST_TOKENS:
         raise InputError(f"{client.url} sends {len(places)} tokens, too few; audit another model")
     logprobs = check_logprobs(places)
@@ -100,9 +98,7 @@ def audit(client: Client, num_tokens: int) -> Iterator[report.Json]:
     # Log-probabilities are reported before the temperature, or after it.
     is_before = spread(texts[0.5]) < 1.5 * spread(texts[1.0])
     for T, bursts in texts.items():
-        power = 1 / T if is_before else 1.0
-        is_whole = all(len(text) == NUM_NEW for _, burst in bursts for text in burst)
-        likelihood, learned, copied = departures(bursts, power, beyond=is_whole and power == 1)
+        likelihood, learned, copied = departures(bursts, 1 / T if is_before else 1.0)
         if T == 1:
             is_copied = copied.p_value < LEAST_P and copied.mean > MOST_COPIED
             yield row("independence", COPIED * is_copied, **figures(copied))
@@ -119,7 +115,7 @@ def row(check: str, fault: str, **figures: float) -> report.Json:
 
 def spread(bursts: Bursts) -> float:
     """Spread of the log-probabilities at the first token of the answers: best minus mean."""
-    tops = [burst[0][0].top.values() for _, burst in bursts[: len(PROMPTS)] if burst[0]]
+    tops = [burst[0][0].top.values() for burst in bursts[: len(PROMPTS)] if burst[0]]
     return sum(max(top) - sum(top) / len(top) for top in tops)
 
 
@@ -145,23 +141,22 @@ def figures(test: Martingale) -> dict[str, float]:
     return {"statistic": test.mean, "num_tokens": test.num_tokens, "p_value": test.p_value}
 
 
-def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingale]:
-    """Tests of the scores likelihood, learned and copied; the arguments are those of `known`."""
+def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
+    """Tests of the scores likelihood, learned and copied, of probabilities to a power."""
     import numpy as np  # with 100 ms of imports, which --help does not need
 
     likelihood, learned, copied = (Martingale() for _ in range(3))
     # How often a token came after another one, and how often it was expected there.
     seen: Counter[tuple[str, str]] = Counter()
     expected: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for _, burst in bursts:
+    for burst in bursts:
         others: Counter[tuple[str, ...]] = Counter()  # beginnings of the answers before
         for text in burst:
             names: tuple[str, ...] = ("",)
             for place in text:
-                probs = known(place, power, beyond)
-                token = place.token if place.token in probs else BEYOND
-                if token in probs:
-                    drawn = [*probs].index(token)
+                probs = known(place, power)
+                if place.token in probs:
+                    drawn = [*probs].index(place.token)
                     p = np.array([*probs.values()])
                     likelihood.add(drawn, p, p / p.max())
                     counts = np.array([others[*names, name] for name in probs])
@@ -181,14 +176,12 @@ def departures(bursts: Bursts, power: float, beyond: bool) -> Sequence[Martingal
     return likelihood, learned, copied
 
 
-def known(place: Place, power: float, beyond: bool) -> dict[str, float]:
+def known(place: Place, power: float) -> dict[str, float]:
     """Distribution of the token at a place, given that it is one of those reported: by their
-    probabilities to a power. `beyond`: those that are not reported count as one token."""
+    probabilities to a power."""
     weights = {
         name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
     }
-    if beyond:
-        weights[BEYOND] = max(0.0, 1 - sum(weights.values()))
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items() if total}
 

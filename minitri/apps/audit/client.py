@@ -29,8 +29,8 @@ class Place(NamedTuple):
 
 
 Text = Sequence[Place]
-Bursts = Sequence[tuple[str, Sequence[Text]]]
-"""Prompts, each with its concurrent answers."""
+Bursts = Sequence[Sequence[Text]]
+"""Concurrent answers to each of several prompts."""
 
 
 @dataclass

@@ -234,7 +234,7 @@ class Chat:
         )
         with self._output() as file:
             with contextlib.suppress(KeyboardInterrupt), run:  # a second one stops at once
-                stream(run, self._args, show=show, file=file)
+                stream(run, self._args, self._engine.config, show=show, file=file)
             if show:
                 print(flush=True, file=file)
                 self._speed = f"  {run.stats.tokens_per_second or 0:.0f} tokens/s"

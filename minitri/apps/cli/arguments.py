@@ -126,11 +126,8 @@ class OneLineParser(argparse.ArgumentParser):
 
     def in_flags(self, error: InputError) -> str:
         """An error's message with flags for settings (`budget=30`), and without other remedies."""
-        flags: dict[str, str] = {}
-        for flag, action in self._option_string_actions.items():
-            if flag.startswith("--"):
-                flags[flag[2:].replace("-", "_")] = flag
-                flags.setdefault(action.dest, flag)
+        names = [name for name in self._option_string_actions if name.startswith("--")]
+        flags = {name[2:].replace("-", "_"): name for name in names}
 
         def spelled(match: re.Match[str]) -> str:
             name, value = match.groups()
@@ -148,8 +145,9 @@ class OneLineParser(argparse.ArgumentParser):
             message = f"{rest.split()[0]} means nothing to {self.prog}"
         raise InputError(f"{shorten(message, 400)}; see --help-all")
 
-    def check_needs(self, args: argparse.Namespace) -> None:
-        """Raises `InputError` for a flag that lacks another one; warns of one without effect."""
+    def check(self, args: argparse.Namespace, *own: type[Any]) -> None:
+        """Raises `InputError` for a flag that lacks another one, or has a bad value, as a field of
+        `SETTINGS` or of `own` classes; warns of one without effect."""
         given = {name for name, value in vars(args).items() if value != self.get_default(name)}
         for name, others in NEEDS.items():
             if name in given and given.isdisjoint(others) and vars(args).keys() & others:
@@ -159,6 +157,8 @@ class OneLineParser(argparse.ArgumentParser):
             if name in given:
                 flag = name.replace("_", "-")
                 log.warning("--%s is ignored: --method %s has no use for it", flag, args.method)
+        for settings in (*SETTINGS, *own):
+            check_fields(taken(settings, args))
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         if arg_strings == ["--"]:  # --flag=--, which argparse takes for an empty list
@@ -205,7 +205,7 @@ def add_fields(flags: Flags, settings: type[Any], *names: str) -> None:
         elif field.type == Bias:
             options |= {"action": "append", "default": [], "metavar": "ID:BIAS"}
             options["type"] = lambda text: text.split(":")  # which the settings check
-        elif "range" in field.metadata:  # which `check_flags` checks
+        elif "range" in field.metadata:  # which `check` heeds
             is_whole = isinstance(field.metadata["range"][0], int)
             options |= {"type": whole, "metavar": "N"} if is_whole else {"type": float}
         else:
@@ -256,12 +256,6 @@ def add_comparing_flags(parser: argparse.ArgumentParser) -> None:
     add_flags(parser, *MODEL, "json", *MEMORY)
     add_flags(parser, "draft", *SIZES, title="speculation")
     add_flags(parser, *SAMPLING, "seed", title="sampling (whatever the model recommends)")
-
-
-def check_flags(args: argparse.Namespace, *own: type[Any]) -> None:
-    """Raises `InputError` for flags with bad values: those of `SETTINGS`, and of `own` classes."""
-    for settings in (*SETTINGS, *own):
-        check_fields(taken(settings, args))
 
 
 def taken(

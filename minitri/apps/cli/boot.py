@@ -27,9 +27,13 @@ def open_engine(args: Namespace) -> "minitri.loader.OpenEngine":
     """The opened files of the models, whose weights are not read yet. Raises `InputError`."""
     sampling = taken(SamplingParams, args)
     exits.import_pytorch()  # takes seconds
+    from minitri.files.snapshots import check_place
     from minitri.loader import OpenEngine
     from minitri.text.rows import text_filters
 
+    if (file := vars(args).get("save_kv")) is not None:  # before minutes of work
+        with explain(f"--save-kv: cannot write {shorten(file)}", "name another file"):
+            check_place(Path(file))
     opened = OpenEngine(**model_of(args))
     text_filters(sampling, [], opened.tokenizer, opened.config)  # checks words and grammar
     return opened
@@ -64,16 +68,6 @@ def sampling_of(
     model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
     log.info("%s", "; ".join((model, *work, report.how_sampled(sampling, seed))))
     return sampling, seed
-
-
-def check_save_kv(args: Namespace) -> None:
-    """Raises `InputError`, before minutes of work, if the --save-kv file cannot be written."""
-    if args.save_kv is not None:
-        exits.import_pytorch()
-        from minitri.files.snapshots import check_place
-
-        with explain(f"--save-kv: cannot write {shorten(args.save_kv)}", "name another file"):
-            check_place(Path(args.save_kv))
 
 
 @contextlib.contextmanager

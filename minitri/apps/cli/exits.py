@@ -35,7 +35,6 @@ def program(
         with clean_exits():
             import logging
 
-            from minitri.apps.cli.arguments import check_flags
             from minitri.core.log import log
             from minitri.devices.parallel.ranks import join
 
@@ -57,8 +56,7 @@ def program(
             level = "DEBUG" if args.verbose else "INFO"
             log.setLevel("WARNING" if args.quiet else level)
             try:
-                parser.check_needs(args)
-                check_flags(args, *own)  # before anything is loaded
+                parser.check(args, *own)  # before anything is loaded
                 sys.exit(run_command(args))
             except InputError as error:
                 raise InputError(parser.in_flags(error)) from None

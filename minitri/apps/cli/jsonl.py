@@ -5,14 +5,14 @@ back in the answer. A text that ends is written at once as a line of JSON, as is
 --output FILE the file of answers is the only state: what it answers is not asked again.
 """
 
-import contextlib
 import functools
 import json
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import minitri
 from minitri import End, GenerationConfig, InputError, Request
@@ -42,7 +42,10 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
     """Writes the answers of `answer_all(lines, args)` to the lines of --prompts, but for those that
     --output holds. Raises `InputError` at the end if lines were wrong, or there are none."""
     lines = read_lines(args)
-    with output_of(args) as (file, done):
+    name = args.output
+    stdout = nullcontext(sys.stdout)
+    with stdout if name is None else Path(name).open("a+", encoding="utf-8") as file:
+        done = {} if name is None else answered(file.buffer, name)
         results = answer_all([line for line in lines if key_of(line.id) not in done], args)
         num_wrong = sum(done.values())
         for result in progress_bar(args, iterable=results, total=len(lines), initial=len(done)):
@@ -54,31 +57,22 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
     return 0
 
 
-@contextlib.contextmanager
-def output_of(args: Namespace) -> Iterator[tuple[IO[str], dict[str, bool]]]:
-    """--output, locked, with what is `answered` in it; or standard output. Raises `InputError`."""
-    if args.output is None:
-        yield sys.stdout, {}
-        return
+def answered(file: Any, name: str) -> dict[str, bool]:
+    """Keys of the answers in the --output file of this name, which it locks, and whether they are
+    errors. Cuts off an incomplete last line. Raises `InputError` if the file holds something else,
+    and leaves it as it is."""
     import fcntl  # not everywhere
 
-    with Path(args.output).open("a+", encoding="utf-8") as file:
-        with explain(f"--output {shorten(args.output)} cannot be continued", "name another file"):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            done = answered(file.buffer)
-        yield file, done
-
-
-def answered(file: Any) -> dict[str, bool]:
-    """Keys of the answers in a file, and whether they are errors. Cuts off an incomplete last line.
-    Raises `ValueError` or the like if the file holds something else, and leaves it as it is."""
-    size = file.seek(0, 2)  # 0 of a device, which may give bytes without end
-    file.seek(0)
-    *lines, last = file.read(size).split(b"\n")
-    done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in map(json.loads, lines)}
-    if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
-        raise ValueError("its last line is no answer that was cut off")
-    file.truncate(size - len(last))
+    with explain(f"--output {shorten(name)} cannot be continued", "name another file"):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        size = file.seek(0, 2)  # 0 of a device, which may give bytes without end
+        file.seek(0)
+        *lines, last = file.read(size).split(b"\n")
+        rows = map(json.loads, lines)
+        done = {key_of(row["id"]): row["line"] > 0 and "error" in row for row in rows}
+        if last.endswith(b"}") or not b'{"id": '.startswith(last[:7]):
+            raise ValueError("its last line is no answer that was cut off")
+        file.truncate(size - len(last))
     return done
 
 

@@ -10,6 +10,8 @@ import minitri
 from minitri import PrefillProgress, Token
 from minitri.apps.cli.exits import on_ctrl_c
 from minitri.apps.cli.report import progress_bar
+from minitri.core.log import log
+from minitri.core.roofline import Workload
 
 COLORS = {  # of a token's origin, with its meaning
     "draft": ("\x1b[32m", "guessed by the drafter"),
@@ -20,6 +22,7 @@ COLORS = {  # of a token's origin, with its meaning
 RESET = "\x1b[0m"
 LEGEND = "   ".join(f"{color}{meaning}{RESET}" for color, meaning in COLORS.values())
 CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # but for tabs and line feeds
+SLOW = 60  # seconds to read a prompt, beyond which a line says so
 
 
 def shown(text: str) -> str:
@@ -32,9 +35,17 @@ def colored(token: Token) -> str:
     return f"{COLORS[token.origin][0]}{shown(token.text)}{RESET}" if token.text else ""
 
 
-def stream(run: "minitri.Generation", args: Namespace, *, show: bool, file: Any = None) -> None:
-    """Runs one prompt, with a progress bar; prints the text if `show`, to `file` or else to
-    standard output. A Ctrl-C stops the run after the next event, a second one at once."""
+def stream(
+    run: "minitri.Generation",
+    args: Namespace,
+    config: minitri.ModelConfig,
+    *,
+    show: bool,
+    file: Any = None,
+) -> None:
+    """Runs one prompt of a model, with a progress bar, and a line where it takes minutes to read;
+    prints the text if `show`, to `file` or else to standard output. A Ctrl-C stops the run after
+    the next event, a second one at once."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -47,6 +58,10 @@ def stream(run: "minitri.Generation", args: Namespace, *, show: bool, file: Any 
     with on_ctrl_c(stop), bar:
         for event in run:
             if isinstance(event, PrefillProgress):
+                left = seconds_left(config, run.stats.prefill_seconds, event)
+                if not bar.n and left > SLOW:
+                    bar.clear()
+                    log.info("the prompt will be read in about %.1f minutes", left / 60)
                 bar.update(event.num_done - bar.n)
             elif isinstance(event, Token):
                 bar.close()
@@ -55,3 +70,13 @@ def stream(run: "minitri.Generation", args: Namespace, *, show: bool, file: Any 
                     print(text, end="", flush=True, file=file)
             if is_stopped:
                 break
+
+
+def seconds_left(config: minitri.ModelConfig, seconds: float, read: PrefillProgress) -> float:
+    """Seconds until a prompt is read whose first chunk took `seconds`, by FLOPs: each token attends
+    to all before it."""
+    cached, done, total = (
+        Workload(config, None, n // 2, 0).read("target", n - 1).flops
+        for n in (read.num_cached, read.num_done, read.num_tokens)
+    )
+    return seconds * (total - done) / (done - cached)

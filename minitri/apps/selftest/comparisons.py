@@ -18,7 +18,6 @@ of both comes next is known before the token is sampled, so each sum is a martin
 Legend: N tokens, V vocab.
 """
 
-import dataclasses
 from argparse import Namespace
 from collections import defaultdict
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor
 
 from minitri import Engine, GenerationConfig, Request, SamplingParams, SpeculationConfig
-from minitri.apps.cli.arguments import speculation_of, taken
+from minitri.apps.cli.arguments import taken
 from minitri.apps.cli.report import Json
 from minitri.apps.selftest.martingale import Martingale
 from minitri.core import prefill, stats
@@ -53,17 +52,21 @@ def compare_texts(engine: Engine, prompt: list[int], args: Namespace) -> Iterato
     """Rows of the report: greedy and coupled texts of every method against autoregressive ones."""
     generation = taken(GenerationConfig, args)
     for mode, temperature in (("greedy", 0.0), ("coupled", args.temperature)):
-        settings = dataclasses.replace(speculation_of(args), coupled=mode == "coupled")
         how: Json = {"generation": generation, "seed": args.seed, "temperature": temperature}
         for method in ("autoregressive", *args.methods):
-            speculation = dataclasses.replace(settings, method=method)
+            speculation = taken(SpeculationConfig, args, method=method, coupled=mode == "coupled")
             tokens = [*engine.complete(prompt, speculation=speculation, **how).token_ids]
             if method == "autoregressive":
                 expected = tokens
                 continue
             n = stats.num_common(expected, tokens)
-            row: Json = {"mode": mode, "method": method, "verdict": "equal"}
-            row |= {"num_tokens": len(tokens), "num_equal_tokens": n}
+            row: Json = {
+                "mode": mode,
+                "method": method,
+                "verdict": "equal",
+                "num_tokens": len(tokens),
+                "num_equal_tokens": n,
+            }
             if n < len(tokens):
                 engine.release()
                 text = prompt + tokens[:n]
@@ -94,15 +97,14 @@ def compare_scores(
 
 def compare_samples(engine: Engine, prompt: list[int], args: Namespace) -> Iterator[Json]:
     """Runs the statistical test of every method; nothing at temperature 0."""
-    settings = speculation_of(args)
     # A cache so small that the guesses of the retrieval level are often wrong.
-    budget = settings.budget or 4 * settings.chunk_size
+    budget = args.budget or 4 * args.chunk_size
     num = -(-args.num_samples // LENGTH)
     spare = max(len(prompt) - LENGTH, 0)
     prompts = [prompt[row * spare // num :][:LENGTH] for row in range(num)]
     is_exact = is_bitwise(engine, args) or engine.model.dtype == torch.float32
     for method in args.methods if prompts and args.temperature else ():
-        speculation = dataclasses.replace(settings, method=method, budget=budget)
+        speculation = taken(SpeculationConfig, args, method=method, budget=budget)
         p_values = run_test(engine, prompts, speculation, args)
         verdict = "consistent"
         if min(p_values.values()) * len(p_values) * len(args.methods) < FALSE_ALARM:
@@ -134,7 +136,7 @@ def run_test(
         new = [*end.token_ids]
         p_NV = probs_of_text(engine, engine.model, prompt, new, sampling)
         scores = {"likelihood": p_NV, "order": p_NV.cumsum(1) - p_NV / 2}
-        if draft is not None and len(prompt) + len(new) <= draft.config.context_length:
+        if draft is not None:
             scores["drafter"] = (probs_of_text(engine, draft, prompt, new, sampling) > p_NV).float()
         for n, token in enumerate(end.tokens):
             kind = "bonus" if token.origin == "bonus" else "guessed"

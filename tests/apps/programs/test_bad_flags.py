@@ -47,7 +47,7 @@ minitri.apps.serve.serving --context 100000 --port 0 | ^--context is 100000; giv
 minitri.apps.selftest.selftesting --max-prompt-tokens 600 --max-new-tokens 40 | tokens 40; .* 472
 minitri.apps.bench --max-prompt-tokens 600 | new-tokens 64; .* with --max-prompt-tokens 448
 minitri.apps.bench --method naive:4x | ^--tree is '4x'
-minitri.apps.plan --gpus 3 | cannot be split over 3 ranks: .* use another number of GPUs
+minitri.apps.plan --gpus 2 | cannot be split over 2 ranks: .* use another number of GPUs
 """
 NO_MODEL = ("minitri", "minitri.apps.plan")
 

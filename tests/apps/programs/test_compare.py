@@ -72,13 +72,13 @@ def test_speedups_are_taken_prompt_by_prompt():
     stats = SimpleNamespace(levels=[level], steps_per_plan=Counter(naive=40))
     result = summarise(
         {
-            "autoregressive": [Run(1.0, ms) for ms in (10, 10, 40, 40)],
+            "autoregressive": [Run(1.0, ms, stats) for ms in (10, 10, 40, 40)],
             "naive": [Run(1.0, ms, stats) for ms in (5, 4, 20, 20)],
-            "peer": [Run(ms / 20, ms) for ms in (20, 20, 160, 160)],
+            "slow": [Run(ms / 20, ms, stats) for ms in (20, 20, 160, 160)],
         }
     )
     assert result["naive"]["speedup"] == {"median": 2.0, "min": 2.0, "max": 2.5}
     assert result["naive"]["acceptance"] == {"target": 0.6}
     assert result["naive"]["tokens_per_step"] == 2.5
-    assert result["peer"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
-    assert result["peer"]["prefill_seconds"]["max"] == 8
+    assert result["slow"]["speedup"] == {"median": pytest.approx(0.375), "min": 0.25, "max": 0.5}
+    assert result["slow"]["prefill_seconds"]["max"] == 8

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from minitri.apps.cli import inputs
+from minitri.apps.cli import inputs, terminal
 
 PROMPT = "She had been forced into prudence in her youth"
 JSON_KEYS = """model method text token_ids num_prompt_tokens num_generated_tokens finish_reason seed
@@ -62,6 +62,13 @@ def test_prompts_come_from_files_stdin_and_the_demo(run, tmp_path, monkeypatch):
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     for flags in (("--demo",), ("--quiet",)):
         assert run(*flags, "--json").json["num_prompt_tokens"] == 100
+
+
+def test_a_prompt_that_takes_minutes_is_announced_after_its_first_chunk(run, monkeypatch):
+    flags = (PROMPT * 20, "--prefill-chunk", "64")
+    assert "minutes" not in run(*flags).err
+    monkeypatch.setattr(terminal, "SLOW", 1e-9)
+    assert run(*flags).err.count("minutes") == 1
 
 
 IGNORED = """

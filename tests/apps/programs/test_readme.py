@@ -33,7 +33,7 @@ ADDED = {
     "minitri selftest --model M": "--max-prompt-tokens 300 --max-new-tokens 8 --num-samples 64 "
     "--method naive",
     "minitri bench --compare": "--max-prompt-tokens 300 -n 8 --seeds 1 --method naive",
-    "minitri plan --gpu rtx4090": "",
+    "minitri plan": "",
     "python -m tools.paper": "",
     "python -m tools.tour --prompt-file persuasion.txt": "--max-prompt-tokens 600 "
     "--max-new-tokens 4",

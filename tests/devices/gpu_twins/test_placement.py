@@ -18,7 +18,7 @@ from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.placement import CONTEXT, GIB, RESERVE, Demand, choose_on_chip
 from minitri.core.roofline import Workload, num_weights, weights_per_pass
 from minitri.core.shape import MemoryShape
-from minitri.files.named_models import MODELS
+from minitri.files.named_models import DEFAULT_MODEL, MODELS
 from tests.conftest import tiny_model
 from tests.core.rigs import CPU, new_cache, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
@@ -98,12 +98,22 @@ def test_an_engine_places_as_many_layers_as_fit():
 
 def test_what_fits_in_a_plan_fits_at_boot(call):
     """When CUDA has taken its context."""
-    code, line, _ = call(plan.main, "--context", 124928, "--gpu-memory", 24, "--json")
+    flags = f"-m {SEVEN_B.name} --context 124928 --gpu-memory 24 --json"
+    code, line, _ = call(plan.main, *flags.split())
     found = json.loads(line)
     assert (code, found["on_chip"]) == (0, 1)
     assert {row["on_chip"] for row in found["placements"] if row["fits"]} == {0, 1}
     shape = replace(SHAPE, generation=GenerationConfig(1, offload=True))
     assert choose_on_chip(replace(NEEDS, shape=shape), 24 * GIB - CONTEXT, 256 * GIB) == 1
+
+
+def test_without_flags_this_machine_and_the_default_model_are_planned(call, monkeypatch):
+    monkeypatch.setattr(allocation, "free_host_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = call(plan.main, "--json").json
+    assert (found["model"], found["hardware"]["gib"]) == (DEFAULT_MODEL, 8)
+    [row] = found["placements"]
+    assert (row["fits"], row["host_GiB"]) == (True, 0)
 
 
 def test_nominal_costs_count_weights_layers_slots_and_guesses():
