@@ -17,8 +17,8 @@ from minitri.core.decoding.sampling import log_probs
 from minitri.core.model.block import empty_queries, make_block, read_block
 from minitri.core.model.llama import Block, Llama, Pass
 from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
+from minitri.core.settings import LONGEST_BLOCK
 
-SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
 Score = Callable[[Tensor, list[int]], None]  # of logits (N, V) and the N tokens that follow them
 
 
@@ -74,7 +74,7 @@ def read_chunk(
         hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
     full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
     if score:
-        for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+        for hidden_NE in hidden_1TE[0].split(LONGEST_BLOCK):  # more rows may round otherwise
             start += len(hidden_NE)
             score(model.logits(hidden_NE), prompt[start - len(hidden_NE) + 1 : start + 1])
     if watch and queries_LBTHD is not None:
