@@ -170,6 +170,21 @@ def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
             engine.score(wrong)
 
 
+@pytest.mark.skipif(not has_kernels(), reason="there is no C++ compiler here")
+def test_a_score_depends_on_nothing_but_the_text_before_it(folder):
+    """In bfloat16, where most sums are rounded: not on later text, chunks, or other rows."""
+    with minitri.load(folder, dtype="bfloat16", device="cpu") as engine:
+        ids = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 9)[:400]
+        wanted = engine.score(ids).tolist()
+        for length in (2, 130, 300):
+            assert engine.score(ids[:length]).tolist() == wanted[: length - 1]
+        requests = [Request(ids[n:], n, score_prompt=n == 0, max_new_tokens=9) for n in (0, 9, 0)]
+        for chunk in (50, 1024):
+            scored, _, beside = engine.stream(requests, batch_size=2, prefill_chunk=chunk).results()
+            for end in (scored, beside):
+                assert [logprob for logprob, _ in end.prompt_scores] == wanted
+
+
 def test_threads_take_turns(engine):
     """Each has a run of its own, whose texts are those of the run alone."""
 

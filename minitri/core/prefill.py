@@ -16,9 +16,8 @@ from minitri.core.decoding.sampling import log_probs
 from minitri.core.model.block import empty_queries, make_block, read_block
 from minitri.core.model.llama import Block, Llama, Pass
 from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
+from minitri.core.settings import LONGEST_BLOCK
 from minitri.core.stats import LogProbs
-
-SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
 
 
 def prefill(
@@ -51,7 +50,7 @@ def prefill(
             hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
         full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
         if scores is not None:
-            for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+            for hidden_NE in hidden_1TE[0].split(LONGEST_BLOCK):  # more rows may round otherwise
                 end = start + len(hidden_NE)
                 scores += log_probs(model.logits(hidden_NE), prompt[start + 1 : end + 1], num_top)
                 start = end
