@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import (
-    End,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import End, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.requests import PrefillProgress
 from tests.conftest import texts_of
 from tests.strategies import WRONG as WRONG_SETTINGS

@@ -167,14 +167,8 @@ def test_trouble_with_the_hub_and_a_repository_without_weights_are_named(hub, tm
 
 
 NAMES = ["no-such-model", "a/b/c", "", "x" * 300, "./missing", "/nowhere/x", "~nobody/x", "org/"]
-REPOSITORIES = [
-    "foo bar/x",
-    "a/b..c",
-    "-org/name",
-    "\ud800/x",
-    "org/" + 120 * "x",
-    "o/" + 300 * "x",
-]
+REPOSITORIES = ["foo bar/x", "a/b..c", "-org/name", "\ud800/x"]
+REPOSITORIES += ["org/" + 120 * "x", "o/" + 300 * "x"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "w/a.gguf", ".org/name", "a\0b", *REPOSITORIES])
