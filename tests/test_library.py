@@ -58,12 +58,6 @@ def test_keywords_say_what_settings_say(engine):
     assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
 
 
-def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
-    first, other = (engine.complete("She had", **COUPLED) for _ in range(2))
-    assert first.seed != other.seed
-    assert engine.complete("She had", seed=first.seed, **COUPLED).token_ids == first.token_ids
-
-
 def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine):
     run = engine.generate(["a", "b", "c"], max_new_tokens=3, ignore_eos=True)
     ends = [event for event in run if isinstance(event, End)]

@@ -16,11 +16,11 @@ from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
-from minitri.devices.cpu.tiles import Tiles, tiled_slots
+from minitri.devices.cpu.tiles import tiled_slots
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.gguf.file import FORMS, repack
 from tests.conftest import tiny_model, write_hf_folder
-from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
+from tests.core.rigs import new_cache, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import random
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
@@ -135,9 +135,3 @@ def test_tiles_are_read_and_written_like_a_tensor(dtype, pair, which):
             assert torch.equal(tiles[layer, b][part], plain[layer, b][part])
     assert torch.equal(tiles[...], plain)
     assert (tiles.shape, len(tiles), tiles.nbytes) == (plain.shape, 2, plain.nbytes)
-
-
-def test_tiles_are_made_where_kernels_can_read_them_only(kernels):
-    for shape, is_tiled in [((3, 64, 24), False), ((3, 24, 64), False), ((3, 64, 32), True)]:
-        slots = kernels.make_slots(shape, torch.float32, CPU)
-        assert all(isinstance(it, Tiles) is is_tiled and it.shape == shape for it in slots)
