@@ -202,7 +202,7 @@ def until_idle(run) -> list:
 
 
 def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
-    """Whether it runs or waits."""
+    """Whether it runs or waits; if its prompt is being read, no more of that is."""
     with start(engine, batch_size=1) as run:
         first, second, third = (run.submit(request(engine, number)) for number in range(3))
         tokens = (event for event in run if isinstance(event, Token))
@@ -210,18 +210,14 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
         run.cancel(first)
         run.cancel(second)
         events = until_idle(run)
+        fourth = run.submit(request(engine, 8))
+        assert next(run).num_done == 16
+        run.cancel(fourth)
+        assert isinstance(next(run), Idle)
+    assert len(engine.held_tokens) == 16
     assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
     assert {event.row for event in events} == {third}  # nor is the second one's prompt read
-
-
-def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
-    with start(engine, batch_size=1) as run:
-        number = run.submit(request(engine, 8))
-        assert next(run).num_done == 16
-        run.cancel(number)
-        assert isinstance(next(run), Idle)
-    assert len(engine.held_tokens) == 16
 
 
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):
