@@ -138,7 +138,7 @@ def test_weights_in_a_clone_are_found_and_new_ones_go_to_the_cache(hub, pip, mon
 
 
 def test_a_revision_has_files_of_its_own(monkeypatch, tmp_path, folder):
-    """By commit, tag or branch, as the hub's own library keeps them; none is the latest."""
+    """Revisions are commits, tags or branches, as the hub's library keeps them, or the latest."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     (tmp_path / "models--a--b" / "refs").mkdir(parents=True)
     for revision, commit in (("main", "1" * 40), ("v1", "2" * 40)):

@@ -64,7 +64,7 @@ def proposal_of(shape, tokens, q_IV, *, is_listed=False):
 
 
 def test_a_row_that_guesses_nothing_takes_one_number():
-    """As it does where no other row has a tree."""
+    """Other rows may have trees; without any the row takes one number, too."""
     source, fresh = IndependentSource(), IndependentSource()
     source.restart(0, 3)
     fresh.restart(0, 3)

@@ -73,7 +73,7 @@ def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
 
 
 def forms_of(model) -> tuple[set[Form], Form]:
-    """Of a model's blocks, and of its LM head."""
+    """The forms of a model's blocks, and of its LM head."""
     forms = {it.form for it in model.layers.modules() if isinstance(it, KernelLinear)}
     return forms, getattr(model.lm_head, "linear", model.lm_head).form
 
@@ -98,7 +98,7 @@ def test_a_copy_in_4_bits_guesses_like_its_model_and_keeps_a_lent_table_and_a_tr
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied, tmp_path):
-    """It takes less memory; the target of a cascade of two is not copied."""
+    """A drafter of 4 bits takes less memory; the target of a cascade of two is not copied."""
     draft = write_hf_folder(tmp_path / "draft", seed=1, tie_word_embeddings=tied)
     names = {"draft": str(draft), "device": "cpu", "dtype": "float32"}
     small, plain = load(folder, **names), load(folder, draft_weights="same", **names)

@@ -97,7 +97,7 @@ def test_an_engine_places_as_many_layers_as_fit():
 
 
 def test_what_fits_in_a_plan_fits_at_boot(call):
-    """When CUDA has taken its context."""
+    """CUDA takes its context from the memory that a plan counts with."""
     code, line, _ = call(plan.main, "--context", 124928, "--gpu-memory", 24, "--json")
     found = json.loads(line)
     assert (code, found["on_chip"]) == (0, 1)
