@@ -38,7 +38,7 @@ COUPLED = {**WARM, "max_new_tokens": 20, "coupled": True}
 
 @pytest.mark.skipif(not has_kernels(), reason="there is no C++ compiler here")
 def test_waiting_threads_of_pytorch_leave_the_cores_to_the_kernels(monkeypatch):
-    """Of a program, too, which imports minitri before torch. A value of the user's stays."""
+    """A program that imports minitri before torch has the setting, too; a user's value stays."""
     for value, kept in (("7", "7"), (None, "1000")):
         monkeypatch.setenv("GOMP_SPINCOUNT", "7")
         if value is None:
@@ -56,12 +56,6 @@ def test_keywords_say_what_settings_say(engine):
     run = engine.stream([Request("She had", 3, **fields)], method="naive", gamma1=2)
     assert done.tokens == wanted.tokens == run.result().tokens
     assert {*done.stats.steps_per_plan} == {"naive gamma1 2"}
-
-
-def test_a_seed_that_is_drawn_is_told_and_repeats_the_text(engine):
-    first, other = (engine.complete("She had", **COUPLED) for _ in range(2))
-    assert first.seed != other.seed
-    assert engine.complete("She had", seed=first.seed, **COUPLED).token_ids == first.token_ids
 
 
 def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine):
@@ -150,7 +144,7 @@ def test_asyncio_gets_the_texts_of_the_loop_next_to_each_other(engine):
 
 
 def test_a_scored_text_has_the_log_probabilities_of_plain_logits(engine):
-    """Also a prompt that is scored while it is read, where that is asked for."""
+    """A prompt may be scored while it is read, where that is asked for."""
     ids = engine.tokenizer.encode("She had been forced into prudence in her youth. " * 6)
     hidden = read_block(engine.model, [ids], new_cache(engine.config, capacity=400))
     scores = engine.model.logits(hidden)[0, :-1].log_softmax(-1)
@@ -186,7 +180,7 @@ def test_a_score_depends_on_nothing_but_the_text_before_it(folder):
 
 
 def test_threads_take_turns(engine):
-    """Each has a run of its own, whose texts are those of the run alone."""
+    """Each thread has a run of its own, whose texts are those of the run alone."""
 
     def run(seed):
         return engine.complete([5, 6, 7] * (seed + 1), seed=seed, **COUPLED).token_ids

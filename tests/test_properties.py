@@ -98,7 +98,7 @@ def cut_at_stop(text: str, stops: tuple[str, ...]) -> str | None:
 
 
 def test_a_text_ends_at_every_place_of_a_block():
-    """At an end token and at a stop string, be it a guess, a recovered or a bonus token."""
+    """End tokens and stop strings may be guesses, recovered or bonus tokens."""
     engine = tiny_engine()
     sizes = {"budget": 16, "num_recent_tokens": 20, "gamma1": 2, "gamma2": 3, "coupled": True}
     text = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "max_new_tokens": 18}

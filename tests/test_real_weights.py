@@ -61,7 +61,7 @@ def test_tokens_are_those_of_transformers(theirs, long_text, settings):
 @pytest.mark.usefixtures("real_weights")
 @pytest.mark.parametrize("draft", ["suffix", "auto"])
 def test_every_method_gives_the_autoregressive_tokens(long_text, draft):
-    """With a budget far below the prompt. The model's own drafter is small and often right."""
+    """The budget is far below the prompt. The model's own drafter is small and often right."""
     engine, prompt = ours(long_text, draft=draft)
     for how in ({"temperature": 0}, {"temperature": 0.8, "coupled": True, "seed": 3}):
         alone = engine.complete(prompt, method="autoregressive", **how, **SIZES)

@@ -8,14 +8,7 @@ import pytest
 import torch
 
 import minitri
-from minitri import (
-    End,
-    InputError,
-    Request,
-    SamplingParams,
-    SpeculationConfig,
-    Token,
-)
+from minitri import End, InputError, Request, SamplingParams, SpeculationConfig, Token
 from minitri.core.requests import PrefillProgress
 from tests.conftest import texts_of
 from tests.strategies import WRONG as WRONG_SETTINGS
@@ -51,7 +44,7 @@ def test_every_request_gets_what_it_gets_alone(engine, method):
 
 
 def test_a_request_that_ends_makes_room_for_the_next_at_once(engine):
-    """While the new prompt is read, chunk by chunk, the other row goes on."""
+    """The other row goes on while the new prompt is read, chunk by chunk."""
     prompt = list(range(60))
     texts = ((prompt[:5], 2), (prompt[:5], 40), (prompt, 2))
     wanted = [Request(text, max_new_tokens=n, ignore_eos=True) for text, n in texts]
@@ -112,7 +105,7 @@ NOISY = SamplingParams(temperature=0.9, top_k=50, top_p=0.95)
 
 
 def texts(engine, prompts, *, n=12, **settings):
-    """Of all rows, by the model alone."""
+    """The texts of all rows, by the model alone."""
     return texts_of(engine.generate(prompts, max_new_tokens=n, speculation=False, **settings))
 
 

@@ -139,7 +139,7 @@ def test_names_and_folders_are_found_at_a_glance():
 
 
 def test_transformers_is_never_imported(folder, monkeypatch):
-    """Not even by packages that are."""
+    """Packages that are imported do not import it either."""
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.setitem(sys.modules, name, None)
     minitri.load(str(folder), device="cpu").complete("She had", max_new_tokens=2)

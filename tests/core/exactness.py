@@ -66,7 +66,7 @@ class TableRunner:
         return self.filtered(probs_BNV, paths_of(self.text_filters, sequences, active, tokens))
 
     def filtered(self, probs_BNV, paths):
-        """By the product's own filters, if there are any."""
+        """The distributions after the product's own filters, if there are any."""
         logits_BNV = probs_BNV.log()
         if any(self.text_filters):
             logits_BNV = filtered_logits(logits_BNV, self.text_filters, paths)

@@ -71,7 +71,7 @@ class Run(Iterator[Event]):
 
 @pytest.mark.parametrize(("num_long", "num_chunks"), [(1, 1), (1, 2), (1, 4), (6, 1)])
 def test_a_short_prompt_waits_for_two_chunks_of_long_ones_at_most(num_long, num_chunks):
-    """And finds a place, as long ones take half of them."""
+    """Long prompts take half of the places, so a short one finds another."""
     run = Run()
     long = [run.ask(350) for _ in range(num_long)]
     for _ in range(num_chunks):
@@ -134,7 +134,7 @@ def num_answers_before(run: Run, clients: dict[int, str], awaited: set[int]) -> 
 
 
 def test_clients_that_come_again_do_not_overtake_one_that_waits():
-    """They have nothing open for a moment, and are forgotten."""
+    """Clients that have nothing open for a moment are forgotten."""
     run = Run(1)
     run.ask(4, 2, "a")
     second = run.ask(4, 2, "a")

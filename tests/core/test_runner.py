@@ -49,7 +49,7 @@ def test_a_bfloat16_models_distributions_are_float32(sampling):
 
 
 def test_a_row_of_a_ragged_block_is_what_it_is_alone():
-    """Though there is no place in the block for all the guesses that another row has."""
+    """A row without guesses stands next to one that has two."""
     model = tiny_model(tiny_config())
     texts, guesses = [random_prompt(model.config, 7), [5, 6]], [[], [1, 2]]
     runner = ModelRunner(Passes(model, new_cache(model.config, 2), FILTERED, 64))

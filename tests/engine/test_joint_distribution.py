@@ -8,7 +8,6 @@ a retrieval cache of a quarter of the prompt, and 4,000 seeds. A false alarm has
 
 import itertools
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -44,14 +43,7 @@ def other_model(vocab_size: int = V) -> Llama:
     return model_of(vocab_size, seed=9)
 
 
-def attend_together(
-    q_BTHD: Tensor,
-    keys_BKSD: Tensor,
-    values_BKSD: Tensor,
-    prefix_lengths: list[int],
-    rule_TT: Tensor | None = None,
-    *_: object,
-) -> Tensor:
+def attend_together(q_BTHD, keys_BKSD, values_BKSD, prefix_lengths, rule_TT=None, *_) -> Tensor:
     """Rows of different lengths in one go."""
     return attend_masked(q_BTHD, keys_BKSD, values_BKSD, torch.tensor(prefix_lengths), rule_TT)
 
@@ -86,7 +78,7 @@ RUN = {"first seed": 0}
 """Of the run that begins; seeds the costs of its plans."""
 
 
-def costs_that_change(*_: object) -> Callable[[str, float], float]:
+def costs_that_change(*_):
     """Costs after which the autotuner takes another plan from step to step."""
     numbers = random.Random(RUN["first seed"])
     return lambda stage, num_guesses: numbers.choice([1.0, 10.0, 100.0])

@@ -33,7 +33,7 @@ def record(monkeypatch, kind, name) -> list:
 
 @pytest.mark.parametrize("speculation", METHODS)
 def test_all_numbers_of_a_run_are_distinct(monkeypatch, speculation):
-    """Of all rows, levels and steps; 53 bits make a coincidence a matter of 1 in 10^9 runs."""
+    """All rows, levels and steps count; 53 bits make a coincidence a matter of 1 in 10^9 runs."""
     calls = record(monkeypatch, IndependentSource, "uniforms")
     run(**speculation)
     drawn = torch.cat([numbers for _, numbers in calls])

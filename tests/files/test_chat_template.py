@@ -133,7 +133,7 @@ def test_of_several_templates_the_default_counts_and_a_file_counts_most(with_tem
     ],
 )
 def test_what_a_template_may_not_do_is_one_line(template, problem, monkeypatch):
-    """Nor may it take more time or memory than that."""
+    """More time or memory than the limits is refused, too."""
     monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.3)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with refused("chat template", problem):
@@ -151,25 +151,27 @@ def test_a_long_document_is_no_attack():
     assert len(ChatTemplate(LLAMA3, {"bos_token": "<s>"}).render(talk)) > 5_000_000
 
 
-def test_processes_stay_and_one_that_ends_is_replaced():
+def test_processes_stay_and_one_that_ends_is_replaced(monkeypatch):
+    made, start = [], chat_template.Popen
+    spy = lambda *given, **how: made.append(start(*given, **how)) or made[-1]  # noqa: E731
+    monkeypatch.setattr(chat_template, "Popen", spy)
     template = ChatTemplate("{{ raise_exception(messages[0].role) if messages }}{{ 'x' }}", {})
-    [child] = template._idle
     for _ in range(3):
         with refused("user"):
             template.render(TALK[1:])
         assert template.render([]) == "x"
-        assert template._idle == [child]
+    [child] = made
     child.kill()
     child.wait()
     with refused("seconds"):
         template.render([])
     with ThreadPoolExecutor(4) as threads:
         assert [*threads.map(template.render, [[]] * 40)] == ["x"] * 40
-    assert len(template._idle) <= 2
+    assert sum(process.poll() is None for process in made) <= 2
 
 
 def test_without_limits_nothing_is_rendered(monkeypatch):
-    """As on Windows."""
+    """Windows cannot limit processes, for example."""
     monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
     monkeypatch.setattr(chat_template, "Popen", None)
     with refused("chat templates run within limits"):

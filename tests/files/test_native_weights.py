@@ -78,7 +78,7 @@ def test_logits_are_those_of_the_dequantized_model(file, dtype):
 
 
 def test_only_the_file_s_own_bytes_are_held(file):
-    """But for padding: of groups to pairs, of units to 4, of the fifth bits to 8 groups."""
+    """Padding comes on top: of groups to pairs, of units to 4, of the fifth bits to 8 groups."""
     native = load(file).model
     stored = [part for part in gguf.GGUFReader(file).tensors if len(part.shape) == 2]
     num_stored = sum(int(part.n_bytes) for part in stored)

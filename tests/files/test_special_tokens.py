@@ -122,8 +122,8 @@ def differences(theirs, folder: Path, default: list[int]) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "bpe", "unigram"])
 def test_tokenizer_json_reads_as_in_transformers(kind, models, tmp_path):
-    """But `add_bos_token` counts where tokenizer.json puts nothing in front: `transformers` 5
-    ignores it there, before it the classes of Llama did not."""
+    """One exception: `add_bos_token` counts where tokenizer.json puts nothing in front;
+    `transformers` 5 ignores it there, before it the classes of Llama did not."""
     from transformers import PreTrainedTokenizerFast
 
     pipeline = byte_level_tokenizer()
@@ -150,8 +150,8 @@ def test_tokenizer_json_reads_as_in_transformers(kind, models, tmp_path):
 @pytest.mark.parametrize("legacy", [None, True, False])
 @pytest.mark.parametrize("kind", ["bpe", "unigram", "nfkc", "LlamaTokenizer"])
 def test_tokenizer_model_reads_as_in_transformers(kind, legacy, models, tmp_path):
-    """But BOS is put in front where no file says whether, as by llama.cpp and by `transformers` 4;
-    and with `legacy` two spaces are two in LlamaTokenizer, too, as they are for sentencepiece."""
+    """Exceptions: BOS comes first where no file says whether, as in llama.cpp and `transformers` 4;
+    with `legacy` two spaces are two in LlamaTokenizer, too, as they are for sentencepiece."""
     import transformers
 
     is_llama = kind == "LlamaTokenizer"

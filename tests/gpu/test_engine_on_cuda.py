@@ -18,7 +18,7 @@ HOSTED = {"offload": True, "on_chip": 2}
 
 @pytest.fixture(scope="module")
 def engines(folder, tmp_path_factory):
-    """On the GPU and on the CPU. Five layers, so that staging buffers change theirs in a pass."""
+    """Engines on the GPU and on the CPU. Staging buffers of five layers change theirs in a pass."""
     deep = write_hf_folder(tmp_path_factory.mktemp("models") / "deep", num_hidden_layers=5)
     how = {"draft": str(folder), "dtype": "float32"}
     return [minitri.load(str(deep), device=device, **how) for device in ("cuda", "cpu")]

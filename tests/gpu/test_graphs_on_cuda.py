@@ -42,7 +42,7 @@ def gpu_model(backend: str = "auto") -> Llama:
 @pytest.mark.parametrize("name", BACKENDS)
 @torch.inference_mode()
 def test_a_replay_has_the_bits_of_an_eager_pass(name):
-    """At changing lengths and temperatures, 0 too, without allocating or waiting."""
+    """Lengths and temperatures change, to 0 too; nothing is allocated, and nobody waits."""
     model = gpu_model(name)
     cache = FullCache.allocate(model, 2, 1024)
     pool = GraphPool(model.device)
@@ -96,7 +96,7 @@ def test_a_step_waits_once_for_every_verdict(method, coupled):
 
 @pytest.mark.takes(seconds=5, gib=2)
 def test_the_clock_measures_what_the_device_took():
-    """Not what the host took to launch it; known without waiting, once the device is done."""
+    """The time to launch work does not count; times are known, without waiting, once it is done."""
     clock, seconds = clock_of(torch.device("cuda")), []
     a = torch.randn(8192, 8192, device="cuda")
     a @ a  # in which libraries are loaded

@@ -20,7 +20,7 @@ from tests.devices.gpu_twins.conftest import check_blocks
 
 @pytest.mark.takes(seconds=10, gib=1)
 def test_host_memory_is_page_locked_once(caplog):
-    """So that the host goes on while it is copied: else offloading is many times as slow."""
+    """The host goes on while locked memory is copied: else offloading is many times as slow."""
     host, addresses = HostMemory(torch.device("cuda")), set()
     for num_bytes in (1 << 26, 1 << 25):
         cache = Mock()
@@ -40,7 +40,7 @@ def test_host_memory_is_page_locked_once(caplog):
 @pytest.mark.takes(seconds=1, gib=1)
 @pytest.mark.parametrize("offload", [False, True])
 def test_what_does_not_fit_is_refused_before_it_is_allocated(offload):
-    """By the free memory of the card, or of the host."""
+    """The free memory of the card decides, or that of the host."""
     model = Llama(tiny_config(), dtype=torch.bfloat16, device=torch.device("cuda"))
     run, alone = GenerationConfig(1, offload=offload), SpeculationConfig("autoregressive")
     shape = MemoryShape((10**12,), SamplingParams(), run, alone)
@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(offload):
 @pytest.mark.takes(seconds=20, gib=1)
 @torch.inference_mode()
 def test_offload_holds_the_bits_of_the_full_cache():
-    """While copies of large layers are under way."""
+    """Copies of large layers are under way meanwhile."""
     config = tiny_config(num_layers=6, num_heads=8, num_kv_heads=8, head_dim=64)
     model = Llama(config, dtype=torch.bfloat16, device=torch.device("cuda"))
     whole = FullCache.allocate(model, 2, 8192)

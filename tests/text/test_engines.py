@@ -100,7 +100,7 @@ def test_a_row_whose_grammar_gives_up_ends_alone_and_says_why(engine, monkeypatc
 @pytest.mark.parametrize(("method", "tree"), [("naive", "3x2"), ("triforce", "")])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.7, 20, top_p=0.9)])
 def test_log_probabilities_are_those_of_the_plain_forward_pass(sampling, method, tree):
-    """Of the target, whoever guessed the token; before temperature and filters."""
+    """The target's log-probabilities count, before temperature and filters, whoever guessed."""
     engine = tiny_engine(noise=0.05)
     prompt = random_prompt(engine.config, 50, seed=3)
     sizes = {"gamma1": 2, "gamma2": 3, "budget": 32, "num_recent_tokens": 16}

@@ -162,7 +162,7 @@ def test_nothing_leaks_from_one_step_into_the_next(kind):
 
 @pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"min_p": 0.2}])
 def test_bias_and_penalties_come_before_temperature_and_other_filters(filters):
-    """By a model's runner, one block of four places."""
+    """A model's runner reads one block of four places."""
     model = tiny_model(tiny_config(vocab_size=20))
     bias = {3: 2.0, 9: -3.0, 11: 100}
     penalties = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "logit_bias": bias}

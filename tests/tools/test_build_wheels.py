@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("ziglang"), reason="needs the compiler of the wheel ziglang")
 def test_an_installed_wheel_computes_by_its_kernels_without_a_compiler(tmp_path, real_weights):
-    """With the library of this machine's level alone. `--bitwise` refuses to run without kernels,
-    and the drafter comes with the wheel."""
+    """The wheel has the library of this machine's level alone. `--bitwise` refuses to run without
+    kernels, and the drafter comes with the wheel."""
     words = CPUINFO.read_text().split() if CPUINFO.exists() else []
     level = next((name for name, needed in LEVELS.items() if {*needed.split()} <= {*words}), None)
     if level is None:

@@ -66,7 +66,7 @@ def test_what_is_installed_is_measured_and_the_rest_is_named(call, monkeypatch, 
     ],
 )
 def test_a_random_file_is_mixed_as_llama_cpp_mixes_and_runs(tmp_path, num_layers, options, kinds):
-    """Of Qwen2 in 28 layers: the counts in the file of its makers."""
+    """Counts of Qwen2 in 28 layers are those in the file of its makers."""
     config = ModelConfig(num_layers, 256, 256, head_dim=128, **SIZES, **options)
     random_gguf.write_random(tmp_path / "any.gguf", config)
     tensors = gguf.GGUFReader(tmp_path / "any.gguf").tensors

@@ -96,7 +96,7 @@ class ScriptedTrees(ScriptedSource):
 
 
 def largest_error(V, gamma1, gamma2, *, shape: TreeShape, plans=None, **settings) -> float:
-    """As `exactness.largest_error`, with a lowest stage that guesses trees of this shape."""
+    """The error of `exactness.largest_error` if the lowest stage guesses trees of this shape."""
 
     def make_level(name, meter, table, text_filters, source) -> TreeLevel:
         runner = TreeRunner(table, len(text_filters), text_filters)

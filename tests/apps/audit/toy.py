@@ -18,7 +18,7 @@ def normalized(weights: Probs) -> Probs:
 
 @functools.cache
 def distribution(before: str, temperature: float = 1.0) -> Probs:
-    """Of the word after another one."""
+    """The probabilities of the word after another one."""
     source = random.Random(before)
     logits = {word: 1.2 * source.gauss(0, 1) for word in WORDS}
     if not temperature:

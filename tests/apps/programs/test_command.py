@@ -70,7 +70,7 @@ def run_many(*lines: str, flag: str = "-c") -> list[tuple[str, int, int, set[str
 
 
 def test_help_and_version_import_next_to_nothing():
-    """With `-S -E` nothing else has imported it before."""
+    """Python runs with `-S -E`, so that nothing else has imported a module before."""
     version, text = run_many("--version", "-h", flag="-SEc")
     assert (version[0], text[0]) == (f"minitri {minitri.__version__}\n", command.HELP)
     assert not HEAVY & text[3]

@@ -48,7 +48,7 @@ def test_all_methods_are_measured_on_several_prompts_and_seeds(run, files):
 
 
 def test_a_prompt_is_read_cold_and_once(run, files, monkeypatch):
-    """Else a second prompt, or a second seed, would seem to take no time to read."""
+    """A cached prompt, of a second text or seed, would seem to take no time to read."""
     runs, stream = [], Engine.stream
     spy = lambda *args, **settings: runs.append(stream(*args, **settings)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(Engine, "stream", spy)

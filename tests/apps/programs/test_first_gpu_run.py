@@ -63,7 +63,7 @@ def test_a_report_has_what_every_part_wrote_and_another_call_adds_to_it(run):
 
 @pytest.mark.slow
 def test_a_dry_run_ends_in_time_with_a_complete_report(run, monkeypatch):
-    """With real programs, at small shapes, without real weights; tests are only collected. Where
+    """Real programs run at small shapes, without real weights; tests are only collected. Where
     parts differ by their names alone, the command runs once."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)  # kernels take too long to be timed
     once = 'grep -qxF -- "$*" $0.ran && exit; echo "$*" >> $0.ran'

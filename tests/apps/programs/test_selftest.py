@@ -104,7 +104,7 @@ def test_broken_code_is_a_bug_in_the_mode_that_runs_it(
 def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     check, monkeypatch, gaps, flags, is_bitwise, verdict
 ):
-    """Where positions are read together, the two best logits change places over such gaps."""
+    """The two best logits change places over such gaps, where positions are read together."""
 
     def swap_top_two(logits_BNV, *others):
         best = logits_BNV.topk(2)
@@ -127,7 +127,7 @@ def test_a_flip_is_a_tie_only_where_rounding_explains_it(
     [("--top-p 0.95 --temperature 1.2", 3), ("--top-k 1 --method naive", 1)],
 )
 def test_sound_samples_are_consistent(check_samples, flags, num_methods):
-    """With top-k 1 a score has no variance."""
+    """One case has top-k 1, whose scores have no variance."""
     code, rows = check_samples(f"--num-samples 300 --seed 4294967295 {flags}")
     assert (code, len(rows)) == (0, num_methods)
     assert all(row["verdict"] == "consistent" and row["num_tokens"] == 320 for row in rows)
@@ -145,7 +145,7 @@ def resample_from_p(p_BNV, uniforms_BN, guesses):
 def test_samples_of_a_broken_verification_raise_an_alarm(
     check_samples, monkeypatch, dtype, verdict
 ):
-    """In bfloat16 it may be rounding."""
+    """A departure in bfloat16 may be rounding, and is called unclear."""
     monkeypatch.setattr(comparisons, "is_bitwise", lambda *_: False)
     monkeypatch.setattr(random_source, "verify_block", resample_from_p)
     code, [row] = check_samples(f"--method naive --num-samples 1500 --dtype {dtype}")

@@ -16,7 +16,7 @@ from tools.bench.synthetic import Setup, SyntheticSource, decode, random_model
 
 
 def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, monkeypatch):
-    """Else the second would find the prompt in the cache, and its prefill would take no time."""
+    """A run that finds its prompt in the cache would take no time for the prefill."""
     runs, decoding = [], floor.plain_decoding
     spy = lambda *args: runs.append(decoding(*args)) or runs[-1]  # noqa: E731
     monkeypatch.setattr(floor, "plain_decoding", spy)
@@ -29,7 +29,7 @@ def test_the_floor_is_measured_by_runs_that_read_the_whole_prompt(folder, call, 
 
 
 def test_guesses_are_accepted_at_the_rate_asked_for():
-    """Within 4 standard deviations, at odds of 1 : 15,000."""
+    """Rates differ by 4 standard deviations at most, at odds of 1 : 15,000."""
     source, probs = SyntheticSource(0.46, 3), torch.full((1, 4, 8), 1 / 8)
     proposal = Proposal.of([[1, 2, 3]], probs[:, :3], [["draft"] * 3])
     counts = [len(source.verify(proposal, probs, [0], [True])[0]) - 1 for _ in range(250)]
@@ -45,7 +45,7 @@ def test_guesses_are_accepted_at_the_rate_asked_for():
     ("method", "wanted"), [("autoregressive", 1), ("naive", 3), ("retrieval", 4), ("triforce", 4)]
 )
 def test_a_shape_decodes_by_every_method(method, wanted):
-    """With certain guesses a step makes as many tokens as a block can hold, and one more."""
+    """A step of certain guesses makes as many tokens as a block can hold, and one more."""
     config = tiny_config()
     speculation = SpeculationConfig(method, gamma1=2, gamma2=3, budget=32, num_recent_tokens=40)
     generation = GenerationConfig(24, ignore_eos=True)

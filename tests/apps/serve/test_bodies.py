@@ -21,6 +21,8 @@ DEFAULTS = {TEXT: {"prompt": "a"}, RESPONSE: {"input": "a"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
 CALL = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
 CALLED = {"role": "assistant", "tool_calls": [CALL]}
+IMAGE = {"type": "image_url"}
+WRONG = CALL | {"function": {"name": "f", "arguments": "[1]"}}
 ITEMS = [
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
     {"type": "function_call", "call_id": "x", "name": "f", "arguments": "{}"},
@@ -78,23 +80,11 @@ REFUSED = [  # path and body, the field that the error names, and a word of what
     (text(structured_outputs={"regex": "a", "json": {}}), "is {'regex': 'a'", "/docs"),
     (text(structured_outputs={"regex": "a"}, response_format=FORM), "structured", "leave it out"),
     (text(response_format={"type": "text", "regex": "a"}), "response_format", "/docs"),
-    (
-        text(response_format={"type": "json_object", "schema": {}, "x": 1}),
-        "response_format",
-        "/docs",
-    ),
+    (text(response_format=FORM | {"schema": {}, "x": 1}), "response_format", "/docs"),
     (response(input=[USER | {"reasoning": "hm"}]), "reasoning is", "leave it out"),
     ((CHAT, {"messages": []}), "messages", "must not be empty"),
-    (
-        chat({"role": "user", "content": [{"type": "image_url"}]}),
-        "messages.1.content.0.type is",
-        "'text'",
-    ),
-    (
-        chat(json.loads(json.dumps(CALLED).replace("{}", "[1]"))),
-        "messages.1.tool_calls.0.function.arguments",
-        "object",
-    ),
+    (chat(USER | {"content": [IMAGE]}), "messages.1.content.0.type is", "'text'"),
+    (chat(CALLED | {"tool_calls": [WRONG]}), "tool_calls.0.function.arguments", "object"),
     (chat(tools=[TOOL | {"function": {"name": '"'}}]), "tools.0.name", "letters"),
     (chat(tools=[TOOL["function"]]), "tools is [{'name': 'f'}]", "function"),
     (chat(tools=[TOOL], tool_choice={}), "tool_choice is {}", "/docs"),

@@ -98,7 +98,7 @@ def test_a_place_is_free_again_when_a_request_cannot_start(engine):
 
 
 def test_a_row_that_fails_is_told_why_and_the_others_have_their_texts(server, engine):
-    """Its weights are not finite. What else makes a row fail alone: `tests/engine`."""
+    """A row whose weights are not finite; `tests/engine` has other reasons."""
     asked = [{"prompt": it, "seed": 7, "max_tokens": 24} for it in (PROMPT, "£", PROMPT[:20])]
     alone = [own_text(engine, fields["prompt"]) for fields in asked]
     weights = engine.model.embed_tokens.weight[engine.tokenizer.encode("£")[-1]]

@@ -57,7 +57,7 @@ def poison(cache) -> None:
 
 
 def poison_all(rig: Rig) -> None:
-    """Those of all caches, and the memory of queries, too."""
+    """Fills all that is not valid in all caches, and the memory of queries, with NaN."""
     for runner in rig.runners.values():
         poison(runner.cache)
     if rig.small is not None:
@@ -83,8 +83,8 @@ def check_caches(rig: Rig, *, has_begun: bool) -> None:
 
 @pytest.mark.parametrize("stack", STACKS, ids=[" ".join(map(str, stack)) for stack in STACKS])
 def test_caches_hold_the_accepted_tokens_and_rejected_ones_leave_no_trace(stack, monkeypatch):
-    """With NaN in all other slots from the start, after every step, and whenever a level has taken
-    guesses back within one: the same tokens, and the same guesses on the way."""
+    """The same tokens, and the same guesses on the way, with NaN in all other slots from the start,
+    after every step, and whenever a level has taken guesses back within one."""
     sampling = WARM if STACKS.index(stack) % 4 == 2 else GREEDY
     clean, poisoned = (new_rig(*stack, sampling) for _ in range(2))
     num_steps, num_crops, crop = 0, 0, Level.crop

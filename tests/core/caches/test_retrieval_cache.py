@@ -56,7 +56,7 @@ class Bench:
         return self.queries[0, :, end - count : end]
 
     def held(self) -> list[list[list[int]]]:
-        """By layer and KV head, which token stands in each slot: K and V must be its own."""
+        """The token in each slot, by layer and KV head: K and V must be its own."""
         return [[self._held_by(layer, k) for k in range(K)] for layer in range(L)]
 
     def _held_by(self, layer: int, k: int) -> list[int]:

@@ -49,7 +49,7 @@ def read_on(runner, tokens, start, end):
 
 
 def test_a_deep_model_keeps_sinks_and_rotates_keys_by_their_slots():
-    """In every layer, whatever slides have happened; before the first it reads as ever."""
+    """Keys of every layer are right after any slide; before the first one all tokens are read."""
     runner, sinks = new_runner(DEEP), dict[str, torch.Tensor]()
     for n, distribution in read_on(runner, TEXT, 1, 110):
         window, length = runner.cache, runner.cache.lengths[0]

@@ -46,7 +46,7 @@ def tuner_after(costs, rates, plans=PLANS, *, prior=COSTS, use_clock=True) -> Au
     ],
 )
 def test_the_best_plan_is_chosen(costs, draft_rate, retrieval_rate, best, use_clock):
-    """From measured costs where it may use the clock, else from the prior ones."""
+    """Costs are measured ones where it may use the clock, else the prior ones."""
     rates = {"draft": draft_rate, "retrieval": retrieval_rate}
     tuner = tuner_after(costs, rates, prior=COSTS if use_clock else costs, use_clock=use_clock)
     plan = tuner.choose()
@@ -65,7 +65,7 @@ def test_the_current_plan_is_kept_against_a_small_advantage(advantage, changes):
 
 @pytest.mark.parametrize("use_clock", [True, False])
 def test_a_text_begins_without_guesses_until_the_target_was_timed(use_clock):
-    """Where times count: its first round says nothing, so in two steps."""
+    """The first round of a target says nothing, so two steps are plain where times count."""
     tuner = Autotuner(PLANS, prior_of(COSTS), use_clock=use_clock)
     plain = 0
     while tuner.choose() == AR:
@@ -75,7 +75,7 @@ def test_a_text_begins_without_guesses_until_the_target_was_timed(use_clock):
 
 
 def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target():
-    """On a machine five times as slow as bytes suggest."""
+    """The machine is five times as slow as bytes suggest."""
     tuner = tuner_after({"target": 5 * COSTS["target"]}, {})
     fresh = Autotuner(PLANS, prior_of(COSTS), use_clock=True)
     for plan in PLANS:
@@ -83,7 +83,7 @@ def test_a_stage_that_was_never_run_is_expected_to_be_as_far_off_as_the_target()
 
 
 def test_a_tree_is_taken_only_while_its_nodes_cost_little():
-    """It reads more tokens, here and there, than a chain of its depth; else they are alike."""
+    """A tree reads more tokens than a chain of its depth; else the two are alike."""
     chain, tree = StepPlan("naive", 2), StepPlan("naive", 2, 0, "8")
     for slope, best in ((0.0, tree), (0.5, AR)):
         prior = prior_of({"draft": 0.2, "target": 1.0}, slope)
@@ -94,7 +94,7 @@ def test_a_tree_is_taken_only_while_its_nodes_cost_little():
 
 
 def test_a_prediction_is_expected_tokens_over_expected_seconds():
-    """Of a retrieval level whose last round overshoots by half of what a round gives."""
+    """The last round of a retrieval level overshoots by half of what a round gives."""
     tuner = tuner_after({}, {}, [TRIFORCE], use_clock=False)
     draft, retrieval = (FIRST_RATES[stage] for stage in ("draft", "retrieval"))
     length = 2 + draft / 2  # 1 + draft tokens a round
@@ -108,7 +108,7 @@ def test_a_prediction_is_expected_tokens_over_expected_seconds():
 
 
 def test_a_measured_cost_moves_slowly_and_first_rounds_do_not_count():
-    """They may have compiled something; an outlier counts as twice what was known, at most."""
+    """First rounds may have compiled something; an outlier counts as twice what was known."""
     tuner = Autotuner([AR], prior_of(COSTS), use_clock=True)
     tuner.choose()
     seconds = []

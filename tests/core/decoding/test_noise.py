@@ -10,7 +10,7 @@ STEP = 0x9E3779B97F4A7C15 - 2**64
 
 
 def test_gumbel_noise_is_of_fine_numbers_that_differ():
-    """Of 100,000 numbers of 24 bits about 300 would be there twice; of 52 bits none, but for one
+    """About 300 of 100,000 numbers of 24 bits would be there twice; none of 52 bits, but for one
     seed in a million."""
     keys = noise_keys(0, torch.arange(100))
     uniforms = hashed_uniforms(keys.repeat_interleave(1000), torch.arange(1000).repeat(100))
@@ -40,7 +40,7 @@ def test_no_seed_repeats_the_noise_of_another_at_another_position():
 
 
 def test_coupled_tokens_follow_the_distribution_at_every_position():
-    """Of 20,000 positions, for a distribution without symmetry."""
+    """Tokens of 20,000 positions are counted, for a distribution without symmetry."""
     probs = torch.tensor([0.6, 0.25, 0.1, 0.05], dtype=torch.float64)
     keys = noise_keys(1, torch.arange(20_000))
     tokens = gumbel_argmax(probs.expand(20_000, -1), keys)

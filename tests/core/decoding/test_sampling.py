@@ -47,7 +47,7 @@ def random_logits(*shape: int, dtype=torch.float32) -> torch.Tensor:
 def test_every_combination_of_filters_is_the_distribution_by_definition(
     temperature, top_k, top_p, min_p
 ):
-    """Also where the numbers are tensors, as in a captured step that was made for others."""
+    """Settings may be tensors, too, as in a captured step that was made for others."""
     params = SamplingParams(temperature, top_k, top_p, min_p)
     logits = 3 * random_logits(4, 50, dtype=torch.float64)
     rows = [by_definition(row, params) for row in logits.tolist()]
@@ -107,6 +107,6 @@ def test_a_token_of_probability_zero_is_never_drawn():
 
 @pytest.mark.parametrize("V", [1, 127, 128, 129, 1000])
 def test_sums_by_parts_are_the_sums_of_whole_rows(V):
-    """As on a GPU; float32 rows are added up in float64."""
+    """Rows of float32 are added up in float64, by parts as on a GPU."""
     probs = torch.rand(2, 3, V, generator=torch.Generator().manual_seed(V))
     assert torch.allclose(sums_by_parts(probs), running_sums(probs), rtol=1e-15, atol=0)

@@ -28,7 +28,7 @@ def new_drafter(*texts: list[int], num_guesses: int = 3) -> LookupDrafter:
 
 
 def found(text, in_flight=(), limit=5) -> tuple[int, list[int]]:
-    """In a text that grew in two pieces."""
+    """A lookup in a text that grew in two pieces."""
     growing, half = GrowingText(), len(text) // 2
     for piece in (text[:half], text[half:]):
         growing.extend(piece)

@@ -37,7 +37,7 @@ def source(tmp_path, monkeypatch, caplog) -> Path:
 
 
 def test_where_there_is_a_compiler_there_are_kernels():
-    """Else all tests of kernels would be skipped, as after a mistake in a struct of arguments."""
+    """Tests of kernels are skipped where these are missing, as after a mistake in a struct."""
     assert BUILT is not None or os.environ.get("MINITRI_KERNELS") == "off"
 
 
@@ -95,7 +95,7 @@ def test_fewer_instructions_are_another_library_and_unknown_ones_are_refused(sou
 @pytest.mark.slow
 @pytest.mark.skipif(not find_spec("ziglang"), reason="needs the compiler of the wheel ziglang")
 def test_the_kernels_compile_for_arm(tmp_path):
-    """For NEON, by clang; nothing runs them here."""
+    """Clang compiles them for NEON; nothing runs them here."""
     target = ["-target", "aarch64-linux-gnu", "-O0", "-Wno-psabi", "-Werror=return-type"]
     command = [sys.executable, "-m", "ziglang", "c++", "-std=c++17", "-c", *target]
     subprocess.run([*command, KERNELS, "-o", tmp_path / "kernels.o"], check=True)
@@ -103,7 +103,7 @@ def test_the_kernels_compile_for_arm(tmp_path):
 
 
 def test_a_library_that_is_built_takes_no_compiler(source, tmp_path, monkeypatch):
-    """As in a container that was made with one. For another processor it is not used."""
+    """A container may have been made with one. The library of another processor is not used."""
     load_library()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert load_library().answer() == 42

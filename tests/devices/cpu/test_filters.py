@@ -27,7 +27,7 @@ def rows_of(V: int) -> torch.Tensor:
 
 @every_size
 def test_every_combination_of_filters_is_the_distribution_by_definition(kernels, V):
-    """From the lowest temperature, where all but the best is 0, to the highest."""
+    """Temperatures go from the lowest, where all but the best is 0, to the highest."""
     logits = rows_of(V)
     temperatures = (1e-6, 0.05, 1.0, 3.0, 100.0) if V < 1000 else (0.7, 100.0)
     filters = ((0, 1, 7, 300, 2**31 - 1), (1.0, 0.95, 0.5, 1e-9), (0.0, 1e-50, 0.1, 1.0))
@@ -64,7 +64,7 @@ def test_logits_that_are_not_finite_give_no_distribution(kernels, params):
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(1.0), ALL])
 @every_size
 def test_a_row_has_the_same_bits_whatever_stands_next_to_it(kernels, V, params):
-    """On one thread or three; also of a part of a vocabulary, after rows of other lengths."""
+    """Threads are one to three; rows may be parts of a vocabulary, after rows of other lengths."""
     logits = 3 * random(7, V + 3)[:, :V]
     together = kernels.probs(logits, params)
     for threads in (1, 3, 2):

@@ -55,8 +55,8 @@ def in_tiles(kernels, *slots):
 @pytest.mark.parametrize("instructions", ["AVX2", "AVX-512", "AVX-512 BF16", "AVX-512 BF16, AMX"])
 @every_dtype
 def test_kernels_read_the_slots_that_they_make_on_every_processor(instructions, dtype, monkeypatch):
-    """Their layout follows from the instruction set's name, which this processor need not have; the
-    numbers read back are those written."""
+    """The layout of slots follows from the instruction set's name, which this processor need not
+    have; the numbers read back are those written, and tiles of another layout are refused."""
     monkeypatch.setattr(abi, "check_sizes", lambda _: None)
     library = Mock(**{"minitri_instructions.return_value": instructions.encode()})
     kernels = Kernels(library, num_threads=1)
@@ -89,7 +89,7 @@ def test_attention_equals_the_oracle(kernels, dtype, D):
 
 @every_dtype
 def test_attention_of_a_token_has_the_same_bits_whatever_stands_next_to_it(kernels, dtype):
-    """On one thread or three; prefixes end near the boundaries of blocks and of pieces."""
+    """Threads are one to three; prefixes end near the boundaries of blocks and of pieces."""
     for prefix in (0, 50, 60, PIECE - 7, PIECE + 3, 1500):
         q, k, v, lengths = random_case(20, (prefix, prefix // 2), dtype=dtype)
         k, v = k.nan_to_num(1.0), v.nan_to_num(1.0)
@@ -170,7 +170,7 @@ def test_linear_equals_plain_formulas(kernels, dtype, form, E):
 
 @every_dtype
 def test_a_product_of_many_rows_equals_plain_formulas(kernels, dtype):
-    """As above; more inputs than stay in a cache."""
+    """Matrices have more inputs than stay in a cache; a row depends on itself alone."""
     for R, E, N in ((1, 33, 7), (530, 800, 90), (70, 16, 130), (1030, 16, 70)):
         x, weight = random(R, E, dtype=dtype), random(N, E, dtype=dtype, seed=1) / E**0.5
         bias = random(N, dtype=dtype, seed=3) if E > 16 else None

@@ -156,7 +156,7 @@ def read_in_chunks(config, dtype=torch.float32, *, is_quantized=False):
 @pytest.mark.parametrize(("config", "threads"), [(LONG, 1), (WIDE, 1), (BROAD, 3)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypatch, request):
-    """Also where threads share the outputs of few matrices."""
+    """Threads may share the outputs of few matrices."""
     request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
     monkeypatch.setattr(load_kernels(), "num_threads", threads)
     read_in_chunks(config, dtype, is_quantized=dtype == torch.float16)
@@ -166,7 +166,7 @@ def test_chunks_of_a_prompt_may_begin_anywhere(dtype, config, threads, monkeypat
 def test_chunks_may_begin_anywhere_on_a_machine_whose_products_depend_on_their_size(
     bias, monkeypatch, request
 ):
-    """As with AMX: fewer than 600 rows have other last bits."""
+    """Fewer than 600 rows have other last bits, as with AMX."""
 
     def multiply(product, *matrices, **options):
         rows = matrices[-2] if product is not linear else matrices[0]

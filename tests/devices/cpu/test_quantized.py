@@ -16,11 +16,11 @@ from minitri.devices.cpu import quantized
 from minitri.devices.cpu.kernel_layers import KernelLinear, use_kernels
 from minitri.devices.cpu.kernels import load_kernels
 from minitri.devices.cpu.quantized import GROUP, Form, packed_shape, quantize
-from minitri.devices.cpu.tiles import Tiles, tiled_slots
+from minitri.devices.cpu.tiles import tiled_slots
 from minitri.files.gguf.container import StoredTensor
 from minitri.files.gguf.file import FORMS, repack
 from tests.conftest import tiny_model, write_hf_folder
-from tests.core.rigs import CPU, new_cache, tiny_config, trimmed_copy
+from tests.core.rigs import new_cache, tiny_config, trimmed_copy
 from tests.devices.cpu.test_kernels import random
 
 pytestmark = pytest.mark.skipif(load_kernels() is None, reason="there is no C++ compiler here")
@@ -73,7 +73,7 @@ def test_repacked_numbers_are_the_dequantized_ones(kernels, kind):
 
 
 def forms_of(model) -> tuple[set[Form], Form]:
-    """Of a model's blocks, and of its LM head."""
+    """The forms of a model's blocks, and of its LM head."""
     forms = {it.form for it in model.layers.modules() if isinstance(it, KernelLinear)}
     return forms, getattr(model.lm_head, "linear", model.lm_head).form
 
@@ -98,7 +98,7 @@ def test_a_copy_in_4_bits_guesses_like_its_model_and_keeps_a_lent_table_and_a_tr
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_drafter_is_loaded_in_4_bits_unless_it_is_to_be_the_same(folder, tied, tmp_path):
-    """It takes less memory; the target of a cascade of two is not copied."""
+    """A drafter of 4 bits takes less memory; the target of a cascade of two is not copied."""
     draft = write_hf_folder(tmp_path / "draft", seed=1, tie_word_embeddings=tied)
     names = {"draft": str(draft), "device": "cpu", "dtype": "float32"}
     small, plain = load(folder, **names), load(folder, draft_weights="same", **names)
@@ -135,9 +135,3 @@ def test_tiles_are_read_and_written_like_a_tensor(dtype, pair, which):
             assert torch.equal(tiles[layer, b][part], plain[layer, b][part])
     assert torch.equal(tiles[...], plain)
     assert (tiles.shape, len(tiles), tiles.nbytes) == (plain.shape, 2, plain.nbytes)
-
-
-def test_tiles_are_made_where_kernels_can_read_them_only(kernels):
-    for shape, is_tiled in [((3, 64, 24), False), ((3, 24, 64), False), ((3, 64, 32), True)]:
-        slots = kernels.make_slots(shape, torch.float32, CPU)
-        assert all(isinstance(it, Tiles) is is_tiled and it.shape == shape for it in slots)

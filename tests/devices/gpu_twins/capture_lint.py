@@ -107,7 +107,7 @@ class LintedPool(CpuPool):
         number = self.num_graphs
 
         def watched(*inputs):
-            """Its inputs were copied; what other steps have returned is overwritten."""
+            """Runs the step on copied inputs; what other steps have returned is overwritten."""
             self.num_runs += 1
             for other, output in self.outputs.items():
                 if other != number:

@@ -72,8 +72,8 @@ def test_every_backend_equals_the_oracle(is_tree, T, heads, prefixes, backend):
 @needs_triton
 @pytest.mark.parametrize("num_processors", [9, 20])
 def test_a_prefix_is_cut_in_as_many_pieces_as_there_are_processors(num_processors, monkeypatch):
-    """Or more than it has tiles of keys. Queries are more than a tile, and the first of them see
-    nothing of the last piece."""
+    """There may be more of them than tiles of keys. Queries are more than a tile, and the first of
+    them see nothing of the last piece."""
     monkeypatch.setattr(flash_decoding, "num_processors", lambda device: num_processors)
     case = random_case(7, (4 * TILE - 4,), 10, 2, D=D)
     assert error_of(flash_decoding.attend_short_block, *case) < 1
@@ -96,7 +96,7 @@ def test_a_kernel_that_is_wrong_gives_way_by_default_and_is_refused_where_it_was
 
 
 def test_grouped_queries_in_float32_reach_no_kernel_that_holds_all_scores(monkeypatch):
-    """As many K and V heads as query heads in every call: those of a long prompt would not fit."""
+    """Every call has as many K and V heads as query heads: scores of long prompts would not fit."""
     watched = Mock(side_effect=F.scaled_dot_product_attention)
     monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
     attention_backends.GpuAttention()(*random_case(1, (70, 70), H=6, K=2, D=16))
@@ -115,7 +115,7 @@ FAR = {  # prefixes, and strides of rows, heads and slots: of six rows of a real
 @pytest.mark.skipif(ON_GPU, reason="sparse memory is the host's")
 @pytest.mark.parametrize("where", FAR)
 def test_kernels_reach_rows_and_slots_that_are_far_apart(where, tmp_path):
-    """They begin after 2^31 numbers, in the middle of more memory, that of a sparse file: a wrong
+    """They begin after 2^31 numbers, in the middle of the memory of a sparse file: a wrong
     offset finds zeros, not a fault."""
     prefixes, *strides = FAR[where]
     q, *near, lengths = random_case(2, prefixes, 4, 2, 128, S=80, dtype=torch.float16)

@@ -113,7 +113,7 @@ def test_filters_of_several_kinds_are_refused_where_they_would_be_captured():
 def test_a_drafter_that_was_left_out_has_room_for_padded_blocks(
     tree, lengths_on_the_device, monkeypatch
 ):
-    """It reads a whole block into a window that is nearly full, and goes on guessing after it."""
+    """The drafter reads a whole block into a window that is nearly full, and guesses after it."""
     target, found = as_on_a_gpu(tiny_model(CONFIG)), []
     settings = {"num_recent_tokens": 20, "budget": 240, "gamma1": 2, "gamma2": 12, "tree": tree}
     settings |= {"draft": as_on_a_gpu(near_copy(target, 0.0)), "num_new": 110}

@@ -126,7 +126,7 @@ def spans(tensor) -> list[tuple[int, int]]:
     [("autoregressive", 0, ""), ("retrieval", 1, ""), ("retrieval", 4, ""), ("naive", 3, "6")],
 )
 def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree):
-    """From blocks that are not kept, over buffers that keep their layer, to reads after the run."""
+    """Blocks are not kept, buffers keep their layer, and rows are read after the run."""
     target, recorder = tiny_model(CONFIG), Recorder()
     with recorder:
         full = offloaded(on_chip, stream=recorder)
@@ -147,7 +147,7 @@ def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree):
 
 
 def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
-    """When the computation waits for layer l, layer l + 1 is queued; after a pass nobody waits."""
+    """Layer l + 1 is queued when the computation waits for layer l; after a pass nobody waits."""
     cache, seen = offloaded(1, batch_size=1), []
     for layer in range(1, 5):
         buffer = cache.buffers[(layer - 1) % 2]
@@ -163,7 +163,7 @@ def test_the_next_layer_is_on_its_way_before_this_one_is_waited_for():
     ("policy", "on_chip"), [("retrieval", 0), ("retrieval", 2), ("streaming", 2)]
 )
 def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_chip):
-    """In every step here: the pass of the target has each layer on the device anyway."""
+    """Every step rebuilds here: the pass of the target has each layer on the device anyway."""
     full, hosted = offloaded(on_chip, batch_size=1), 5 - on_chip
     settings = {"policy": policy_of(policy), "budget": 24, "rebuild_stride": 1, "gamma2": 2}
     settings |= {"full": full, "method": "retrieval", "num_new": 20}
@@ -185,7 +185,7 @@ def test_rebuilding_the_retrieval_cache_moves_nothing_over_the_link(policy, on_c
 
 @pytest.mark.parametrize("on_chip", [0, 2])
 def test_what_another_cache_holds_is_copied_and_blocks_of_any_size_go_on(on_chip):
-    """To the bit; the latest block stays on the device."""
+    """Copies are equal to the bit; the latest block stays on the device."""
     sizes = (1, 5, LONGEST_BLOCK - 1, 2, LONGEST_BLOCK, 7, LONGEST_BLOCK + 30, 1)
     check_blocks(offloaded(on_chip, 2, capacity=900), new_cache(CONFIG, 2, 900), sizes)
 
@@ -196,8 +196,8 @@ PROMPT = random_prompt(CONFIG, 200)
 @pytest.mark.parametrize("length", [1, 2, 17, 18, 33, 200])
 @pytest.mark.parametrize("on_chip", [0, 2, 4])
 def test_k_and_v_are_those_of_a_cache_on_the_device(length, on_chip):
-    """The same bits, wherever the last chunk of 16 ends, after another row and a prompt that was
-    given up; progress, too."""
+    """Bits and progress are the same wherever the last chunk of 16 ends, after another row and a
+    prompt that was given up."""
     model = tiny_model(CONFIG)
     exact, ours = new_cache(CONFIG, 2, 300), offloaded(on_chip, 2)
     reading = prefill(model, PROMPT[::-1], ours, 0, chunk=16)

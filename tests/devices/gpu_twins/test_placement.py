@@ -97,7 +97,7 @@ def test_an_engine_places_as_many_layers_as_fit():
 
 
 def test_what_fits_in_a_plan_fits_at_boot(call):
-    """When CUDA has taken its context."""
+    """CUDA takes its context from the memory that a plan counts with."""
     flags = f"-m {SEVEN_B.name} --context 124928 --gpu-memory 24 --json"
     code, line, _ = call(plan.main, *flags.split())
     found = json.loads(line)

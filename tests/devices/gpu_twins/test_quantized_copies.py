@@ -29,7 +29,7 @@ def random(*shape, seed=0):
 
 
 def before_nan(tensor):
-    """The same, with NaN, or the largest numbers, right after it in memory."""
+    """A copy of a tensor with NaN, or the largest numbers, right after it in memory."""
     bytes_ = torch.full((tensor.nbytes + 4096,), 127, dtype=torch.uint8, device=DEVICE)
     bytes_[: tensor.nbytes] = tensor.contiguous().view(torch.uint8).flatten().to(DEVICE)
     return bytes_[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)

@@ -88,7 +88,7 @@ def begin(engine, lengths, num_events: int):
 
 
 def test_a_run_that_is_left_or_collected_is_kept_and_one_that_fails_is_not(pools):
-    """Nor one that is older than what is kept, or that ends after a release."""
+    """Runs that are older than what is kept, or that end after a release, are not kept either."""
     engine = gpu_engine()
     older = begin(engine, [60], 12)
     newer = begin(engine, [70], 12)

@@ -90,7 +90,7 @@ def seen(models) -> list[dict]:
 
 @pytest.mark.parametrize("case", [*RUNS, "suffix", "tied"])
 def test_two_ranks_write_the_text_of_one_process(seen, case):
-    """By every method and drafter, in batches."""
+    """Every method and drafter, in batches."""
     alone, first, second = (them[case] for them in seen)
     assert first[0] == alone[0]
     assert first == second  # their plans, too

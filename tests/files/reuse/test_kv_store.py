@@ -65,7 +65,7 @@ def test_what_one_replica_reads_another_does_not(engine, other, prompt, text, tm
 
 
 def test_k_and_v_of_the_store_are_those_of_a_prefill_to_the_bit(prompt, tmp_path):
-    """With heads that are wide enough for tiles."""
+    """Heads are wide enough for tiles."""
     folder, saved = write_hf_folder(tmp_path / "model", head_dim=32), []
     engine = minitri.load(folder, dtype="bfloat16", device="cpu")
     for num_cached in (0, 3 * BLOCK):
@@ -79,7 +79,7 @@ def test_k_and_v_of_the_store_are_those_of_a_prefill_to_the_bit(prompt, tmp_path
 
 
 def test_k_and_v_of_what_was_generated_do_not_count_as_a_prompts(engine, other, prompt, tmp_path):
-    """They are read with the next question, and stored then."""
+    """Generated tokens are read with the next question, and stored then."""
     engine.release()
     engine.open_kv_store(str(tmp_path), LARGE)
     talk = [*prompt, *say(engine, prompt)[0], 9, 8, 7]
@@ -105,7 +105,7 @@ def test_a_damaged_block_is_one_line_and_is_repaired(engine, other, prompt, text
 
 
 def test_a_block_that_somebody_removed_is_written_again(engine, other, prompt, text, tmp_path):
-    """Also by an engine that has read it."""
+    """An engine that has read it writes it again, too."""
     ask(engine, prompt, tmp_path)
     other.release()
     other.open_kv_store(str(tmp_path), LARGE)
@@ -121,7 +121,7 @@ def test_a_block_that_somebody_removed_is_written_again(engine, other, prompt, t
 def test_a_link_or_pipe_in_the_place_of_a_block_is_not_followed(
     engine, other, prompt, text, tmp_path, caplog
 ):
-    """Neither to a whole block, nor to where nothing is; nor are its times changed."""
+    """A link may lead to a whole block, whose times do not change, or to nothing."""
     ask(engine, prompt, tmp_path / "store")
     first = by_tokens(tmp_path / "store")[tuple(prompt[:BLOCK])]
     far = first.rename(tmp_path / "far")
@@ -139,7 +139,7 @@ def test_a_link_or_pipe_in_the_place_of_a_block_is_not_followed(
 
 
 def test_a_block_of_another_place_is_not_used(engine, prompt, text, tmp_path, caplog):
-    """Of the same tokens: it has another name; and if somebody copies it, its header tells."""
+    """A block of the same tokens has another name; if somebody copies it, its header tells."""
     ask(engine, prompt, tmp_path / "ours")
     assert ask(engine, [*prompt[BLOCK:], *prompt], tmp_path / "later")[1] == 0
     ours, later = (by_tokens(tmp_path / name) for name in ("ours", "later"))

@@ -70,7 +70,7 @@ def test_a_second_question_gets_the_answer_of_a_fresh_run(engine, document, meth
     [(30, 150, 3, 145), (100, 60, 4, 55)],
 )
 def test_idle_rows_are_restored(engine, document, num_other, length, num_rows, num_cached):
-    """In their place or for another: passes of other rows write to the first slots of them."""
+    """Idle rows come back in any place, though passes of others wrote to their first slots."""
     before, after = (random_prompt(engine.config, n, seed=n) for n in (40, 200))
     prompt = document[:length]  # if short, too short to take the place of the first
     texts = ((before, num_other), (document, 2), (after, 50), (prompt, 8))
@@ -154,7 +154,7 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
 
 
 def test_on_compiled_kernels_texts_are_equal_to_the_bit(tmp_path):
-    """So tokens that were generated are read again: decoding rounds otherwise than a prefill. Heads
+    """Tokens that were generated are read again, as decoding rounds otherwise than a prefill. Heads
     are wide enough for tiles."""
     folder = write_hf_folder(tmp_path / "model", head_dim=32)
     engine = minitri.load(folder, dtype="bfloat16", device="cpu")
@@ -202,7 +202,7 @@ def until_idle(run) -> list:
 
 
 def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
-    """Whether it runs or waits."""
+    """Whether it runs or waits; if its prompt is being read, no more of that is."""
     with start(engine, batch_size=1) as run:
         first, second, third = (run.submit(request(engine, number)) for number in range(3))
         tokens = (event for event in run if isinstance(event, Token))
@@ -210,18 +210,14 @@ def test_a_cancelled_request_says_no_more_and_its_row_is_free(engine):
         run.cancel(first)
         run.cancel(second)
         events = until_idle(run)
+        fourth = run.submit(request(engine, 8))
+        assert next(run).num_done == 16
+        run.cancel(fourth)
+        assert isinstance(next(run), Idle)
+    assert len(engine.held_tokens) == 16
     assert [event.row for event in events if isinstance(event, Token)] == [third] * 12
     assert [end.row for end in ends_of(events)] == [third]
     assert {event.row for event in events} == {third}  # nor is the second one's prompt read
-
-
-def test_a_prompt_that_is_cancelled_is_read_no_further(engine):
-    with start(engine, batch_size=1) as run:
-        number = run.submit(request(engine, 8))
-        assert next(run).num_done == 16
-        run.cancel(number)
-        assert isinstance(next(run), Idle)
-    assert len(engine.held_tokens) == 16
 
 
 def test_what_is_wrong_is_said_and_the_run_goes_on(engine):

@@ -123,7 +123,7 @@ def test_a_file_of_another_model_dtype_or_rope_is_refused(saved, folder, tmp_pat
 
 
 def test_weights_that_were_replaced_on_the_disk_do_not_name_those_in_memory(folder, tmp_path):
-    """Also by a file with the same times; of a GGUF file also before its numbers were read."""
+    """The new file may have the same times; a GGUF file's numbers may not have been read before."""
     copy, file = shutil.copytree(folder, tmp_path / "x"), as_gguf(folder, tmp_path / "x.gguf")
     loaded = minitri.load(copy, device="cpu")
     opened = OpenEngine(model=str(file), device="cpu")
@@ -212,7 +212,7 @@ def test_a_write_that_is_interrupted_leaves_the_old_file(path, engine, num_piece
 
 
 def test_a_writer_that_is_killed_leaves_a_whole_file(path, engine, saved, prompt):
-    """At any moment: others load the old file or the new one, never what is left of one."""
+    """Others load the old file or the new one, never what is left of one, at any moment."""
     engine.save_kv(path, "old")
     codes, notes = [], []
     while {*codes} <= {-signal.SIGKILL}:

@@ -40,7 +40,7 @@ LENGTH = sum(PIECES)
 @pytest.mark.parametrize("budget", [16, 100, None])
 @pytest.mark.parametrize(("layer", "k"), [(0, 0), (L - 1, K - 1)])
 def test_kept_tokens_are_those_with_most_attention_from_queries_that_saw_them(budget, layer, k):
-    """By plain loops: after every block the older tokens with least attention go for good, and
+    """Plain loops say: after every block the older tokens with least attention go for good, and
     later queries attend to what is left alone. Half of the budget is for the latest tokens."""
     generator = torch.Generator().manual_seed(0)
     full = new_cache(CONFIG, 1, LENGTH)

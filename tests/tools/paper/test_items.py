@@ -14,7 +14,7 @@ TINY = SCALES["tiny"]
 
 
 def test_a_datastore_never_holds_the_prompt_nor_what_follows_it(engine):
-    """Else it would guess what was memorised; also of a later part of a single text."""
+    """A datastore that did would guess what was memorised; prompts may be later parts of a text."""
     texts = [Text("a", "abc " * 200), Text("b", "xyz " * 200)]
     [others] = Lab(TINY, texts).other_texts(2, engine)  # the first, a later part
     assert engine.tokenizer.decode(others).split() == ["xyz"] * 200
@@ -34,7 +34,7 @@ def test_the_papers_bound_is_that_of_guesses_that_cost_nothing():
 
 
 def test_the_papers_times_follow_from_bytes_and_its_acceptance():
-    """On an A100 2.31 times as fast: bytes over bandwidth know nothing of Python's time, so more.
+    """An A100 was 2.31 times as fast: bytes over bandwidth know nothing of Python's time, so more.
     With offloading its milliseconds a token, where it says them."""
     assert 2.31 < speedup(on_chip(122_880), [PAPER]) < 4
     for flags, ms, _, _ in OFFLOADED.values():

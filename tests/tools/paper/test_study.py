@@ -25,7 +25,7 @@ def written() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_cells_are_json_and_each_is_measured_once(scale):
-    """Else they would not be found again."""
+    """Cells are found again by their JSON."""
     for item in ITEMS:
         cells = item.cells(scale)
         assert json.loads(json.dumps(cells)) == cells
