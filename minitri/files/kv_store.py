@@ -97,7 +97,7 @@ class KVStore:
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
         try:
-            row, note = read_snapshot(str(path), self._origin)
+            row, note = read_snapshot(path, self._origin)
             if note != path.name:
                 raise InputError(f"{path.name} is another block; it is written anew")
         except InputError as error:
@@ -108,7 +108,7 @@ class KVStore:
 
     def _write(self, path: Path, block: HeldRow) -> None:
         with self._warning():
-            write_snapshot(str(path), block, self._origin, path.name)
+            write_snapshot(path, block, self._origin, path.name)
             self._make_room()
 
     def _make_room(self) -> None:

@@ -78,12 +78,12 @@ def origin_of(model: Llama) -> Origin:
     return Origin(model.config, model.dtype, fingerprint, execution.computed_by)
 
 
-def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
+def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
     """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note. Raises
     `InputError` unless the file is whole, and of this model, dtype and RoPE."""
     model = origin.config.name
-    problem = f"there is no KV snapshot {shorten(name)} for {model}"
-    with explain(problem, "read the text again and save it again"), Path(name).open("rb") as file:
+    problem = f"there is no KV snapshot {shorten(path)} for {model}"
+    with explain(problem, "read the text again and save it again"), path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
         facts = header.pop("__metadata__")
         for fact, value in origin.manifest.items():
@@ -93,7 +93,7 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
         num_tokens = header["tokens"]["shape"][0]
         data = np.fromfile(file, "u1")  # not mapped: the file may change, or be deleted
         tokens, kv, total = np.split(data, [4 * num_tokens, -8])
-        is_whole = crc32(data[:-8], checksum(facts)) == total.view("<u8").item()
+        is_whole = crc32(data[:-8].data, checksum(facts)) == total.view("<u8").item()
         if not is_whole or header != origin.layout(num_tokens):
             raise ValueError("it is damaged")
         kv_LPKTD = torch.from_numpy(kv).view(origin.dtype).view(header["kv"]["shape"])
@@ -102,14 +102,13 @@ def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
     return HeldRow(full, 0, tokens.view("i4").tolist()), facts.get("note", "")
 
 
-def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
+def write_snapshot(path: Path, source: HeldRow, origin: Origin, note: str = "") -> int:
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
-    with torch.inference_mode(), explain(f"cannot write {shorten(name)}", "name a file elsewhere"):
-        target = Path(name)
-        check_place(target)
-        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
+    with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):
+        check_place(path)
+        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", path.parent)
         try:
             with os.fdopen(number, "wb") as file:
                 header = {"__metadata__": facts, **origin.layout(num_tokens)}
@@ -126,7 +125,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
                 file.write(total.to_bytes(8, "little"))
                 file.flush()
                 os.fsync(file.fileno())
-            Path(unfinished).replace(target)
+            Path(unfinished).replace(path)
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return num_tokens
