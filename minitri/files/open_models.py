@@ -63,8 +63,8 @@ class OpenModel:
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
         config = self.checkpoint.config(located.name)
-        self._kernels = kernels_for(device, config) if ranks.count == 1 else None
-        is_in_bfloat16 = bool(self._kernels) and self.checkpoint.is_in_bfloat16()
+        kernels = kernels_for(device, config) if ranks.count == 1 else None
+        is_in_bfloat16 = bool(kernels) and self.checkpoint.is_in_bfloat16()
         self._dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
         self.choice = replace(choice, dtype=str(self._dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
@@ -76,13 +76,14 @@ class OpenModel:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)
         self.config = config
+        self._plan = plan_weights(choice, self.checkpoint, kernels)
+        log.debug("%s: %s", config.name, self._plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""
-        plan = self._plan()
-        model = self._load(in_blocks=plan.in_blocks)
-        if plan.proposer != "blocks":
-            return model, retrieval_copy(model, plan.proposer)
+        model = self._load(in_blocks=self._plan.in_blocks)
+        if self._plan.proposer != "blocks":
+            return model, retrieval_copy(model, self._plan.proposer)
         proposer = self._load(in_blocks=True)
         if not self.config.tie_word_embeddings:
             proposer.num_bytes -= proposer.embed_tokens.weight.nbytes
@@ -93,13 +94,8 @@ class OpenModel:
         """Loads the model as a drafter, one without an embedding table with that of `target`."""
         self._ranks = Ranks()  # a drafter is whole on every rank
         lender = target if self.config.draft_of else None
-        model = self._load(in_blocks=self._plan().in_blocks, lender=lender)
+        model = self._load(in_blocks=self._plan.in_blocks, lender=lender)
         return drafter_in_few_bits(model, self.choice.draft_weights)
-
-    def _plan(self) -> WeightPlan:
-        plan = plan_weights(self.choice, self.checkpoint, self._kernels)
-        log.debug("%s: %s", self.config.name, plan)
-        return plan
 
     def _load(self, *, in_blocks: bool, lender: Llama | None = None) -> Llama:
         """Loads a model, ready to run, on the compiled CPU kernels if there are such.
