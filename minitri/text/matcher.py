@@ -1,7 +1,7 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
 The library sees the exact bytes of our tokens. A process with limits compiles each grammar first
-(`grammar_probe.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
+(`sandbox.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
 advanced along guesses and rolled back when they are rejected.
 Legend: V vocab.
 """
@@ -9,10 +9,7 @@ Legend: V vocab.
 import functools
 import json
 import re
-import subprocess
-import sys
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,9 +19,10 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.stats import num_common
 from minitri.text.grammar import Grammar
+from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
-PROBE = f"{Path(__file__).parent}/grammar_probe.py"
+SANDBOX = Sandbox("grammar", 1, 1 << 30)  # 1 s and 1 GiB
 MAX_KEPT = 1 << 14  # characters of a grammar that is kept; compiled, each takes up to 500 bytes
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 
@@ -141,7 +139,7 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
         elif grammar.kind != "lark":
             text = "start: %json " + schema_text(text or '{"type": "object"}')
         source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
-        [error] = probe(source)
+        error = probe(source)
         if not error:
             limits = LLParserLimits(step_max_items=MAX_ITEMS, verbose_errors=False)
             matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)
@@ -156,15 +154,12 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def probe(*sources: str) -> list[str]:
-    """What is wrong with each grammar, or "", when a process within limits compiles them, alone if
-    that ends early."""
-    command = [sys.executable, "-P", PROBE]
-    done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
-    if done.returncode:
-        alone = [probe(source)[0] for source in sources if len(sources) > 1]
-        return alone or ["it takes more than 1 second, or too much memory"]
-    return list(json.loads(done.stdout))
+def probe(source: str) -> str:
+    """What is wrong with a grammar when a process within limits compiles it; "" if nothing is."""
+    try:
+        return SANDBOX.ask(source)
+    except ValueError as error:
+        return str(error)
 
 
 def error_of(error: str) -> str:

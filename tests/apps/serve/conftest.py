@@ -259,7 +259,7 @@ def use_template(roomy, monkeypatch):
     """Gives the roomy model a chat template."""
 
     def use(source: str) -> None:
-        monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template_of(source))
+        monkeypatch.setattr(roomy.tokenizer, "chat_template", template_of(source))
 
     return use
 
@@ -281,5 +281,5 @@ def scripted(roomy_server, run):
 @pytest.fixture
 def template(engine, monkeypatch) -> ChatTemplate:
     made = template_of(CHATML)
-    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", made)
     return made
