@@ -182,7 +182,7 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams | None = None,
-        generation: GenerationConfig | None = None,
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
@@ -193,10 +193,8 @@ class Engine(AbstractContextManager["Engine"]):
         A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
-        if generation is None:
-            generation = GenerationConfig(reserve=min(LEAST_ROOM, most))
         sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
-        room = generation.reserve
+        room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)

@@ -44,7 +44,7 @@ class WeightPlan(NamedTuple):
     """The form of a model's weights in memory, decided once before they are read."""
 
     in_blocks: bool  # whether matrices stay quantized as in a GGUF file
-    proposer: str  # guesses with the retrieval cache: same, blocks, or a copy in int4 or int8
+    proposer: str  # guesses with the retrieval cache: blocks, or as for `retrieval_copy`
 
 
 class OpenModel:
@@ -164,16 +164,14 @@ def plan_weights(
 ) -> WeightPlan:
     """Decides the forms of a model's weights: where the CPU kernels run, matrices of a GGUF file
     stay quantized by default. Raises `InputError` if they are to stay so and cannot."""
-    proposer = choice.draft_weights
-    if proposer in ("auto", "drafter"):
-        proposer = "int4" if kernels and proposer == "auto" else "same"
+    wanted = choice.draft_weights
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         if choice.weights == "native":
             needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
             raise InputError(f"weights=native needs {needs}; leave it out")
-        return WeightPlan(in_blocks=False, proposer=proposer)
+        return WeightPlan(in_blocks=False, proposer=wanted)
     if choice.weights == "dense":
-        has_copy = proposer == "int4" and checkpoint.has_at_most(6)
-        return WeightPlan(in_blocks=False, proposer="blocks" if has_copy else proposer)
-    is_small = choice.draft_weights == "auto" and checkpoint.has_at_most(8)
-    return WeightPlan(in_blocks=True, proposer="same" if is_small else proposer)
+        has_copy = wanted in ("auto", "int4") and checkpoint.has_at_most(6)
+        return WeightPlan(in_blocks=False, proposer="blocks" if has_copy else wanted)
+    is_small = wanted == "auto" and checkpoint.has_at_most(8)
+    return WeightPlan(in_blocks=True, proposer="same" if is_small else wanted)

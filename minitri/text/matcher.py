@@ -23,7 +23,6 @@ from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
 SANDBOX = Sandbox("grammar", 1, 1 << 30)  # 1 s and 1 GiB
-MAX_KEPT = 1 << 14  # characters of a grammar that is kept; compiled, each takes up to 500 bytes
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 
 
@@ -85,8 +84,8 @@ class GrammarMatcher:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
-    make = compile_grammar if len(grammar.text) <= MAX_KEPT else compile_grammar.__wrapped__
-    return (grammar.start or make(grammar, lexicon_of(tokenizer, config))).deep_copy()
+    start = grammar.start or compile_grammar(grammar, lexicon_of(tokenizer, config))
+    return start.deep_copy()
 
 
 @functools.lru_cache(maxsize=4)
@@ -124,17 +123,16 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 """An option of llguidance, without which masks allow only one tokenization of forced text."""
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)  # compiled, a character takes up to 500 bytes
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
     with explain(f"the {grammar.kind} cannot be used", "correct it"):
-        if grammar.kind == "choice":
-            spelled = (map("\\x{{{:x}}}".format, map(ord, choice)) for choice in json.loads(text))
-            text = "|".join(map("".join, spelled))
-        if grammar.kind in ("choice", "regex"):
+        if grammar.kind == "choice":  # the texts of Lark are those of JSON
+            text = "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(text)))
+        elif grammar.kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         elif grammar.kind != "lark":
             text = "start: %json " + schema_text(text or '{"type": "object"}')

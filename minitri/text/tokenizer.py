@@ -85,10 +85,9 @@ class Tokenizer:
         # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
         return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def decode(self, ids: Sequence[int], shown: Container[int] = ()) -> str:
-        """Text without control tokens, except those in `shown`, which are spelled out; bytes that
-        are not UTF-8 give U+FFFD."""
-        text = self.text_bytes(ids, shown).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without control tokens; bytes that are not UTF-8 give U+FFFD."""
+        text = self.text_bytes(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:

@@ -159,7 +159,7 @@ class ScriptedRun:
 
     def written(self, ids: list[int]) -> str:
         """A text with its control tokens."""
-        return self.tokenizer.decode(ids, shown={0, 1, 2})
+        return self.tokenizer.text_bytes(ids, {0, 1, 2}).decode("utf-8", "replace")
 
     def submit(self, request: Request) -> int:
         row = make_row(len(self.requests), request, self._engine.model, self.tokenizer)
