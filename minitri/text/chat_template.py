@@ -42,8 +42,13 @@ class ChatTemplate:
                 {**message, "role": "system"} if message.get("role") == "developer" else message
                 for message in messages
             ]
-        variables = {"messages": [*messages], "add_generation_prompt": True}
-        variables |= {"tools": [*tools] or None, "documents": None, **self._special_tokens}
+        variables = {
+            "messages": [*messages],
+            "tools": [*tools] or None,
+            "documents": None,
+            "add_generation_prompt": True,
+            **self._special_tokens,
+        }
         advice = "give a prompt of plain text, or correct the template"
         with explain("the model's chat template fails", advice):
             return self._sandbox.ask([source, variables])
