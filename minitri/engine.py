@@ -5,6 +5,8 @@ import os
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -179,7 +181,7 @@ class Engine(AbstractContextManager["Engine"]):
         *,
         batch_size: int = MAX_ROWS,
         sampling: SamplingParams | None = None,
-        generation: GenerationConfig | None = None,
+        generation: GenerationConfig = GenerationConfig(),  # noqa: B008 (frozen)
         speculation: SpeculationConfig | bool = True,
         **fields: Any,
     ) -> Generation:
@@ -190,14 +192,16 @@ class Engine(AbstractContextManager["Engine"]):
         A request that fails ends alone: see `End.error`. Raises `InputError` without room."""
         check_run(batch_size, fields)
         most = self.config.context_length
-        if generation is None:
-            generation = GenerationConfig(reserve=min(LEAST_ROOM, most))
         sampling, generation, config = self._settings(sampling, generation, speculation, **fields)
-        room = generation.reserve
+        room = generation.reserve or min(LEAST_ROOM, most)
         if not 1 < room <= most:
             raise InputError(f"reserve is {room} tokens; give from 2 to {most}, the whole context")
         shape = MemoryShape((1,) * batch_size, sampling, generation.for_run(room), config)
-        return Generation([], shape, self._pool, self._make_row)
+        return self._open(shape)
+
+    def _open(self, shape: MemoryShape) -> Generation:
+        make = partial(make_row, model=self.model, tokenizer=self.tokenizer)
+        return Generation([], shape, self._pool, make)
 
     def _settings(
         self,
@@ -235,25 +239,21 @@ class Engine(AbstractContextManager["Engine"]):
             shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
 
-    def _make_row(self, number: int, request: Request) -> Row:
-        return make_row(number, request, self.model, self.tokenizer)
-
     def _shared(
         self, prompt: Prompt, seed: int | None = None, **settings: Any
     ) -> tuple[Worker, Request, MemoryShape]:
         """For `agenerate`: the worker, the request, and the memory shape of the run to join."""
-
-        def open_run(shape: MemoryShape) -> Generation:
-            return Generation([], self._pool.fitting(shape), self._pool, self._make_row)
-
         check_process(self.models)
         if self._worker is None:
             with self.models.lock:
-                self._worker = self._worker or Worker(open_run)
+                self._worker = self._worker or Worker(
+                    lambda shape: self._open(self._pool.fitting(shape))
+                )
         if self.model.execution.ranks.count > 1:
             raise InputError("agenerate is for a model of one process; use generate")
         sampling, generation, speculation = self._settings(**settings)
-        row = self._make_row(0, Request(prompt, seed, sampling, generation))
+        request = Request(prompt, seed, sampling, generation)
+        row = make_row(0, request, self.model, self.tokenizer)
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
         run = generation.for_run(min(room, self.config.context_length))
@@ -273,12 +273,12 @@ class Engine(AbstractContextManager["Engine"]):
         with running(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
-            return write_snapshot(os.fsdecode(path), held, origin_of(self.model), note)
+            return write_snapshot(Path(path), held, origin_of(self.model), note)
 
     def load_kv(self, path: str | os.PathLike[str]) -> int:
         """Opens a file that `save_kv` wrote, whose K and V prompts reuse until `release`; returns
         its number of tokens, sets `snapshot_note`. Raises `InputError` if it does not fit."""
-        held, self.snapshot_note = read_snapshot(os.fsdecode(path), origin_of(self.model))
+        held, self.snapshot_note = read_snapshot(Path(path), origin_of(self.model))
         self._pool.snapshot = held
         return len(held.tokens)
 

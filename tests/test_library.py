@@ -72,7 +72,7 @@ def test_results_come_in_the_order_of_the_prompts_and_only_of_whole_runs(engine)
 
 
 def test_a_chat_goes_on_after_the_template(engine, monkeypatch):
-    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", ChatTemplate(CHATML, {}))
+    monkeypatch.setattr(engine.tokenizer, "chat_template", ChatTemplate(CHATML, {}))
     messages = [{"role": "user", "content": "Why?"}]
     prompt = engine.tokenizer.encode_chat(messages)
     wanted = engine.complete(prompt, seed=1, **COUPLED).token_ids

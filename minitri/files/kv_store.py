@@ -10,9 +10,7 @@ Legend: L layers, B = 1 row, K KV heads, T tokens, D head dim.
 import contextlib
 import hashlib
 import os
-import shutil
 import stat
-import tempfile
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -98,21 +96,19 @@ class KVStore:
         another name, which would have other tokens; this is deleted, so it is written again."""
         if not stat.S_ISREG(path.lstat().st_mode):
             raise OSError(f"{path} is no regular file; delete it")
-        with tempfile.TemporaryDirectory() as folder:
-            # Mapped in place, a file that another machine deletes would end the process.
-            copy = shutil.copyfile(path, f"{folder}/{path.name}")
-            try:
-                row, note = read_snapshot(copy, self._origin)
-                if note != path.name:
-                    raise InputError(f"{path.name} is another block; it is written anew")
-            except InputError:
+        try:
+            row, note = read_snapshot(path, self._origin)
+            if note != path.name:
+                raise InputError(f"{path.name} is another block; it is written anew")
+        except InputError as error:
+            if not isinstance(error.__cause__, OSError):  # of a file that cannot be read now
                 path.unlink()
-                raise
+            raise
         return row.full
 
     def _write(self, path: Path, block: HeldRow) -> None:
         with self._warning():
-            write_snapshot(str(path), block, self._origin, path.name)
+            write_snapshot(path, block, self._origin, path.name)
             self._make_room()
 
     def _make_room(self) -> None:

@@ -4,28 +4,38 @@ So wrong prompts and drafters are found before the minutes that it takes to read
 """
 
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from minitri.core.config import stretch_rope
-from minitri.core.errors import InputError, shorten
+from minitri.core.errors import InputError, explain, shorten
 from minitri.core.log import log
 from minitri.core.model.execution import Ranks
 from minitri.core.model.llama import Llama
 from minitri.devices.choose import (
+    attention_for,
     choose_device,
     choose_dtype,
     drafter_in_few_bits,
     kernels_for,
     retrieval_copy,
 )
+from minitri.devices.cpu.build import identity
+from minitri.devices.cpu.kernel_layers import keep_quantized, use_kernels
 from minitri.devices.cpu.kernels import Kernels
+from minitri.devices.cpu.packed import can_pack, pack_linears
+from minitri.devices.gpu.fused_modules import fuse_if_possible
+from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join
-from minitri.files.checkpoint import Checkpoint, Runtime, load_model, open_checkpoint
+from minitri.devices.parallel.split import SplitLlama
+from minitri.files.checkpoint import Checkpoint, check_drafter, fill, open_checkpoint, placements
 from minitri.files.fetch import LOOKUPS, default_draft, locate
 from minitri.files.gguf.file import GgufFile
 from minitri.files.named_models import MODELS, ModelChoice
+from minitri.files.snapshots import fingerprint_of
 from minitri.files.tokenizer_config import load_tokenizer
 from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 
@@ -33,8 +43,8 @@ from minitri.text.tokenizer import Tokenizer, check_same_vocabulary
 class WeightPlan(NamedTuple):
     """The form of a model's weights in memory, decided once before they are read."""
 
-    target: Literal["dense", "blocks"]  # in one number type, or quantized as in a GGUF file
-    proposer: str  # guesses with the retrieval cache: same, blocks, or a copy in int4 or int8
+    in_blocks: bool  # whether matrices stay quantized as in a GGUF file
+    proposer: str  # guesses with the retrieval cache: blocks, or as for `retrieval_copy`
 
 
 class OpenModel:
@@ -43,8 +53,8 @@ class OpenModel:
     def __init__(self, choice: ModelChoice, *, progress: bool = False) -> None:
         """Finds or fetches the files, and reads all but the weights. Raises `InputError`."""
         self._progress = progress
-        ranks = join()
-        device = choose_device(choice.device, ranks)
+        self._ranks = ranks = join()
+        self._device = device = choose_device(choice.device, ranks)
         if device.type == "cuda":
             torch.cuda.set_device(device.index or 0)
             # The first sum makes NCCL take its memory, before the model takes the rest.
@@ -53,11 +63,10 @@ class OpenModel:
         log.debug("weights: %s", located.path)
         self.checkpoint = open_checkpoint(located.path)
         config = self.checkpoint.config(located.name)
-        self._kernels = kernels_for(device, config) if ranks.count == 1 else None
-        is_in_bfloat16 = bool(self._kernels) and self.checkpoint.is_in_bfloat16()
-        dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
-        self._runtime = Runtime(device, dtype, choice.attention, ranks)
-        self.choice = replace(choice, dtype=str(dtype).removeprefix("torch."))
+        kernels = kernels_for(device, config) if ranks.count == 1 else None
+        is_in_bfloat16 = bool(kernels) and self.checkpoint.is_in_bfloat16()
+        self._dtype = choose_dtype(choice.dtype, device, is_in_bfloat16)
+        self.choice = replace(choice, dtype=str(self._dtype).removeprefix("torch."))
         if row := MODELS.get(choice.model):
             config = replace(config, context_length=row.shape.context_length)
         if choice.rope_scaling is not None:
@@ -67,13 +76,14 @@ class OpenModel:
             self.tokenizer = load_tokenizer(self.checkpoint, config)
             config = replace(config, eos_token_ids=self.tokenizer.special.ends)
         self.config = config
+        self._plan = plan_weights(choice, self.checkpoint, kernels)
+        log.debug("%s: %s", config.name, self._plan)
 
     def load_target(self) -> tuple[Llama, Llama | None]:
         """Loads the target, and its copy in fewer bits for the retrieval cache, or None."""
-        plan = self._plan()
-        model = self._load(in_blocks=plan.target == "blocks")
-        if plan.proposer != "blocks":
-            return model, retrieval_copy(model, plan.proposer)
+        model = self._load(in_blocks=self._plan.in_blocks)
+        if self._plan.proposer != "blocks":
+            return model, retrieval_copy(model, self._plan.proposer)
         proposer = self._load(in_blocks=True)
         if not self.config.tie_word_embeddings:
             proposer.num_bytes -= proposer.embed_tokens.weight.nbytes
@@ -82,26 +92,49 @@ class OpenModel:
 
     def load_drafter(self, target: Llama) -> Llama:
         """Loads the model as a drafter, one without an embedding table with that of `target`."""
-        # A drafter is whole on every rank.
-        self._runtime = replace(self._runtime, ranks=Ranks())
+        self._ranks = Ranks()  # a drafter is whole on every rank
         lender = target if self.config.draft_of else None
-        model = self._load(lender, in_blocks=self._plan().target == "blocks")
+        model = self._load(in_blocks=self._plan.in_blocks, lender=lender)
         return drafter_in_few_bits(model, self.choice.draft_weights)
 
-    def _plan(self) -> WeightPlan:
-        plan = plan_weights(self.choice, self.checkpoint, self._kernels)
-        log.debug("%s: %s", self.config.name, plan)
-        return plan
+    def _load(self, *, in_blocks: bool, lender: Llama | None = None) -> Llama:
+        """Loads a model, ready to run, on the compiled CPU kernels if there are such.
 
-    def _load(self, lender: Llama | None = None, *, in_blocks: bool = False) -> Llama:
-        return load_model(
-            self.checkpoint,
-            self.config,
-            self._runtime,
-            lender=lender,
-            in_blocks=in_blocks,
-            progress=self._progress,
+        `lender` is the target whose embedding table a drafter without one borrows. With
+        `in_blocks`, matrices that a GGUF file stores in blocks for kernels stay quantized. Raises
+        `InputError` if the files do not fit the config, or the weights memory."""
+        config, checkpoint, device, ranks = self.config, self.checkpoint, self._device, self._ranks
+        make = partial(SplitLlama, ranks=ranks) if isinstance(ranks, RankGroup) else Llama
+        attend = attention_for(device, self._dtype, config, self.choice.attention)
+        advice = "use a smaller model or dtype, or check the sizes in the config"
+        # A size in the config may be larger than any tensor can be.
+        with explain(f"the weights of {config.name} do not fit on {device}", advice):
+            model = make(config, dtype=self._dtype, device=device, target=lender, attend=attend)
+        kernels = kernels_for(device, config) if ranks.count == 1 else None
+        computed_by = device.type
+        packed: dict[str, Tensor] = {}  # quantized matrices to fill, by their names in the file
+        if kernels:
+            use_kernels(model, kernels)
+            computed_by = (
+                f"{identity(kernels.library)} {kernels.instructions} {kernels.num_threads}"
+            )
+            if in_blocks and isinstance(checkpoint, GgufFile):
+                packed = keep_quantized(model, placements(model), checkpoint.quantized())
+        model.execution = replace(
+            model.execution,
+            computed_by=computed_by,
+            identify=fingerprint_of(checkpoint.files, sorted(packed)),
         )
+        tensors = checkpoint.tensors(config, packed, kernels)
+        fill(model, tensors, checkpoint.path, self._progress)
+        if lender:
+            check_drafter(model, lender, checkpoint.path)
+        if not model.execution.is_row_invariant and can_pack(self._dtype, device):
+            pack_linears(model)
+        model = fuse_if_possible(model).eval()
+        if isinstance(model, SplitLlama):
+            model.add_up()
+        return model
 
 
 def open_drafter(choice: ModelChoice, tokenizer: Tokenizer, progress: bool) -> OpenModel | None:
@@ -129,16 +162,14 @@ def plan_weights(
 ) -> WeightPlan:
     """Decides the forms of a model's weights: where the CPU kernels run, matrices of a GGUF file
     stay quantized by default. Raises `InputError` if they are to stay so and cannot."""
-    proposer = choice.draft_weights
-    if proposer in ("auto", "drafter"):
-        proposer = "int4" if kernels and proposer == "auto" else "same"
+    wanted = choice.draft_weights
     if not (kernels and isinstance(checkpoint, GgufFile) and checkpoint.quantized()):
         if choice.weights == "native":
             needs = "a GGUF file with matrices of 4 to 8 bits, and the compiled kernels"
             raise InputError(f"weights=native needs {needs}; leave it out")
-        return WeightPlan("dense", proposer)
+        return WeightPlan(in_blocks=False, proposer=wanted)
     if choice.weights == "dense":
-        has_copy = proposer == "int4" and checkpoint.has_at_most(6)
-        return WeightPlan("dense", "blocks" if has_copy else proposer)
-    is_small = choice.draft_weights == "auto" and checkpoint.has_at_most(8)
-    return WeightPlan("blocks", "same" if is_small else proposer)
+        has_copy = wanted in ("auto", "int4") and checkpoint.has_at_most(6)
+        return WeightPlan(in_blocks=False, proposer="blocks" if has_copy else wanted)
+    is_small = wanted == "auto" and checkpoint.has_at_most(8)
+    return WeightPlan(in_blocks=True, proposer="same" if is_small else wanted)

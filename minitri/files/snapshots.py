@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from zlib import crc32
 
+import numpy as np
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache, HeldRow
@@ -30,7 +30,6 @@ from minitri.core.model.llama import Llama
 FORMAT = "minitri KV snapshot 3"
 START = b'{"__metadata__": {"format": "minitri'  # of the header, after its length
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
-DTYPES |= {torch.int32: "I32", torch.int64: "I64"}
 
 
 @dataclass(frozen=True)
@@ -55,14 +54,16 @@ class Origin:
             "config": hashlib.sha256(repr(shape).encode()).hexdigest(),
         }
 
-    def tensors(self, num_tokens: int) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """Dtype and shape of all tensors of a snapshot of `num_tokens` tokens, in order."""
+    def layout(self, num_tokens: int) -> dict[str, object]:
+        """Entries in the header for the tensors of a snapshot of `num_tokens` tokens, in order."""
         config = self.config
-        kv = (config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim)
+        kv = [config.num_layers, 2, config.num_kv_heads, num_tokens, config.head_dim]
+        start = 4 * num_tokens
+        end = start + num_tokens * config.kv_values_per_token * self.dtype.itemsize
         return {
-            "tokens": (torch.int32, torch.Size([num_tokens])),
-            "kv": (self.dtype, torch.Size(kv)),
-            "checksum": (torch.int64, torch.Size([1])),
+            "tokens": {"dtype": "I32", "shape": [num_tokens], "data_offsets": [0, start]},
+            "kv": {"dtype": DTYPES[self.dtype], "shape": kv, "data_offsets": [start, end]},
+            "checksum": {"dtype": "I64", "shape": [1], "data_offsets": [end, end + 8]},
         }
 
 
@@ -77,41 +78,43 @@ def origin_of(model: Llama) -> Origin:
     return Origin(model.config, model.dtype, fingerprint, execution.computed_by)
 
 
-def read_snapshot(name: str, origin: Origin) -> tuple[HeldRow, str]:
+def read_snapshot(path: Path, origin: Origin) -> tuple[HeldRow, str]:
     """Reads a file that `write_snapshot` wrote; returns the text's K and V, and the note. Raises
     `InputError` unless the file is whole, and of this model, dtype and RoPE."""
     model = origin.config.name
-    problem = f"there is no KV snapshot {shorten(name)} for {model}"
-    with explain(problem, "read the text again and save it again"):
-        with safe_open(name, "pt") as file:
-            facts = file.metadata() or {}
-            # Copies, as the file may be overwritten while the tensors are in use.
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    problem = f"there is no KV snapshot {shorten(path)} for {model}"
+    with explain(problem, "read the text again and save it again"), path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        facts = header.pop("__metadata__")
         for fact, value in origin.manifest.items():
             if facts.get(fact) != value:
                 got = shorten(facts.get(fact), 40)
                 raise ValueError(f"its {fact} is {got}, {model} has {shorten(value, 40)}")
-        num_tokens = len(tensors.get("tokens", ()))
-        shapes = {key: (tensor.dtype, tensor.shape) for key, tensor in tensors.items()}
-        is_whole = shapes == origin.tensors(num_tokens)
-        if not is_whole or tensors["checksum"] != checksum(facts, tensors["tokens"], tensors["kv"]):
+        num_tokens = header["tokens"]["shape"][0]
+        data = np.fromfile(file, "u1")  # not mapped: the file may change, or be deleted
+        tokens, kv, total = np.split(data, [4 * num_tokens, -8])
+        is_whole = crc32(data[:-8].data, checksum(facts)) == total.view("<u8").item()
+        if not is_whole or header != origin.layout(num_tokens):
             raise ValueError("it is damaged")
-    keys_LBKTD, values_LBKTD = tensors["kv"].unsqueeze(2).unbind(1)
+        kv_LPKTD = torch.from_numpy(kv).view(origin.dtype).view(header["kv"]["shape"])
+    keys_LBKTD, values_LBKTD = kv_LPKTD.unsqueeze(2).unbind(1)
     full = FullCache(keys_LBKTD, values_LBKTD)
-    return HeldRow(full, 0, tensors["tokens"].tolist()), facts.get("note", "")
+    return HeldRow(full, 0, tokens.view("i4").tolist()), facts.get("note", "")
 
 
-def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -> int:
+def write_snapshot(path: Path, source: HeldRow, origin: Origin, note: str = "") -> int:
     """Writes a text's K and V, and a note; returns its number of tokens. Raises `InputError`."""
     num_tokens = len(source.tokens)
     facts = origin.manifest | {"note": note}
-    with torch.inference_mode(), explain(f"cannot write {shorten(name)}", "name a file elsewhere"):
-        target = Path(name)
-        check_place(target)
-        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", target.parent)
+    with torch.inference_mode(), explain(f"cannot write {shorten(path)}", "name a file elsewhere"):
+        check_place(path)
+        number, unfinished = tempfile.mkstemp(".unfinished", ".minitri-", path.parent)
         try:
             with os.fdopen(number, "wb") as file:
-                file.write(header(facts, origin.tensors(num_tokens)))
+                header = {"__metadata__": facts, **origin.layout(num_tokens)}
+                text = json.dumps(header).encode()
+                text += b" " * (-len(text) % 8)
+                file.write(len(text).to_bytes(8, "little") + text)
                 total = checksum(facts)
                 pairs = itertools.chain.from_iterable(source.layers(num_tokens))
                 tokens = torch.tensor(source.tokens, dtype=torch.int32)
@@ -122,7 +125,7 @@ def write_snapshot(name: str, source: HeldRow, origin: Origin, note: str = "") -
                 file.write(total.to_bytes(8, "little"))
                 file.flush()
                 os.fsync(file.fileno())
-            Path(unfinished).replace(target)
+            Path(unfinished).replace(path)
         finally:
             Path(unfinished).unlink(missing_ok=True)
     return num_tokens
@@ -139,19 +142,6 @@ def check_place(path: Path) -> None:
         with path.open("rb") as file:
             if not file.read(99)[8:].startswith(START):
                 raise ValueError("another file is there, which would be lost")
-
-
-def header(facts: dict[str, str], tensors: dict[str, tuple[torch.dtype, torch.Size]]) -> bytes:
-    """Header of a safetensors file with these facts and tensors: a JSON object after its length."""
-    entries: dict[str, object] = {"__metadata__": facts}
-    start = 0
-    for name, (dtype, shape) in tensors.items():
-        end = start + shape.numel() * dtype.itemsize
-        entries[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(entries).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def times_of(files: Iterable[Path]) -> dict[Path, int]:
@@ -177,12 +167,9 @@ def fingerprint_of(files: dict[Path, int], form: object) -> Callable[[], str]:
     return fingerprint
 
 
-def checksum(facts: dict[str, str], *tensors: Tensor) -> int:
-    """CRC-32 of the facts in a header and of the bytes of tensors."""
-    total = crc32(json.dumps(facts, sort_keys=True).encode())
-    for tensor in tensors:
-        total = crc32(as_bytes(tensor), total)
-    return total
+def checksum(facts: dict[str, str]) -> int:
+    """CRC-32 of the facts in a header, with which that of the data begins."""
+    return crc32(json.dumps(facts, sort_keys=True).encode())
 
 
 def as_bytes(values: Tensor) -> memoryview:

@@ -11,6 +11,7 @@ from minitri.core.errors import InputError, explain, shorten
 from minitri.files.gguf.file import GgufFile
 from minitri.files.hf_config import without_null
 from minitri.files.hf_folder import Folder
+from minitri.text.chat_template import ChatTemplate
 from minitri.text.special_tokens import END_MARKS, SpecialTokens, add_tokens, control_tokens
 from minitri.text.tokenizer import Tokenizer
 
@@ -21,9 +22,7 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
         pipeline = checkpoint.tokenizer()
         settings = without_null(checkpoint.tokenizer_config)
         special = _special_tokens(pipeline, settings, config, checkpoint)
-        template, tool_template = read_templates(settings.get("chat_template"))
-        tool_template, _ = read_templates(settings.get("tool_template", tool_template))
-        tokenizer = Tokenizer(pipeline, special, template, tool_template)
+        tokenizer = Tokenizer(pipeline, special, _chat_template(settings, special.texts))
         pipeline.encode_special_tokens = settings.get("split_special_tokens") is True
     # Tokens may have been added without a row of weights: a prompt that has one is refused.
     beyond = {*range(config.vocab_size, tokenizer.num_tokens)}
@@ -35,17 +34,19 @@ def load_tokenizer(checkpoint: Folder | GgufFile, config: ModelConfig) -> Tokeni
     return tokenizer
 
 
-def read_templates(setting: Any) -> list[str | None]:
-    """The chat templates without and with tools, from a setting that is one template or a list of
-    named ones. Raises `TypeError` and others for wrong settings."""
+def _chat_template(settings: Mapping[str, Any], texts: Mapping[str, str]) -> ChatTemplate | None:
+    """The chat template in the settings, which have one template or a list of named ones, if there
+    is one. Raises `TypeError` and others for wrong settings."""
+    setting = settings.get("chat_template")
     named = {"default": setting}
     if isinstance(setting, list):
         named = {entry["name"]: entry["template"] for entry in setting}
-    templates = [named.get("default"), named.get("tool_use")]
-    for template in templates:
+    source = named.get("default")
+    tool_source = settings.get("tool_template", named.get("tool_use"))
+    for template in (source, tool_source):
         if not isinstance(template, str | None):
             raise TypeError(f"chat_template is {shorten(repr(template), 60)}")
-    return templates
+    return ChatTemplate(source, texts, tool_source) if source else None
 
 
 def _special_tokens(

@@ -71,24 +71,24 @@ def read_model(data: bytes, space: str) -> tokenizers.Tokenizer:
     if kind not in (1, 2):  # unigram, BPE
         raise ValueError("it is neither of BPE nor a unigram model")
     pieces = [(piece.piece, piece.score, piece.type) for piece in model.pieces]
-    space = space if spec.add_dummy_prefix else "never"
-    pipeline = piece_pipeline(pieces, space, is_unigram=kind == 1)
-    steps: list[Any] = [pipeline.normalizer]
+    steps: list[Any] = []
+    if spec.precompiled_charsmap:
+        steps.append(normalizers.Precompiled(spec.precompiled_charsmap))
     if spec.remove_extra_whitespaces:
         ends, runs = map(tokenizers.Regex, (r"\A +| +\z", " +"))
-        steps = [normalizers.Replace(ends, ""), normalizers.Replace(runs, " "), *steps]
-    if spec.precompiled_charsmap:
-        steps = [normalizers.Precompiled(spec.precompiled_charsmap), *steps]
-    pipeline.normalizer = normalizers.Sequence(steps)
+        steps += [normalizers.Replace(ends, ""), normalizers.Replace(runs, " ")]
+    space = space if spec.add_dummy_prefix else "never"
+    pipeline = piece_pipeline(pieces, space, *steps, is_unigram=kind == 1)
     pipeline.add_special_tokens([text for text, _, kind in pieces if kind in CONTROL])
     return pipeline
 
 
 def piece_pipeline(
-    pieces: Sequence[tuple[str, float, int]], space: str, *, is_unigram: bool = False
+    pieces: Sequence[tuple[str, float, int]], space: str, *steps: Any, is_unigram: bool = False
 ) -> tokenizers.Tokenizer:
-    """A pipeline with pieces given by text, score and type. A space is put in front of a text and
-    of what follows control tokens (`space` "always"), of the text alone ("first"), or "never"."""
+    """A pipeline with pieces given by text, score and type, which normalizes by `steps` first. A
+    space is put in front of a text and of what follows control tokens (`space` "always"), of the
+    text alone ("first"), or "never"."""
     vocab = {piece: number for number, (piece, _, _) in enumerate(pieces)}
     unknown = next((piece for piece, _, kind in pieces if kind == UNKNOWN), None)
     whole = [piece for piece, _, kind in pieces if kind == USER_DEFINED]
@@ -114,13 +114,14 @@ def piece_pipeline(
             ignore_merges=bool(whole),
         )
     pipeline = tokenizers.Tokenizer(model)
-    steps: list[Any] = [normalizers.Prepend("▁")] if space == "always" else []
-    pipeline.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    front = [normalizers.Prepend("▁")] * (space == "always")
+    pipeline.normalizer = normalizers.Sequence([*steps, *front, normalizers.Replace(" ", "▁")])
     first = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     texts = "|".join(map(re.escape, sorted(whole, key=len, reverse=True)))
     alone = pre_tokenizers.Split(tokenizers.Regex(texts), "isolated")
     cuts = [first] * (space == "first") + [alone] * bool(whole)
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(cuts)
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    pipeline.decoder = decoders.Sequence(steps + [decoders.Strip(" ", 1, 0)] * (space != "never"))
+    spelling: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    spelling += [decoders.Strip(" ", 1, 0)] * (space != "never")
+    pipeline.decoder = decoders.Sequence(spelling)
     return pipeline

@@ -39,13 +39,13 @@ class Grammar:
         if not isinstance(text, str):
             refuse(self, "text", "it must be a text, a dictionary, a list or a class of pydantic")
         object.__setattr__(self, "text", text)
-        check_unicode(self.text, f"the {self.kind}")
-        num_keys = self.text.count('":' if self.kind == "json_schema" else ":")
-        if len(self.text) > MAX_CHARACTERS or num_keys > MAX_KEYS:
+        check_unicode(text, f"the {self.kind}")
+        num_keys = text.count('":' if self.kind == "json_schema" else ":")
+        if len(text) > MAX_CHARACTERS or num_keys > MAX_KEYS:
             most = f"{MAX_CHARACTERS} characters, and {MAX_KEYS} keys or rules"
             refuse(self, "text", f"it must have at most {most}")
-        if (self.kind == "json_object") != (not self.text):
-            refuse(self, "text", f"it must be {'empty' if self.text else 'given'} for {self.kind}")
+        if (self.kind == "json_object") != (not text):
+            refuse(self, "text", f"it must be {'empty' if text else 'given'} for {self.kind}")
         if wanted := {"json_schema": dict | bool, "choice": list}.get(self.kind):
             with explain(f"the {self.kind} cannot be read", "give JSON, an object or a list"):
                 value = json.loads(text)

@@ -1,7 +1,7 @@
 """Grammar matchers: masks of the tokens that may come next, computed by `llguidance`.
 
 The library sees the exact bytes of our tokens. A process with limits compiles each grammar first
-(`grammar_probe.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
+(`sandbox.py`). The latest compiled grammars are kept. Every row has its own matcher, which is
 advanced along guesses and rolled back when they are rejected.
 Legend: V vocab.
 """
@@ -9,10 +9,7 @@ Legend: V vocab.
 import functools
 import json
 import re
-import subprocess
-import sys
 from itertools import takewhile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +19,10 @@ from minitri.core.config import ModelConfig
 from minitri.core.errors import InputError, explain, shorten
 from minitri.core.stats import num_common
 from minitri.text.grammar import Grammar
+from minitri.text.sandbox import Sandbox
 from minitri.text.tokenizer import Tokenizer
 
-PROBE = f"{Path(__file__).parent}/grammar_probe.py"
-MAX_KEPT = 1 << 14  # characters of a grammar that is kept; compiled, each takes up to 500 bytes
+SANDBOX = Sandbox("grammar", 1, 1 << 30)  # 1 s and 1 GiB
 MAX_ITEMS = 10_000  # of llguidance's parser: 0.1 s for a mask, or an object's 1,500 properties
 
 
@@ -87,8 +84,8 @@ class GrammarMatcher:
 
 def compiled(grammar: Grammar, tokenizer: Tokenizer, config: ModelConfig) -> Any:
     """A matcher of llguidance for a grammar, at the start of a text. Raises `InputError`."""
-    make = compile_grammar if len(grammar.text) <= MAX_KEPT else compile_grammar.__wrapped__
-    return (grammar.start or make(grammar, lexicon_of(tokenizer, config))).deep_copy()
+    start = grammar.start or compile_grammar(grammar, lexicon_of(tokenizer, config))
+    return start.deep_copy()
 
 
 @functools.lru_cache(maxsize=4)
@@ -126,22 +123,21 @@ NOT_FORCED = '%llguidance {"no_forcing": true}'
 """An option of llguidance, without which masks allow only one tokenization of forced text."""
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=4)  # compiled, a character takes up to 500 bytes
 def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
     """Compiles a grammar over the tokens of a lexicon, to a matcher. Raises `InputError`."""
     from llguidance import LLMatcher, LLParserLimits
 
     text = grammar.text
     with explain(f"the {grammar.kind} cannot be used", "correct it"):
-        if grammar.kind == "choice":
-            spelled = (map("\\x{{{:x}}}".format, map(ord, choice)) for choice in json.loads(text))
-            text = "|".join(map("".join, spelled))
-        if grammar.kind in ("choice", "regex"):
+        if grammar.kind == "choice":  # the texts of Lark are those of JSON
+            text = "start: TEXT\nTEXT: " + " | ".join(map(json.dumps, json.loads(text)))
+        elif grammar.kind == "regex":
             text = json.loads(LLMatcher.grammar_from_regex(text))["grammars"][0]["lark_grammar"]
         elif grammar.kind != "lark":
             text = "start: %json " + schema_text(text or '{"type": "object"}')
         source = LLMatcher.grammar_from_lark(f"{text}\n{NOT_FORCED}")
-        [error] = probe(source)
+        error = probe(source)
         if not error:
             limits = LLParserLimits(step_max_items=MAX_ITEMS, verbose_errors=False)
             matcher = LLMatcher(lexicon, source, log_level=0, limits=limits)
@@ -156,15 +152,12 @@ def compile_grammar(grammar: Grammar, lexicon: Any) -> Any:
 
 
 @functools.lru_cache(maxsize=32)
-def probe(*sources: str) -> list[str]:
-    """What is wrong with each grammar, or "", when a process within limits compiles them, alone if
-    that ends early."""
-    command = [sys.executable, "-P", PROBE]
-    done = subprocess.run(command, input=json.dumps(sources), capture_output=True, text=True)
-    if done.returncode:
-        alone = [probe(source)[0] for source in sources if len(sources) > 1]
-        return alone or ["it takes more than 1 second, or too much memory"]
-    return list(json.loads(done.stdout))
+def probe(source: str) -> str:
+    """What is wrong with a grammar when a process within limits compiles it; "" if nothing is."""
+    try:
+        return SANDBOX.ask(source)
+    except ValueError as error:
+        return str(error)
 
 
 def error_of(error: str) -> str:

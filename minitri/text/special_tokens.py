@@ -13,7 +13,6 @@ One record is made of all files that name such tokens. The first that says anyth
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import tokenizers
@@ -39,7 +38,7 @@ class SpecialTokens(NamedTuple):
     """Tokens in front of every prompt that does not begin with them: none, or BOS as a rule."""
     ends: tuple[int, ...] = ()
     """Tokens that end a text or a turn."""
-    texts: Mapping[str, str] = MappingProxyType({})
+    texts: Mapping[str, str] = {}
     """Spellings of tokens by the names that chat templates know, such as bos_token."""
 
 

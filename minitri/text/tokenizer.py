@@ -4,7 +4,6 @@ The library does the work. `Tokenizer` adds the tokens that the model wants in f
 conversations into text by the model's chat template.
 """
 
-import functools
 import re
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -32,22 +31,18 @@ class Tokenizer:
     def __init__(
         self,
         pipeline: tokenizers.Tokenizer,
-        special: SpecialTokens | None = None,
-        template: str | None = None,
-        tool_template: str | None = None,
+        special: SpecialTokens = SpecialTokens(),  # noqa: B008 (frozen)
+        chat_template: ChatTemplate | None = None,
     ) -> None:
-        """`template` is the source of a chat template, and `tool_template` is its substitute for
-        conversations with tools."""
         self._pipeline = pipeline
-        self._template = template
-        self._tool_template = tool_template
+        self.chat_template = chat_template
         decoder = pipeline.decoder.__getstate__() if pipeline.decoder else b""
         kinds = {*re.findall(r'"type":"(\w+)"', decoder.decode())} - {"Sequence", "Fuse"}
         if unknown := kinds - {"ByteLevel", "ByteFallback", "Replace", "Strip", "Metaspace"}:
             raise ValueError(f"it spells words by {', '.join(unknown)}, not by bytes or pieces")
         self._letters = BYTES if "ByteLevel" in kinds else {}
         self.strips_space = "Strip" in kinds or "Metaspace" in kinds
-        self.special = special or SpecialTokens()
+        self.special = special
         self._added = pipeline.get_added_tokens_decoder().keys()
         self.controls = control_tokens(pipeline)
         self._hidden = {*self.controls.values()}
@@ -67,13 +62,6 @@ class Tokenizer:
         if after_line[: len(line)] == line:  # the word without the space of sentencepiece
             ways.append(after_line[len(line) :])
         return [ids for n, ids in enumerate(ways) if ids and ids not in ways[:n]]
-
-    @functools.cached_property
-    def chat_template(self) -> ChatTemplate | None:
-        """The model's chat template, or None; a process starts. Raises `InputError` if broken."""
-        if not self._template:
-            return None
-        return ChatTemplate(self._template, self.special.texts, self._tool_template)
 
     def encode_chat(self, messages: str | Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to the beginning of the next answer. `messages` is a
@@ -97,10 +85,9 @@ class Tokenizer:
         # Unlike `encode`, this lets other threads run: 1 MB takes 0.3 s.
         return self._pipeline.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
-    def decode(self, ids: Sequence[int], shown: Container[int] = ()) -> str:
-        """Text without control tokens, except those in `shown`, which are spelled out; bytes that
-        are not UTF-8 give U+FFFD."""
-        text = self.text_bytes(ids, shown).decode("utf-8", "replace")
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text without control tokens; bytes that are not UTF-8 give U+FFFD."""
+        text = self.text_bytes(ids).decode("utf-8", "replace")
         return text.removeprefix(" ") if self.strips_space else text
 
     def text_bytes(self, ids: Iterable[int], shown: Container[int] = ()) -> bytes:

@@ -25,7 +25,7 @@ def test_forced_text_is_a_guess_about_how_it_is_cut(sizes, rule, monkeypatch):
         assert error(*sizes, rule=rule, seed=seed, **KINDS["grammar"]) < ROUNDING
 
 
-MUCH = "more than 1 second, or too much memory"
+MUCH = "more than 1 s, or too much memory"
 REFS = {f"r{n}": {"properties": {"a": {"$ref": f"#/$defs/r{n + 1}"}}} for n in range(700)}
 RULES = "".join(f'r{n}: "a" r{n + 1}\n' for n in range(2900))
 BOTH = " & ".join(f"/.*a{{{n}}}.*/" for n in range(1, 33))

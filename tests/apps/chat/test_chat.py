@@ -20,6 +20,7 @@ from minitri.apps.chat.archive import NOWHERE, Archive, state_folder
 from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
+from minitri.text.chat_template import ChatTemplate
 from minitri.text.special_tokens import SpecialTokens
 from minitri.text.tokenizer import Tokenizer
 from tests.conftest import byte_level_tokenizer, write_hf_folder
@@ -309,7 +310,7 @@ def tokenizer(template: str | None) -> Tokenizer:
     pipeline.add_special_tokens(marks)
     texts = {"bos_token": "<s>", "eos_token": "</s>"}
     special = SpecialTokens(texts=texts)
-    return Tokenizer(pipeline, special, template)
+    return Tokenizer(pipeline, special, template and ChatTemplate(template, texts))
 
 
 def spelled(tokens: Tokenizer, ids: list[int]) -> str:

@@ -159,7 +159,7 @@ class ScriptedRun:
 
     def written(self, ids: list[int]) -> str:
         """A text with its control tokens."""
-        return self.tokenizer.decode(ids, shown={0, 1, 2})
+        return self.tokenizer.text_bytes(ids, {0, 1, 2}).decode("utf-8", "replace")
 
     def submit(self, request: Request) -> int:
         row = make_row(len(self.requests), request, self._engine.model, self.tokenizer)
@@ -259,7 +259,7 @@ def use_template(roomy, monkeypatch):
     """Gives the roomy model a chat template."""
 
     def use(source: str) -> None:
-        monkeypatch.setitem(vars(roomy.tokenizer), "chat_template", template_of(source))
+        monkeypatch.setattr(roomy.tokenizer, "chat_template", template_of(source))
 
     return use
 
@@ -281,5 +281,5 @@ def scripted(roomy_server, run):
 @pytest.fixture
 def template(engine, monkeypatch) -> ChatTemplate:
     made = template_of(CHATML)
-    monkeypatch.setitem(vars(engine.tokenizer), "chat_template", made)
+    monkeypatch.setattr(engine.tokenizer, "chat_template", made)
     return made

@@ -168,7 +168,7 @@ def test_a_stream_that_waits_gives_signs_of_life(server, monkeypatch):
 
 
 def test_grammars_of_clients_that_leave_keep_nobody_waiting(server, monkeypatch):
-    gate, probe = Gate(0), Mock(side_effect=lambda *_: gate() or [""])
+    gate, probe = Gate(0), Mock(side_effect=lambda *_: gate() or "")
     monkeypatch.setattr(matcher, "probe", probe)
     forms = [{"structured_outputs": {"regex": f"a{{{n}}}"}} for n in range(1, 41)]
     with contextlib.ExitStack() as stack:

@@ -13,9 +13,10 @@ from minitri.core.model.block import read_block
 from minitri.core.model.execution import Ranks
 from minitri.devices.parallel.group import RankGroup
 from minitri.devices.parallel.ranks import join
-from minitri.files.checkpoint import Runtime, load_model, open_checkpoint
+from minitri.files import open_models
+from minitri.files.named_models import ModelChoice
 from tests.conftest import write_hf_folder
-from tests.core.rigs import CPU, new_cache, tiny_config
+from tests.core.rigs import new_cache, tiny_config
 
 TOKENS = [3, 320, 160, 161, 0, 7]
 MULTIPLIERS = {"embedding_multiplier": 6.0, "attention_multiplier": 0.11}
@@ -67,13 +68,16 @@ def on_ranks(count, work):
 
 
 @pytest.mark.parametrize(("shape", "count"), [*zip(SHAPES, (2, 2, 2, 2, 3), strict=True)])
-def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count):
-    checkpoint = open_checkpoint(write_hf_folder(tmp_path, **SHAPES[shape]))
-    config = checkpoint.config("tiny")
+def test_shares_give_the_logits_of_the_whole(tmp_path, shape, count, monkeypatch):
+    folder = write_hf_folder(tmp_path, **SHAPES[shape])
+    choice = ModelChoice(str(folder), dtype="float32", device="cpu", draft_weights="same")
+    thread = threading.local()
+    monkeypatch.setattr(open_models, "join", lambda: thread.ranks)
 
     def logits(ranks):
-        model = load_model(checkpoint, config, Runtime(CPU, torch.float32, ranks=ranks))
-        tokens = [token % config.vocab_size for token in TOKENS]
+        thread.ranks = ranks
+        model, _ = open_models.OpenModel(choice).load_target()
+        tokens = [token % model.config.vocab_size for token in TOKENS]
         cache = new_cache(model.config, dtype=torch.float32)
         return model.logits(read_block(model, [tokens], cache)), model.num_bytes
 

@@ -183,7 +183,7 @@ def forked(*given):
 
 def save_all(path, source, origin, notes, most=None):
     """Without an engine, which may not save after a fork; killed after `most` calls or returns."""
-    held, _ = read_snapshot(str(source), origin)
+    held, _ = read_snapshot(source, origin)
     moments = itertools.count()
 
     def count(*_):
@@ -192,7 +192,7 @@ def save_all(path, source, origin, notes, most=None):
 
     sys.setprofile(count)
     for note in notes:
-        write_snapshot(str(path), held, origin, note)
+        write_snapshot(path, held, origin, note)
     sys.setprofile(None)
 
 

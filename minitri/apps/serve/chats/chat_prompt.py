@@ -131,7 +131,7 @@ def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
         except (TypeError, ValueError) as error:
             problems[name] = str(error)
     sources = map(LLMatcher.grammar_from_json_schema, schemas.values())
-    problems |= zip(schemas, probe(*sources), strict=True)
+    problems |= zip(schemas, map(probe, sources), strict=True)
     for name, problem in problems.items():
         if problem and functions[name].strict:
             got = f"tools has {name}, whose parameters cannot be held ({shorten(problem)})"

@@ -1,0 +1,71 @@
+"""Sandboxes: processes with limits that render chat templates and compile grammars of strangers.
+
+The processes run `sandbox_program.py`, and wait for more; those of a parent process are not used.
+"""
+
+import json
+import os
+import sys
+import weakref
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+
+from minitri.core.errors import InputError
+
+PROGRAM = str(Path(__file__).with_name("sandbox_program.py"))
+
+
+class Sandbox:
+    """Processes that answer questions of several threads, each within limits."""
+
+    def __init__(self, kind: str, seconds: float, num_bytes: int) -> None:
+        """Processes of a `kind` of the program, with `seconds` of processor time for an answer."""
+        self._command = [sys.executable, "-P", PROGRAM, kind, str(seconds), str(num_bytes)]
+        self._excess = f"it takes more than {seconds:g} s, or too much memory"
+        self.idle: list[Popen[str]] = []  # processes that wait
+        self._owner = os.getpid()
+        weakref.finalize(self, stop, self.idle)
+
+    def ask(self, question: object) -> str:
+        """The answer to a question, which JSON can hold. Raises `ValueError` for an error, or a
+        question beyond the limits, and `InputError` on a system without limits."""
+        if not find_spec("resource"):
+            problem = "chat templates and grammars run within limits that this system does not have"
+            raise InputError(f"{problem}; do without them, or use Linux, macOS or WSL")
+        if self._owner != os.getpid():  # after a fork the processes are the parent's
+            self._owner = os.getpid()
+            self.idle.clear()
+        try:
+            child = self.idle.pop()
+        except IndexError:  # the first question, or other threads use all processes
+            child = Popen(
+                self._command,
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                text=True,
+                start_new_session=True,  # Ctrl-C ends minitri, not an answer
+            )
+        line = ""
+        with suppress(BrokenPipeError):
+            print(json.dumps(question), file=child.stdin, flush=True)
+            line = child.stdout.readline() if child.stdout else ""
+        if line and not self.idle:
+            self.idle.append(child)
+        else:
+            stop([child])
+        if not line:
+            raise ValueError(self._excess)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ValueError(answer["error"])
+        return answer["text"]
+
+
+def stop(children: list[Popen[str]]) -> None:
+    """Ends processes; after a fork, not those of the parent process."""
+    for child in children:
+        with suppress(OSError), child:
+            child.kill()
