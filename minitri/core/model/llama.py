@@ -43,7 +43,8 @@ class Block:
         """A copy with `tokens_BN` at the places `places_BN`; places past the end are ignored."""
         padded_BT = F.pad(self.tokens_BT, (0, 1))
         places_BN = places_BN.clamp(max=self.tokens_BT.shape[1])
-        return replace(self, tokens_BT=padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1])
+        tokens_BT = padded_BT.scatter(1, places_BN, tokens_BN)[:, :-1]
+        return replace(self, tokens_BT=tokens_BT.contiguous())
 
 
 class Llama(nn.Module):
