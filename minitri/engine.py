@@ -27,7 +27,7 @@ from minitri.text.grammar import Grammar
 from minitri.text.prompt_ids import as_seeds, check_prompt, encode_prompt, split_prompts
 from minitri.text.rows import make_row, make_rows
 from minitri.text.tokenizer import Tokenizer
-from minitri.trees.tree_level import level_type
+from minitri.trees.tree_level import TreeLevel
 from minitri.worker import Job, Worker
 
 LEAST_ROOM = 4096
@@ -57,7 +57,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.sampling_defaults = sampling_defaults
         """Sampling that `load` found recommended; all texts but those of a `Request` begin here."""
         self.snapshot_note = ""
-        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, level_type))
+        pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, TreeLevel))
         self._memory: MemoryPool | None = pool
         self._worker: Worker | None = None
 

@@ -24,7 +24,7 @@ from minitri.core.requests import End
 from minitri.devices.cpu.flash_attention import attend_cpu
 from minitri.files.fetch import locate
 from minitri.text.tokenizer import Tokenizer
-from minitri.trees.tree_level import level_type
+from minitri.trees.tree_level import TreeLevel
 from tests.core import rigs
 from tests.core.rigs import GREEDY, near_copy, tiny_config
 
@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 torch.set_num_threads(1)
-rigs.Rig.level_type = staticmethod(level_type)  # which `tests/core` does not import
+rigs.Rig.level_type = TreeLevel  # which `tests/core` does not import
 
 SENTENCES = [
     "She had been forced into prudence in her youth, she learned romance as she grew older.",

@@ -11,7 +11,7 @@ from minitri.core.requests import Request, Row
 from minitri.core.settings import SpeculationConfig
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
-from minitri.trees.tree_level import level_type
+from minitri.trees.tree_level import TreeLevel
 
 
 def begin(
@@ -30,7 +30,7 @@ def begin(
     prompts = [[int(token) for token in it.prompt] for it in requests]
     lengths = tuple(len(prompt) for prompt in prompts)
     shape = MemoryShape(lengths, first.sampling, first.generation, speculation)
-    models = replace(models, level_type=level_type)
+    models = replace(models, level_type=TreeLevel)
     stack = Stack(allocate(models, shape, **memory), shape)
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):

@@ -19,7 +19,8 @@ from minitri.core.caches.full import FullCache, HeldRow
 from minitri.core.caches.prefixes import PrefixCache, Store
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.drafters.draft_model import DraftRunner, LevelType, chain_level
+from minitri.core.decoding.level import Level
+from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import FaultError, NotFiniteError, shorten
 from minitri.core.graphs import GraphPool, graph_pool
@@ -44,7 +45,7 @@ class Models:
     retrieval: Llama  # the target, or a copy of it in fewer bits
     draft: Llama | None = None  # a small model of the same vocabulary, or none
     drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
-    level_type: LevelType = chain_level  # class of the levels; `minitri.trees` has one for trees
+    level_type: type[Level] = Level  # of all levels; `minitri.trees` has one that guesses trees
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
     process: int = field(default_factory=os.getpid)  # id of the process that loaded the models
 
@@ -144,7 +145,7 @@ def allocate(
     cache: RetrievalCache | None = None
     if models.draft and shape.uses_drafter:
         window = StreamingCache(models.draft, shape.num_rows, speculation)
-        # Without trees `CapturedDraft` captures whole rounds instead of single passes.
+        # Without trees `Level.capture` captures whole rounds instead of single passes.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
         passes = Passes(models.draft, window, filters, V)
         runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)

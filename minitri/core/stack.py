@@ -58,7 +58,7 @@ class Stack:
                 where = (self.meter, runners["target"], self.source)
                 drafters.append(PluggedDrafter(*where, models.drafter))
         *below, target = [
-            models.level_type(speculation, runner)(name, self.meter, runner, self.source)
+            models.level_type(name, self.meter, runner, self.source)
             for name, runner in runners.items()
         ]
         self.cascade = Cascade(self.sequences, self.meter, target, *drafters, *below)

@@ -17,10 +17,9 @@ from minitri.core.decoding.level import Level
 from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.verification import Active, Emitted, Output, Proposal, Rows
-from minitri.core.drafters.draft_model import chain_level
 from minitri.core.model.cache import gather_path
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SpeculationConfig, StepPlan
+from minitri.core.settings import StepPlan
 from minitri.trees.tree_shape import TreeShape, shape_of
 from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
 
@@ -33,7 +32,7 @@ class TreeLevel(Level):
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
         super().capture(plans)
-        if self.runner.block_sizes:
+        if self.runner.block_sizes and any(plan.tree for plan in plans):
             B = len(self.runner.sampling)
             root = (torch.tensor([0]), torch.tensor([[True]]))
             self.runner.read_tree([[]] * B, [False] * B, [[0]] * B, *root, has_root=True)
@@ -161,11 +160,6 @@ class TreeLevel(Level):
     def is_greedy(self, b: int) -> bool:
         """Whether row b samples at temperature 0, from one-hot distributions."""
         return self.runner.sampling[b].temperature == 0
-
-
-def level_type(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """`TreeLevel` for runs with trees, else the level of the core; see `memory.Models`."""
-    return TreeLevel if speculation.tree else chain_level(speculation, runner)
 
 
 def finite_rows(proposal: TreeProposal, probs_BNV: Tensor) -> list[bool]:

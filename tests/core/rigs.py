@@ -8,8 +8,8 @@ from torch import Tensor
 
 from minitri.core.caches.full import FullCache
 from minitri.core.config import ModelConfig
+from minitri.core.decoding.level import Level
 from minitri.core.decoding.verification import Emitted
-from minitri.core.drafters.draft_model import chain_level
 from minitri.core.errors import NotFiniteError
 from minitri.core.graphs import GraphPool
 from minitri.core.memory import Models, allocate
@@ -55,7 +55,7 @@ def new_cache(
 class Rig:
     """One run, step by step; a row that has `num_new` tokens is retired."""
 
-    level_type = staticmethod(chain_level)
+    level_type = Level
     """Of the levels of all rigs; `tests/conftest.py` sets one with trees."""
 
     def __init__(

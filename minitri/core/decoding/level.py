@@ -12,6 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from minitri.core.decoding.random_source import RandomSource
 from minitri.core.decoding.verification import Active, Emitted, Proposal, Rows
+from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
 from minitri.core.stats import LevelStats, Meter
@@ -86,22 +87,22 @@ class Level(Stage):
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 
     def _draft(self, sequences: Rows, active: Active) -> Proposal:
-        """Samples `gamma` tokens of every active row, one after the other, on the device."""
-        tokens = list[Tensor]()
-        probs = list[Tensor]()
-        for i in range(self.gamma):
-            self.stats.num_rounds += sum(active)
-            with self._meter.round(self.stats):
-                if i == 0:
-                    probs.append(self.runner.next_probs(sequences, active).probs_BNV[:, 0])
-                else:
+        """Samples `gamma` tokens of every active row on the device, in one call if possible."""
+        starts = [len(sequence) for sequence in sequences]
+        self.stats.num_rounds += self.gamma * sum(active)
+        with self._meter.round(self.stats, num_tokens=self.gamma):
+            if isinstance(self.runner, DraftRunner) and self.runner.can_guess(self.source):
+                numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
+                tokens_BN, probs_BNV = self.runner.guess(sequences, active, numbers_BN)
+            else:
+                probs = [self.runner.next_probs(sequences, active).probs_BNV[:, 0]]
+                tokens = [self.source.sample(probs[0], starts, active)]
+                for i in range(1, self.gamma):
                     probs.append(self.runner.next_probs_after(sequences, tokens, active))
-                positions = [len(sequence) + i for sequence in sequences]
-                tokens.append(self.source.sample(probs[-1], positions, active))
-        return self.drafted(torch.stack(tokens, 1), torch.stack(probs, 1), active)
-
-    def drafted(self, tokens_BN: Tensor, probs_BNV: Tensor, active: list[bool]) -> Proposal:
-        """Makes a `Proposal` of sampled tokens, `gamma` for each active row of the batch."""
+                    positions = [start + i for start in starts]
+                    tokens.append(self.source.sample(probs[i], positions, active))
+                tokens_BN = torch.stack(tokens, 1)
+                probs_BNV = torch.stack(probs, 1)
         counts = [self.gamma if on else 0 for on in active]
         origins = [[self.stats.name] * count for count in counts]
         return Proposal(counts, tokens_BN, probs_BNV, origins)
@@ -161,10 +162,15 @@ class Level(Stage):
         self.crop(lengths)
 
     def capture(self, plans: Iterable[StepPlan]) -> None:
+        B = len(self.runner.sampling)
+        nobody = [False] * B
+        if isinstance(self.runner, DraftRunner):
+            for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter and not plan.tree}:
+                numbers_BN = self.source.numbers([gamma1 - 1] * B, [0] * B, nobody)
+                self.runner.guess([[0]] * B, nobody, numbers_BN)
         # Where the retrieval level is the lowest stage, it guesses token by token.
-        if any(plan.method == self.stats.name for plan in plans):
-            B = len(self.runner.sampling)
-            self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], [False] * B)
+        elif any(plan.method == self.stats.name for plan in plans):
+            self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], nobody)
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         self.runner.prepare(sequences, active)

@@ -2,16 +2,13 @@
 Legend: B rows, N guesses of a round, T tokens of a block, V vocab.
 """
 
-from collections.abc import Callable, Iterable
-
 from torch import Tensor
 
 from minitri.core.caches.streaming import StreamingCache
-from minitri.core.decoding.level import Level
-from minitri.core.decoding.verification import Active, Proposal, Rows
+from minitri.core.decoding.random_source import CoupledSource, RandomSource
+from minitri.core.decoding.verification import Active, Rows
 from minitri.core.model.block import pack_block, read_block
 from minitri.core.runner import ModelRunner
-from minitri.core.settings import SpeculationConfig, StepPlan
 
 
 class DraftRunner(ModelRunner):
@@ -27,6 +24,12 @@ class DraftRunner(ModelRunner):
             if active[b] and len(sequence) - self.cache.num_tokens[b] > max_block:
                 self._read_window(b, sequence[:-1])
         self.cache.slide()
+
+    def can_guess(self, source: RandomSource) -> bool:
+        """Whether `guess` serves all rows, whose random numbers come from `source`."""
+        # A call of compiled kernels takes uniform numbers, not noise.
+        is_one_call = self.model.execution.round and not isinstance(source, CoupledSource)
+        return bool(self.graphs or is_one_call) and not any(self.text_filters)
 
     def guess(self, sequences: Rows, active: Active, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, by distributions (B, N, V), which it also returns."""
@@ -54,38 +57,3 @@ class DraftRunner(ModelRunner):
         self.cache.reset(b)
         read_block(self.model, [window], self.cache.row(b))
         self.cache.hold(b, len(window), len(tokens))
-
-
-class CapturedDraft(Level):
-    """A draft model as the lowest level, which guesses a whole round in one CUDA graph or call."""
-
-    runner: DraftRunner
-
-    def capture(self, plans: Iterable[StepPlan]) -> None:
-        B = len(self.runner.sampling)
-        nobody = [False] * B
-        for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter}:
-            numbers_BN = self.source.numbers([gamma1 - 1] * B, [0] * B, nobody)
-            self.runner.guess([[0]] * B, nobody, numbers_BN)
-
-    def _draft(self, sequences: Rows, active: Active) -> Proposal:
-        if any(self.runner.text_filters):
-            return super()._draft(sequences, active)
-        starts = [len(sequence) for sequence in sequences]
-        numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
-        self.stats.num_rounds += self.gamma * sum(active)
-        with self._meter.round(self.stats, num_tokens=self.gamma):
-            guesses = self.runner.guess(sequences, active, numbers_BN)
-        return self.drafted(*guesses, active)
-
-
-LevelType = Callable[[SpeculationConfig, ModelRunner], type[Level]]  # chooses a level's class
-
-
-def chain_level(speculation: SpeculationConfig, runner: ModelRunner) -> type[Level]:
-    """Class of a level that guesses chains, a round per call if it can."""
-    assert not speculation.tree  # for which `Models.level_type` is that of `minitri.trees`
-    # A call of compiled kernels takes uniform numbers, not noise.
-    is_one_call = runner.model.execution.round and not speculation.coupled
-    is_at_once = isinstance(runner, DraftRunner) and (runner.graphs or is_one_call)
-    return CapturedDraft if is_at_once else Level
