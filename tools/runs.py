@@ -35,7 +35,7 @@ def begin(
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):
             stage.source = (sources or {}).get(stage.stats.name, stage.source)
-            stage.source.run = stack.source.run
+            stage.source.rule = stack.source.rule
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         stack.admit(b, Row(b, request, prompt))
     return stack

@@ -70,7 +70,7 @@ class Stack:
         B = self.shape.num_rows
         V = self.target.config.vocab_size
         graphs.is_open = True
-        self.source.run = graphs.run
+        self.source.rule = functools.partial(graphs.run, self.source.rule)
         for size in {size for it in self.memory.runners.values() for size in it.block_sizes}:
             probs_BNV = torch.zeros(B, size, V, device=self.target.device)
             self.source.verify(Proposal.nothing(B), probs_BNV, [0] * B, [False] * B)

@@ -146,10 +146,9 @@ class Level(Stage):
         outcome = self.source.verify(proposal, output.probs_BNV, starts, active)
         emitted = list[Emitted]()
         for b, tokens in enumerate(outcome):
-            new = slice(len(tokens) if active[b] else 0)
             last = "bonus" if len(tokens) > proposal.counts[b] else "recovered"
-            origins = [*proposal.origins[b][: len(tokens) - 1], last]
-            emitted.append(output.emitted(b, tokens[new], origins[new], new))
+            origins = [*proposal.origins[b][: len(tokens) - 1], last][: len(tokens)]
+            emitted.append(output.emitted(b, tokens, origins, slice(len(tokens))))
         self._append(sequences, emitted)
         return emitted
 

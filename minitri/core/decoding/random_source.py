@@ -17,9 +17,7 @@ from minitri.core.decoding.verification import (
     Proposal,
     Rows,
     Rule,
-    Run,
     decide,
-    run_now,
     verify,
     verify_block,
     verify_coupled,
@@ -31,8 +29,7 @@ class RandomSource:
     """Base class of random sources: samples tokens and verifies proposals."""
 
     def __init__(self, rule: Rule) -> None:
-        self._rule = rule
-        self.run: Run = run_now  # `GraphPool.run` where CUDA graphs are captured
+        self.rule = rule  # or its captured graphs
         self._by_row: dict[int, Any] = {}  # seed or generator of each row
 
     def restart(self, b: int, seed: int) -> None:
@@ -58,7 +55,8 @@ class RandomSource:
     ) -> Rows:
         """Verifies a proposal by the distributions p: the tokens that each active row emits."""
         numbers_BN = self.numbers(proposal.counts, starts, active)
-        return decide(self._rule, proposal, probs_BNV, numbers_BN, self.run)
+        rows = decide(self.rule, proposal, probs_BNV, numbers_BN)
+        return [tokens if on else [] for tokens, on in zip(rows, active, strict=True)]
 
 
 def sample_by_number(probs_BV: Tensor, numbers_B: Tensor) -> Tensor:

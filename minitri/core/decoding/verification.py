@@ -152,21 +152,9 @@ class Verdict(NamedTuple):
 Rule = Callable[[Tensor, Tensor, Guesses], Verdict]
 """A verification rule: judges guesses by p_1 .. p_{N+1} (B, N + 1, V) and random numbers (B, N + 1)
 without a host sync."""
-Run = Callable[[Rule, Tensor, Tensor, Guesses], Verdict]
-"""Applies a rule to p on the device and other inputs on the host: `run_now` or `GraphPool.run`."""
 
 
-def run_now(rule: Rule, p_BNV: Tensor, numbers_BN: Tensor, guesses: Guesses) -> Verdict:
-    """Applies a verification rule at once, after moving its inputs to the device."""
-    numbers_BN, *tensors = (
-        tensor.to(p_BNV.device, non_blocking=True) for tensor in (numbers_BN, *guesses)
-    )
-    return rule(p_BNV, numbers_BN, Guesses(*tensors))
-
-
-def decide(
-    rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor, run: Run = run_now
-) -> Rows:
+def decide(rule: Rule, proposal: Proposal, p_BNV: Tensor, numbers_BN: Tensor) -> Rows:
     """For `RandomSource.verify`: each row's accepted guesses and one token, none if failed."""
     tokens_BN = proposal.tokens_BN
     q_BNV = proposal.probs_BNV
@@ -176,8 +164,9 @@ def decide(
         tokens_BN = F.pad(tokens_BN, (0, pad))
         q_BNV = F.pad(q_BNV, (0, V - q_BNV.shape[2], 0, pad))
         numbers_BN = torch.cat((numbers_BN, numbers_BN[:, -1:].expand(-1, pad)), 1)
-    guesses = Guesses(tokens_BN, q_BNV, torch.tensor(proposal.counts))
-    emitted = run(rule, p_BNV, numbers_BN, guesses).to_host()
+    inputs = (numbers_BN, tokens_BN, q_BNV, torch.tensor(proposal.counts))
+    numbers_BN, *guesses = (tensor.to(p_BNV.device, non_blocking=True) for tensor in inputs)
+    emitted = rule(p_BNV, numbers_BN, Guesses(*guesses)).to_host()
     return [[] if b in proposal.failed else tokens for b, tokens in enumerate(emitted)]
 
 
