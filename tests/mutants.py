@@ -24,7 +24,7 @@ core/decoding/test_enumeration.py::test_blocks_give_the_target_distribution[3-2-
   * a block ends at the first test that fails
     | core.decoding.verification:verify_block: (passes_BN * lengths_N).amax => passes_BN.cumprod(1).sum
 core/decoding/test_reference.py::test_the_cascade_equals_algorithm_1[1]
-  a block is one token short | core.decoding.level:Level.propose: len(block) < => len(block) + 1 <
+  a block is one token short | core.decoding.level:Level.propose: len(origins[b]) < => len(origins[b]) + 1 <
 core/decoding/test_sampling.py::test_every_combination_of_filters_is_the_distribution_by_definition[0.0-0.95-0-0.2]
   * top-p drops the token that reaches the mass
     | core.decoding.sampling:_top_p_cutoff: running_sums(probs) - probs => running_sums(probs)
@@ -68,7 +68,7 @@ engine/test_families.py::test_logits_equal_those_of_transformers_and_of_a_gguf_f
 core/caches/test_retrieval_cache.py::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
   positions of slots, not of tokens | core.model.block:pack_block: cache.next_positions => cache.lengths
 files/reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain
-  guesses in flight count as certain | core.caches.prefixes:PrefixCache.keep: self._num_exact(b) => self._full.lengths[b]
+  guesses in flight count as certain | core.decoding.level:Level.propose: [[*sequence] for sequence in sequences] => sequences
 # Stops
 test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   the first stop string of the list, not of the text | text.text_stream:TextReader.__call__: min(ends) => ends[0]

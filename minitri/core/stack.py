@@ -127,7 +127,6 @@ class Stack:
                 # Shorter chunks while other rows wait for their next token.
                 size = min(chunk, run.shared_chunk) if self._busy else chunk
                 num_read = read_chunk(*where, size, watch, max_queries, score)
-            memory.prefix.note_committed()
             if num_read < last:
                 yield num_read
         memory.prefix.publish(b, prompt[:last])
@@ -145,7 +144,6 @@ class Stack:
             self._commit(outcome)
             part, _ = self._part(self._busy)
             part.catch_up()
-        self.memory.prefix.note_committed()
         return outcome
 
     def step(self) -> dict[int, Emitted]:
@@ -157,7 +155,6 @@ class Stack:
             emitted = part.step()
             outcome = {b: emitted[b - first] for b in busy}
             self._commit(outcome)
-        self.memory.prefix.note_committed()
         return outcome
 
     @property

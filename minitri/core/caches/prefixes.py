@@ -37,20 +37,16 @@ class PrefixCache:
         self._num_guarded = num_guarded
         self._reuses_generated = reuses_generated
         self._ended = [HeldRow(full, b, []) for b in range(num_rows)]
-        self._num_committed = full.lengths
         self._num_prompt = [1] * num_rows  # tokens of each row's prompt
         self.owners = [""] * num_rows  # of each row's text, set before `take`
         self.snapshot: HeldRow | None = None
         self.store: Store | None = None
 
-    def note_committed(self) -> None:
-        """Records that all tokens in the full cache are committed; a step will add guesses."""
-        self._num_committed = self._full.lengths
-
-    def _num_exact(self, b: int) -> int:
-        """Number of first tokens of row b's text whose K and V may be reused."""
-        held = self._num_committed[b]
-        return held if self._reuses_generated else min(held, self._num_prompt[b] - 1)
+    def _reusable(self, b: int, text: list[int]) -> list[int]:
+        """The first tokens of row b's committed text whose K and V are held and may be reused."""
+        # The cache may hold guesses, too; the last token of the text is read with the next ones.
+        most = len(text) if self._reuses_generated else self._num_prompt[b]
+        return text[: min(self._full.lengths[b], most - 1)]
 
     @property
     def longest(self) -> HeldRow | None:
@@ -64,9 +60,8 @@ class PrefixCache:
 
     def keep(self, b: int, text: list[int]) -> None:
         """Keeps K and V of row b, whose text ends; called before the row is reset."""
-        if self._num_committed[b]:  # else nothing was read, and the row holds an earlier text
-            self._guard(b, text[: self._num_exact(b)], self.owners[b])
-            self._num_committed[b] = 0
+        if self._full.lengths[b]:  # else nothing was read, and the row holds an earlier text
+            self._guard(b, self._reusable(b, text), self.owners[b])
 
     def _guard(self, b: int, tokens: list[int], owner: str | None) -> None:
         """Records that the ended row b holds these tokens; saves a copy of its first slots."""
@@ -94,7 +89,7 @@ class PrefixCache:
         self._num_prompt[b] = len(prompt)
         owner = self.owners[b]
         begun = [
-            HeldRow(self._full, i, text[: self._num_exact(i)], self.owners[i])
+            HeldRow(self._full, i, self._reusable(i, text), self.owners[i])
             for i, text in enumerate(texts)
         ]
         # The row itself comes first: of equally long prefixes, its own needs no copy.
@@ -109,7 +104,6 @@ class PrefixCache:
         if num_tokens:
             self._fill(b, best, num_tokens)
         self._full.restore(b, num_tokens)
-        self.note_committed()
         return num_tokens
 
     def publish(self, b: int, tokens: list[int]) -> None:

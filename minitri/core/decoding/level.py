@@ -62,27 +62,23 @@ class Level(Stage):
         """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
         if not self.below:
             return self._draft(sequences, active)
-        blocks: Rows = [[] for _ in sequences]
-        probs: list[list[Tensor]] = [[] for _ in sequences]
-        origins: list[list[str]] = [[] for _ in sequences]
+        texts = [[*sequence] for sequence in sequences]  # which rounds extend
+        probs: list[list[Tensor]] = [[] for _ in texts]
+        origins: list[list[str]] = [[] for _ in texts]
         failed = set[int]()
         unfinished = active
-        lengths = [len(sequence) for sequence in sequences]
-        try:  # rounds append to the sequences, undone at the end
-            while any(unfinished):
-                for b, row in enumerate(self.round(sequences, unfinished, unfinished)):
-                    if unfinished[b] and not row.tokens:
-                        failed.add(b)
-                    blocks[b] += row.tokens  # the level above takes all of them as guesses
-                    probs[b].append(row.probs_NV)
-                    origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
-                unfinished = [
-                    on and len(block) < self.gamma and b not in failed
-                    for b, (on, block) in enumerate(zip(active, blocks, strict=True))
-                ]
-        finally:
-            for sequence, length in zip(sequences, lengths, strict=True):
-                del sequence[length:]
+        while any(unfinished):
+            for b, row in enumerate(self.round(texts, unfinished, unfinished)):
+                if unfinished[b] and not row.tokens:
+                    failed.add(b)
+                probs[b].append(row.probs_NV)
+                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+            unfinished = [
+                on and len(origins[b]) < self.gamma and b not in failed
+                for b, on in enumerate(active)
+            ]
+        # The level above takes all of these tokens as guesses.
+        blocks = [text[len(old) :] for text, old in zip(texts, sequences, strict=True)]
         probs_BNV = pad_sequence([torch.cat(row) for row in probs], batch_first=True)
         return Proposal.of(blocks, probs_BNV, origins, failed=failed)
 

@@ -133,7 +133,7 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain(
 @pytest.mark.parametrize("adopted", ["", "in place", "in a larger cache"])
 def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
     """All that are guarded, once, and again after another prefix cache has taken the text over."""
-    full, text = new_cache(tiny_config(), 2, 64), list(range(30))
+    full, text = new_cache(tiny_config(), 2, 64), list(range(31))
     for slots in (full.keys, full.values):
         slots.normal_(generator=torch.Generator().manual_seed(0))
     exact = [slots.clone() for slots in full.tokens(0, 0, 30)]
