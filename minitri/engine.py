@@ -7,16 +7,15 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
 from minitri.core.graphs import filters_of
-from minitri.core.memory import MemoryPool, Models, check_process, demand_of, running
+from minitri.core.memory import MemoryPool, Models, check_process, running
 from minitri.core.model.llama import Llama
-from minitri.core.offload.allocation import allocate_full_cache
-from minitri.core.prefill import score
 from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
@@ -145,15 +144,15 @@ class Engine(AbstractContextManager["Engine"]):
     def score(self, text: Prompt) -> Tensor:
         """Natural log-probabilities of a text's N tokens but the first, before all filters;
         (N - 1,) float32 on the CPU. Raises `InputError`."""
-        with running(self.models):
-            ids = encode_prompt(text, self.tokenizer)
-            check_prompt(ids, self.config, 0)
-            if len(ids) < 2:
-                raise InputError("the text is one token, after which nothing is scored; give more")
-            # The last token is scored, but not read.
-            shape = MemoryShape((len(ids) - 1,), SamplingParams(), GenerationConfig(1), ALONE)
-            full = allocate_full_cache(self.model, demand_of(self.models, shape))
-            return score(self.model, ids, full, chunk=shape.generation.prefill_chunk)
+        ids = encode_prompt(text, self.tokenizer)
+        check_prompt(ids, self.config, 0)
+        if len(ids) < 2:
+            raise InputError("the text is one token, after which nothing is scored; give more")
+        settings = (SamplingParams(), GenerationConfig(1))
+        row = Row(0, Request(ids, 0, *settings, score_prompt=True), ids)
+        shape = MemoryShape((len(ids),), *settings, ALONE)
+        [end] = Generation([row], shape, self._pool).results()
+        return torch.tensor([logprob for logprob, _ in end.prompt_scores])
 
     def stream(
         self,

@@ -12,8 +12,6 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
-
 from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import InputError, NotFiniteError
@@ -47,7 +45,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._pool = pool
         self._make_row = make_row
         self._num_requests = len(rows)
-        self._prompts: dict[int, Iterator[PrefillProgress]] = {}  # prefills by row of the batch
+        self._prompts: dict[int, Iterator[int]] = {}  # prefills by row of the batch
         prompts = [row.prompt_ids for row in rows]
         settings = (shape, prompts, [row.request for row in rows])
         pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
@@ -179,8 +177,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             places = self._scheduler.free_places
             b = stack.memory.prefix.best_place(places, row.prompt_ids, row.request.owner)
             self._scheduler.admit(b, row)
-            stack.admit(b, row)
-            self._prompts[b] = self._prefill(stack, b, row)
+            self._prompts[b] = stack.admit(b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
@@ -188,26 +185,15 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         del self._prompts[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
+        row = self._scheduler.running[b]
         try:
-            progress = next(self._prompts[b])
+            num_done = next(self._prompts[b])
+            synchronize(stack.target.device)
         except (RuntimeError, MemoryError) as error:
             return self._fail(stack, b, error)
-        self._scheduler.note_read(b, progress.num_tokens - progress.num_done)
-        return progress
-
-    def _prefill(self, stack: Stack, b: int, row: Row) -> Iterator[PrefillProgress]:
-
-        def score(logits_NV: Tensor, tokens: list[int]) -> None:
-            row.prompt_scores += log_probs(logits_NV, tokens, row.request.generation.logprobs or 0)
-
-        chunks = stack.prefill(b, score if row.request.score_prompt else None)
-        # Tokens that were found in the prefix cache.
-        num_read = num_cached = row.stats.num_cached_tokens = next(chunks)
-        for num_done in chunks:
-            synchronize(stack.target.device)
-            self.stats.num_prefilled_tokens += num_done - num_read
-            num_read = num_done
-            yield PrefillProgress(row.number, num_done, len(row.prompt_ids), num_cached)
+        num_tokens = len(row.prompt_ids)
+        self._scheduler.note_read(b, num_tokens - num_done)
+        return PrefillProgress(row.number, num_done, num_tokens, row.stats.num_cached_tokens)
 
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""

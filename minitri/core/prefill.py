@@ -9,7 +9,6 @@ H query heads, D head dim.
 
 from collections.abc import Callable, Iterator
 
-import torch
 from torch import Tensor
 
 from minitri.core.caches.full import FullCache
@@ -17,21 +16,9 @@ from minitri.core.decoding.sampling import log_probs
 from minitri.core.model.block import empty_queries, make_block, read_block
 from minitri.core.model.llama import Block, Llama, Pass
 from minitri.core.offload.offloaded_cache import HostedRow, OffloadedFullCache
+from minitri.core.stats import LogProbs
 
 SCORED_AT_ONCE = 256  # rows of logits in memory while a text is scored
-Score = Callable[[Tensor, list[int]], None]  # of logits (N, V) and the N tokens that follow them
-
-
-def score(model: Llama, ids: list[int], full: FullCache, *, chunk: int) -> Tensor:
-    """Natural log-probabilities (N - 1,) of a text's tokens after the first, float32 on the CPU."""
-    scores: list[float] = []
-
-    def take(logits_NV: Tensor, tokens: list[int]) -> None:
-        scores.extend(logprob for logprob, _ in log_probs(logits_NV, tokens, 0))
-
-    while full.lengths[0] < len(ids) - 1:
-        read_chunk(model, ids, full, 0, chunk, score=take)
-    return torch.tensor(scores)
 
 
 def prefill(
@@ -61,10 +48,11 @@ def read_chunk(
     chunk: int,
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
-    score: Score | None = None,
+    scores: list[LogProbs] | None = None,
+    num_top: int = 0,
 ) -> int:
     """Reads the next chunk of a prompt into row b; returns how many tokens the row holds. For
-    `watch` see `prefill`. `score` gets logits (N, V) and the N tokens of the text that follow."""
+    `watch` see `prefill`. `scores` gets `log_probs` of the tokens that follow each one read."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
     queries_LBTHD = None
@@ -73,10 +61,11 @@ def read_chunk(
     with model.execution.reading():
         hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
     full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
-    if score:
+    if scores is not None:
         for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
-            start += len(hidden_NE)
-            score(model.logits(hidden_NE), prompt[start - len(hidden_NE) + 1 : start + 1])
+            end = start + len(hidden_NE)
+            scores += log_probs(model.logits(hidden_NE), prompt[start + 1 : end + 1], num_top)
+            start = end
     if watch and queries_LBTHD is not None:
         watch(queries_LBTHD[:, 0])
     return full.lengths[b]

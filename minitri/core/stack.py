@@ -17,7 +17,7 @@ from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
 from minitri.core.memory import Memory, Models
 from minitri.core.offload.streams import clock_of
-from minitri.core.prefill import Score, prefill, read_chunk
+from minitri.core.prefill import prefill, read_chunk
 from minitri.core.requests import Row
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.shape import MemoryShape
@@ -79,8 +79,11 @@ class Stack:
         graphs.is_open = False
         self.stats.num_graphs = graphs.num_graphs
 
-    def admit(self, b: int, row: Row) -> None:
-        """Gives the empty row b of the batch to a request; call `prefill` and `start` next."""
+    def admit(self, b: int, row: Row) -> Iterator[int]:
+        """Gives the empty row b of the batch to a request; returns an iterator that reads the
+        prompt, to be used up before `start`. It yields after every chunk how many tokens are read,
+        at last the prompt's length, though `start` reads the last token. Between chunks other rows
+        decode, if not read by layers."""
         memory = self.memory
         request = row.request
         text_filters = row.make_filters()
@@ -95,14 +98,12 @@ class Stack:
             memory.retrieval_cache.reset(b, self.shape.budget_for(num_tokens))
         for runner in memory.runners.values():
             runner.sample_by(b, request.sampling, text_filters)
+        return self._prefill(b, row)
 
-    def prefill(self, b: int, score: Score | None = None) -> Iterator[int]:
-        """Prefills the prompt of row b. Yields first how many of its tokens the prefix cache had (0
-        with `score`), then after every chunk how many are read, at last the prompt's length, though
-        `start` reads the last token. Between chunks other rows decode, if not read by layers."""
+    def _prefill(self, b: int, row: Row) -> Iterator[int]:
         memory = self.memory
         cache = memory.retrieval_cache
-        prompt = self.sequences[b]
+        prompt = row.prompt_ids
         self.stats.num_prompt_tokens += len(prompt)
         last = max_reused = len(prompt) - 1
         watch = max_queries = None
@@ -111,24 +112,30 @@ class Stack:
             max_queries = cache.max_prompt_queries
             # Tokens whose queries choose what the retrieval cache holds are always read.
             max_reused -= max_queries or last
-        if score:
+        scores = row.prompt_scores if row.request.score_prompt else None
+        if scores is not None:
             max_reused = 0
-        yield memory.prefix.take(b, self.sequences, max(0, max_reused))
+        num_read = memory.prefix.take(b, self.sequences, max(0, max_reused))
+        row.stats.num_cached_tokens = num_read
         where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
         chunk = run.prefill_chunk
-        is_by_layers = memory.full.is_hosted and not (self._is_open or score)
+        is_by_layers = memory.full.is_hosted and not self._is_open and scores is None
         # A generator, advanced only for a prompt whose K and V go to host memory.
         by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
         while memory.full.lengths[b] < last:
+            before = num_read
             if is_by_layers:
                 num_read = next(by_layers)
             else:
                 # Shorter chunks while other rows wait for their next token.
                 size = min(chunk, run.shared_chunk) if self._busy else chunk
-                num_read = read_chunk(*where, size, watch, max_queries, score)
+                num_top = row.request.generation.logprobs or 0
+                num_read = read_chunk(*where, size, watch, max_queries, scores, num_top)
+            self.stats.num_prefilled_tokens += num_read - before
             if num_read < last:
                 yield num_read
+        self.stats.num_prefilled_tokens += 1
         memory.prefix.publish(b, prompt[:last])
         yield len(prompt)
 

@@ -1,5 +1,6 @@
 """Tiny models, and runs over them with every part in reach: a `Generation` without events."""
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -82,12 +83,12 @@ class Rig:
         self.full, self.small = memory.full, memory.retrieval_cache
         self.cascade, self.sequences, self.stats = session.cascade, session.sequences, session.stats
         self.runners = memory.runners
-        for b, prompt in enumerate(prompts):
-            request = Request(prompt, seed + b, sampling, generation)
-            session.admit(b, Row(b, request, prompt))
-        for b in range(len(prompts)):
-            for _ in session.prefill(b):
-                pass
+        requests = [
+            Request(prompt, seed + b, sampling, generation) for b, prompt in enumerate(prompts)
+        ]
+        rows = [Row(b, request, request.prompt) for b, request in enumerate(requests)]
+        for reading in [session.admit(b, row) for b, row in enumerate(rows)]:
+            deque(reading, 0)
 
     def start(self) -> dict[int, Emitted]:
         return self._retire_finished(self.session.start(list(range(len(self.prompts)))))

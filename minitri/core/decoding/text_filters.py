@@ -56,24 +56,23 @@ class TextFilters:
         self._first = len(prompt)
         self._end_tokens = end_tokens
         self._bad_words = bad_words
-        # Each token whose logit may change has a place in these tensors.
-        self._places: dict[int, int] = {}
-        self._ids_V = torch.zeros(vocab_size, dtype=torch.int64)
         self._bias_V, self._in_prompt_V, self._counts_V = torch.zeros(3, vocab_size)
         for token, bias in dict(params.logit_bias).items():
-            self._bias_V[self._place(token)] = bias
+            self._bias_V[token] = bias
         is_repetition = params.repetition_penalty != 1
         penalties = (params.presence_penalty, params.frequency_penalty)
         self._counts_output = is_repetition or any(penalties)
-        for token in sorted({*prompt}) if is_repetition else ():
-            self._in_prompt_V[self._place(token)] = 1
+        if is_repetition:
+            self._in_prompt_V[prompt] = 1
+        self._may_change_V = (self._bias_V != 0) | (self._in_prompt_V > 0)
 
     def extend(self, sequence: list[int]) -> None:
         """Counts the new tokens of a row's committed `sequence`, which begins with `self.text`."""
         new = sequence[len(self.text) :]
         self.text += new
         for token in new if self._counts_output else ():
-            self._counts_V[self._place(token)] += 1
+            self._counts_V[token] += 1
+            self._may_change_V[token] = True
         if new and self.matcher:
             self.matcher.extend(new)
 
@@ -110,17 +109,19 @@ class TextFilters:
     def _penalise(self, logits_NV: Tensor, paths: Rows) -> None:
         """Applies bias and penalties, in the order of vLLM, with OpenAI's meaning."""
         counted = paths if self._counts_output else []
-        guessed = [(n, self._place(token)) for n, path in enumerate(counted) for token in path]
-        U = len(self._places)
-        if not U:
+        V = logits_NV.shape[1]  # a drafter's vocabulary may be smaller
+        guessed = [(n, token) for n, path in enumerate(counted) for token in path if token < V]
+        rows, tokens = torch.tensor(guessed, dtype=torch.int64).view(-1, 2).unbind(1)
+        self._may_change_V[tokens] = True
+        ids_U = self._may_change_V[:V].nonzero().flatten()
+        if not len(ids_U):
             return
-        counts_NU = self._counts_V[:U].repeat(len(paths), 1)
-        places = torch.tensor(guessed, dtype=torch.int64).view(-1, 2).unbind(1)
+        counts_NU = self._counts_V[ids_U].repeat(len(paths), 1)
+        places = (rows, torch.searchsorted(ids_U, tokens.contiguous()))
         counts_NU.index_put_(places, torch.ones(()), accumulate=True)
-        is_known_U = self._ids_V[:U] < logits_NV.shape[1]  # a drafter's vocabulary may be smaller
-        ids_U = self._ids_V[:U][is_known_U].to(logits_NV.device)
-        tensors = (self._bias_V[:U], self._in_prompt_V[:U], counts_NU)
-        bias_U, in_prompt_U, counts_NU = (it[..., is_known_U].to(logits_NV) for it in tensors)
+        tensors = (self._bias_V[ids_U], self._in_prompt_V[ids_U], counts_NU)
+        bias_U, in_prompt_U, counts_NU = (it.to(logits_NV) for it in tensors)
+        ids_U = ids_U.to(logits_NV.device)
         x_NU = logits_NV.index_select(1, ids_U) + bias_U
         params = self._params
         if (penalty := params.repetition_penalty) != 1:
@@ -132,12 +133,6 @@ class TextFilters:
         if params.presence_penalty:
             x_NU = x_NU - params.presence_penalty * (counts_NU > 0).to(x_NU)
         logits_NV.index_copy_(1, ids_U, x_NU)
-
-    def _place(self, token: int) -> int:
-        """Index of a token in the tensors of counts; a token not seen before gets the next one."""
-        place = self._places.setdefault(token, len(self._places))
-        self._ids_V[place] = token
-        return place
 
 
 def filtered_logits(
