@@ -93,11 +93,6 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def graph_pool(device: torch.device, *, wanted: bool) -> GraphPool | None:
-    """A pool for the CUDA graphs of a run; None unless they are `wanted` and the device a GPU."""
-    return GraphPool(device) if wanted and device.type == "cuda" else None
-
-
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
     """The sampling settings that captured graphs apply: one of `wanted`, if possible above 0.
     Raises `InputError` if settings differ in the filters that are on."""

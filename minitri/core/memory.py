@@ -23,7 +23,7 @@ from minitri.core.decoding.level import Level
 from minitri.core.drafters.draft_model import DraftRunner
 from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import FaultError, NotFiniteError, shorten
-from minitri.core.graphs import GraphPool, graph_pool
+from minitri.core.graphs import GraphPool
 from minitri.core.model.llama import Llama
 from minitri.core.offload.allocation import allocate_full_cache, room_for
 from minitri.core.offload.host_memory import HostMemory
@@ -138,7 +138,8 @@ def allocate(
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held:  # before captures overwrite the first slots of empty rows
         prefix.adopt(held)
-    graphs = graphs or graph_pool(target.device, wanted=shape.generation.cuda_graphs)
+    if not graphs and shape.generation.cuda_graphs and target.device.type == "cuda":
+        graphs = GraphPool(target.device)
     filters = shape.sampling
     V = target.config.vocab_size
     runners: dict[str, ModelRunner] = {}

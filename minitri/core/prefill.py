@@ -55,9 +55,8 @@ def read_chunk(
     `watch` see `prefill`. `scores` gets `log_probs` of the tokens that follow each one read."""
     start = full.lengths[b]
     piece = prompt[start : min(start + chunk, len(prompt) - 1)]
-    queries_LBTHD = None
-    if watch:
-        queries_LBTHD = empty_queries(model, 1, min(max_queries or chunk, len(piece)))
+    num_queries = min(max_queries or chunk, len(piece))
+    queries_LBTHD = empty_queries(model, 1, num_queries) if watch else None
     with model.execution.reading():
         hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
     full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])

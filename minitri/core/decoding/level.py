@@ -88,8 +88,8 @@ class Level(Stage):
         self.stats.num_rounds += self.gamma * sum(active)
         with self._meter.round(self.stats, num_tokens=self.gamma):
             if isinstance(self.runner, DraftRunner) and self.runner.can_guess(self.source):
-                numbers_BN = self.source.numbers([self.gamma - 1] * len(starts), starts, active)
-                tokens_BN, probs_BNV = self.runner.guess(sequences, active, numbers_BN)
+                how = (self.gamma, self.source)
+                tokens_BN, probs_BNV = self.runner.guess(sequences, active, *how)
             else:
                 probs = [self.runner.next_probs(sequences, active).probs_BNV[:, 0]]
                 tokens = [self.source.sample(probs[0], starts, active)]
@@ -161,8 +161,7 @@ class Level(Stage):
         nobody = [False] * B
         if isinstance(self.runner, DraftRunner):
             for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter and not plan.tree}:
-                numbers_BN = self.source.numbers([gamma1 - 1] * B, [0] * B, nobody)
-                self.runner.guess([[0]] * B, nobody, numbers_BN)
+                self.runner.guess([[0]] * B, nobody, gamma1, self.source)
         # Where the retrieval level is the lowest stage, it guesses token by token.
         elif any(plan.method == self.stats.name for plan in plans):
             self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], nobody)

@@ -48,10 +48,7 @@ def probs_of_rows(
 
 def greedy_probs(logits_NV: Tensor) -> Tensor:
     """One-hot distributions of the likeliest tokens; the lowest id wins a tie."""
-    V = logits_NV.shape[-1]
-    best_N1 = logits_NV.amax(-1, keepdim=True)
-    ids = torch.arange(V, device=logits_NV.device)
-    tokens_N1 = torch.where(logits_NV == best_N1, ids, V - 1).amin(-1, keepdim=True)
+    best_N1, tokens_N1 = logits_NV.max(-1, keepdim=True)
     ones_N1 = 1 + 0 * best_N1  # NaN where the logits are not finite
     return torch.zeros_like(logits_NV).scatter_(-1, tokens_N1, ones_N1)
 

@@ -31,10 +31,13 @@ class DraftRunner(ModelRunner):
         is_one_call = self.model.execution.round and not isinstance(source, CoupledSource)
         return bool(self.graphs or is_one_call) and not any(self.text_filters)
 
-    def guess(self, sequences: Rows, active: Active, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def guess(
+        self, sequences: Rows, active: Active, N: int, source: RandomSource
+    ) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, by distributions (B, N, V), which it also returns."""
+        starts = [len(sequence) for sequence in sequences]
+        numbers_BN = source.numbers([N - 1] * len(starts), starts, active)
         fresh = self.unread(sequences, active)
-        N = numbers_BN.shape[1]
         if self.graphs:
             size = self.cache.settings.max_block  # one size, so that graphs are few
             packed_4BT = pack_block(self.model, fresh, self.cache, size)

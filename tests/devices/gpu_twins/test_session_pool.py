@@ -23,12 +23,14 @@ TRIFORCE = SpeculationConfig("triforce", **GAMMAS, **SETTINGS)
 def pools(lengths_on_the_device, monkeypatch):
     """The pools of graphs that runs have made; engines behave as on a GPU."""
     made = []
+    allocate = memory.allocate
 
-    def graph_pool(device, *, wanted):
+    def allocate_on_gpu(models, shape, **how):
         made.append(CpuPool())
-        return made[-1] if wanted else None
+        graphs = made[-1] if shape.generation.cuda_graphs else None
+        return allocate(models, shape, graphs=graphs, **how)
 
-    monkeypatch.setattr(memory, "graph_pool", graph_pool)
+    monkeypatch.setattr(memory, "allocate", allocate_on_gpu)
     return made
 
 
