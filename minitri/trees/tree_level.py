@@ -18,7 +18,6 @@ from minitri.core.decoding.noise import gumbel_argmax, gumbel_scores
 from minitri.core.decoding.random_source import CoupledSource, IndependentSource
 from minitri.core.decoding.verification import Active, Emitted, Output, Proposal, Rows
 from minitri.core.model.cache import gather_path
-from minitri.core.runner import ModelRunner
 from minitri.core.settings import StepPlan
 from minitri.trees.tree_shape import TreeShape, shape_of
 from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, walk
@@ -27,7 +26,6 @@ from minitri.trees.walk import MISSING, TreeProposal, draw_children, likeliest, 
 class TreeLevel(Level):
     """A `Level` that guesses trees if the step's plan has a tree, and verifies chains and trees."""
 
-    runner: ModelRunner
     source: IndependentSource | CoupledSource
 
     def capture(self, plans: Iterable[StepPlan]) -> None:

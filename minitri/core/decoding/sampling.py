@@ -64,28 +64,27 @@ def filtered_probs(
         cutoff_N1 = scores.topk(top_k).values[..., -1:]
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_top_p:
-        sizes = [size for size in TOP_P_PREFIXES if size < scores.shape[-1] and not sort_all]
-        cutoff_N1 = _top_p_cutoff(scores, scores.logsumexp(-1, keepdim=True), top_p, sizes)
+        cutoff_N1 = _top_p_cutoff(scores, top_p, sort_all=sort_all)
         scores = scores.masked_fill(scores < cutoff_N1, -math.inf)
     if has_min_p:
         scores = scores.masked_fill(scores < log_min_p, -math.inf)
     return scores.softmax(-1)
 
 
-def _top_p_cutoff(
-    scores_NV: Tensor, log_totals_N1: Tensor, top_p: float | Tensor, sizes: Sequence[int]
-) -> Tensor:
-    """The lowest score (N, 1) in the smallest set of tokens of mass `top_p`, sought among the
-    `sizes[0]` likeliest tokens; rows that need more try the next size, at last all."""
-    best = scores_NV.topk(sizes[0]).values if sizes else scores_NV.sort(descending=True).values
-    probs = (best - log_totals_N1).exp()
-    before = running_sums(probs) - probs  # mass of the likelier tokens
-    num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
-    cutoff_N1 = best.gather(-1, num_kept_N1 - 1)
-    if sizes and (more_N := num_kept_N1.squeeze(1) == sizes[0]).any():
-        more = (scores_NV[more_N], log_totals_N1[more_N])
-        cutoff_N1[more_N] = _top_p_cutoff(*more, top_p, sizes[1:])
-    return cutoff_N1
+def _top_p_cutoff(scores_NV: Tensor, top_p: float | Tensor, *, sort_all: bool) -> Tensor:
+    """The lowest score (N, 1) in the smallest set of tokens of mass `top_p`. Unless `sort_all`, the
+    host looks at the likeliest tokens first, and at more of them if a row needs more."""
+    V = scores_NV.shape[-1]
+    log_totals_N1 = scores_NV.logsumexp(-1, keepdim=True)
+    for size in (*TOP_P_PREFIXES, V):
+        is_all = sort_all or size >= V
+        best = scores_NV.sort(descending=True).values if is_all else scores_NV.topk(size).values
+        probs = (best - log_totals_N1).exp()
+        before = running_sums(probs) - probs  # mass of the likelier tokens
+        num_kept_N1 = (before < top_p).sum(-1, keepdim=True).clamp_min(1)
+        if is_all or (num_kept_N1 < size).all():
+            break
+    return best.gather(-1, num_kept_N1 - 1)
 
 
 def sample(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:

@@ -62,9 +62,8 @@ class Proposal:
         more_words = max(0, 1 + max(itertools.chain(*forced)) - V)
         probs_BNV = F.pad(self.probs_BNV, (0, more_words, 0, more_tokens))
         for b, row in enumerate(forced):
-            if row:
-                ids_N = torch.tensor(row, device=probs_BNV.device)
-                probs_BNV[b, : len(row)] = F.one_hot(ids_N, V + more_words)
+            probs_BNV[b, : len(row)] = 0
+            probs_BNV[b, range(len(row)), row] = 1
         return self.of(tokens, probs_BNV, origins, failed=self.failed)
 
     @functools.cached_property
