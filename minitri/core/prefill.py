@@ -30,44 +30,34 @@ def prefill(
     chunk: int,
     watch: Callable[[Tensor], None] | None = None,
     max_queries: int | None = None,
+    scores: list[LogProbs] | None = None,
+    num_top: int = 0,
+    size: Callable[[], int] | None = None,
 ) -> Iterator[int]:
     """Reads a prompt without its last token into row b; yields after each chunk how many tokens the
     row holds. `watch` gets rotated queries (L, T, H, D) of each chunk's last `max_queries` tokens,
-    None: of all. If `full` is in host memory, reads layer by layer, unless `watch` wants all."""
-    if isinstance(full, OffloadedFullCache) and (not watch or max_queries):
+    None: of all. `scores` gets `log_probs` of the tokens that follow each one read. `size` gives
+    the length of the next chunk, by default always `chunk`. If `full` is in host memory, reads
+    layer by layer, unless `watch` wants all, or with `scores` or `size`."""
+    is_plain = not size and scores is None
+    if isinstance(full, OffloadedFullCache) and is_plain and (not watch or max_queries):
         yield from read_by_layers(model, prompt, full, b, chunk, watch, max_queries or 0)
-    while full.lengths[b] < len(prompt) - 1:
-        yield read_chunk(model, prompt, full, b, chunk, watch, max_queries)
-
-
-def read_chunk(
-    model: Llama,
-    prompt: list[int],
-    full: FullCache,
-    b: int,
-    chunk: int,
-    watch: Callable[[Tensor], None] | None = None,
-    max_queries: int | None = None,
-    scores: list[LogProbs] | None = None,
-    num_top: int = 0,
-) -> int:
-    """Reads the next chunk of a prompt into row b; returns how many tokens the row holds. For
-    `watch` see `prefill`. `scores` gets `log_probs` of the tokens that follow each one read."""
-    start = full.lengths[b]
-    piece = prompt[start : min(start + chunk, len(prompt) - 1)]
-    num_queries = min(max_queries or chunk, len(piece))
-    queries_LBTHD = empty_queries(model, 1, num_queries) if watch else None
-    with model.execution.reading():
-        hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
-    full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
-    if scores is not None:
-        for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
-            end = start + len(hidden_NE)
-            scores += log_probs(model.logits(hidden_NE), prompt[start + 1 : end + 1], num_top)
-            start = end
-    if watch and queries_LBTHD is not None:
-        watch(queries_LBTHD[:, 0])
-    return full.lengths[b]
+    while (start := full.lengths[b]) < len(prompt) - 1:
+        longest = size() if size else chunk
+        piece = prompt[start : min(start + longest, len(prompt) - 1)]
+        num_queries = min(max_queries or longest, len(piece))
+        queries_LBTHD = empty_queries(model, 1, num_queries) if watch else None
+        with model.execution.reading():
+            hidden_1TE = read_block(model, [piece], full.row(b), queries_LBTHD, is_prompt=True)
+        full.advance([len(piece) if b == other else 0 for other in range(len(full.lengths))])
+        if scores is not None:
+            for hidden_NE in hidden_1TE[0].split(SCORED_AT_ONCE):
+                end = start + len(hidden_NE)
+                scores += log_probs(model.logits(hidden_NE), prompt[start + 1 : end + 1], num_top)
+                start = end
+        if watch and queries_LBTHD is not None:
+            watch(queries_LBTHD[:, 0])
+        yield full.lengths[b]
 
 
 def read_by_layers(

@@ -17,7 +17,7 @@ from minitri.core.drafters.plugin import PluggedDrafter
 from minitri.core.graphs import GraphPool
 from minitri.core.memory import Memory, Models
 from minitri.core.offload.streams import clock_of
-from minitri.core.prefill import prefill, read_chunk
+from minitri.core.prefill import prefill
 from minitri.core.requests import Row
 from minitri.core.roofline import CPU, GPU, NARROW_CPU, Workload, bytes_per_pass
 from minitri.core.shape import MemoryShape
@@ -117,22 +117,25 @@ class Stack:
             max_reused = 0
         num_read = memory.prefix.take(b, self.sequences, max(0, max_reused))
         row.stats.num_cached_tokens = num_read
-        where = (self.target, prompt, memory.full, b)
         run = self.shape.generation
-        chunk = run.prefill_chunk
-        is_by_layers = memory.full.is_hosted and not self._is_open and scores is None
-        # A generator, advanced only for a prompt whose K and V go to host memory.
-        by_layers = prefill(*where, chunk=chunk, watch=watch, max_queries=max_queries)
-        while memory.full.lengths[b] < last:
-            before = num_read
-            if is_by_layers:
-                num_read = next(by_layers)
-            else:
-                # Shorter chunks while other rows wait for their next token.
-                size = min(chunk, run.shared_chunk) if self._busy else chunk
-                num_top = row.request.generation.logprobs or 0
-                num_read = read_chunk(*where, size, watch, max_queries, scores, num_top)
-            self.stats.num_prefilled_tokens += num_read - before
+
+        def size() -> int:  # shorter chunks while other rows wait for their next token
+            return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
+
+        for num_done in prefill(
+            self.target,
+            prompt,
+            memory.full,
+            b,
+            chunk=run.prefill_chunk,
+            watch=watch,
+            max_queries=max_queries,
+            scores=scores,
+            num_top=row.request.generation.logprobs or 0,
+            size=size if self._is_open or not memory.full.is_hosted else None,
+        ):
+            self.stats.num_prefilled_tokens += num_done - num_read
+            num_read = num_done
             if num_read < last:
                 yield num_read
         self.stats.num_prefilled_tokens += 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from minitri import GenerationConfig, Idle, Request, SpeculationConfig
-from minitri.core import generation, stack
+from minitri.core import generation, prefill
 from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.errors import FaultError
 from tests.conftest import ends_of, tiny_engine
@@ -60,7 +60,7 @@ def test_one_row_of_four_fails_alone_and_leaves_nothing(method, tree, damaged):
 
 
 SHORT = {  # what fails, and when
-    "a prompt": (stack, "read_chunk", lambda model, prompt, full, b, *_: full.lengths[b] > 40),
+    "a prompt": (prefill, "read_block", lambda model, blocks, cache, *_: cache.lengths[0] > 40),
     "scores": (generation, "log_probs", lambda logits_NV, tokens, num_top: num_top == 5),
     "a rebuild": (RetrievalCache, "commit", lambda cache, b, _: cache.num_tokens[b] > 90),
 }
@@ -72,10 +72,10 @@ def test_a_row_for_which_memory_is_short_fails_alone(what, monkeypatch):
     owner, name, is_short = SHORT[what]
     function = getattr(owner, name)
 
-    def call(*given):
+    def call(*given, **named):
         if is_short(*given):
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return function(*given)
+        return function(*given, **named)
 
     how = {"prefill_chunk": 16, "method": "retrieval", "coupled": True, **SIZES}
     with tiny_engine() as engine, engine.open(batch_size=2, reserve=200, **how) as run:
