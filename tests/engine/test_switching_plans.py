@@ -32,7 +32,7 @@ def forced(monkeypatch, plans) -> None:
 
 def test_a_drafter_that_was_left_out_for_long_knows_the_text_again(monkeypatch):
     """A drafter that is the target, with a window that holds everything, is always right. By a
-    clock that is a second later whenever it is read, each pass or call of a stage takes a second."""
+    clock that is a second later whenever it is read, each call of a stage takes a second."""
     target = tiny_model(tiny_config())
     forced(monkeypatch, [AR] * 30 + [NAIVE] * 10)
     prompts, draft = [random_prompt(target.config, 20)], near_copy(target, 0.0)
