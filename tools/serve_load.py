@@ -5,12 +5,11 @@
 
 Starts `python -m minitri serve` and sends prompts of 10 to 1,000 tokens, log-uniformly mixed, and
 of `--long-share` of the requests 1,000 to `--longest`; the first have `--longest`. One client in
-ten leaves its answers in the middle, one in ten reads slowly through a small window; each has a
-loopback address of its own. Every request must end with a whole answer, a refusal (429 or 503) or
-its client's leaving; else it is lost. At the end some texts are asked for again, alone.
-Times are those of clients that neither leave nor are slow; a gap is between two pieces of text, a
-short prompt has less than 100 tokens. Exits with 1 if the server lost an answer, changed a text,
-kept a row or did not end well.
+ten leaves its answers in the middle, one in ten reads slowly; each has its own address. One request
+in ten has a grammar, one in a hundred an impossible one. Every request must end with a whole
+answer, a refusal or its client's leaving; else it is lost. Some texts are asked for again, alone.
+Times are those of clients that neither leave nor are slow; short prompts have less than 100 tokens.
+Exits with 1 if the server lost an answer, changed a text, kept a row or did not end well.
 """
 
 import asyncio
@@ -18,6 +17,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import socket
 import string
@@ -46,10 +46,8 @@ from minitri.files.checkpoint import placements
 from tools.flags import positive
 from tools.weight_pieces import described
 
-LONG = 1000
-"""Tokens from which on a prompt is long."""
-NUM_LONGEST = 16
-"""First requests with the longest prompt: rows keep the memory that they once took."""
+LONG = 1000  # tokens from which on a prompt is long
+NUM_LONGEST = 16  # first requests with the longest prompt: rows keep the memory they once took
 PATIENCE = 1800  # seconds of silence after which a request is lost
 
 
@@ -62,8 +60,7 @@ class Outcome:
     kind: str
     end: str = "lost"  # or answered, refused, left
     text: str = ""
-    waits: list[float] = field(default_factory=list)
-    """Seconds to the first piece of text, and from each to the next."""
+    waits: list[float] = field(default_factory=list)  # seconds before each piece of text
 
 
 @dataclass
@@ -103,16 +100,15 @@ class Load:
         outcome = Outcome(number, num_tokens, kind)
         fields = {"prompt": prompt, "seed": number, "max_tokens": self.args.new_tokens}
         fields |= {"temperature": 1.0, "stream": True, "ignore_eos": True}
+        form = grammar(number)
+        fields |= {"ignore_eos": False, "structured_outputs": form} if form else {}
         leaves_after = number % 10 if kind == "leaves" else None
         before = time.monotonic()
         try:
             async with http.stream("POST", "/v1/completions", json=fields) as answer:
-                if answer.status_code in (429, 503):
+                if answer.status_code in (429, 503, 400 * ("json" in form)):
                     outcome.end = "refused"
                     await asyncio.sleep(0.2)
-                    return outcome
-                if answer.status_code == 200 and leaves_after == 0:  # the prompt is being read
-                    outcome.end = "left"
                     return outcome
                 async for line in answer.aiter_lines():
                     if len(outcome.waits) == leaves_after:
@@ -125,7 +121,8 @@ class Load:
                         outcome.text += choice["text"]
                         outcome.waits.append(time.monotonic() - before)
                         before = time.monotonic()
-                    if choice["finish_reason"]:
+                    reason = choice["finish_reason"]
+                    if reason == "length" or (reason and re.fullmatch(form["regex"], outcome.text)):
                         outcome.end = "answered"
                     if kind == "slow":
                         await asyncio.sleep(0.05)
@@ -157,11 +154,10 @@ class Load:
         result: dict[str, Any] = {end: sum(it.end == end for it in outcomes) for end in kinds}
         result |= await self.check(outcomes)
         timed = [it for it in outcomes if it.end == "answered" and not it.kind]
-        result |= {"seconds": seconds} | times("", timed)
-        result |= times("short_", [it for it in timed if it.num_tokens < 100])
         mib.append(self.resident_mib())
-        most = {"mib_at_most": max(mib)}
-        return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": mib[-1]} | most
+        result |= {"seconds": seconds, "mib_at_most": max(mib)} | times("", timed)
+        result |= times("short_", [it for it in timed if it.num_tokens < 100])
+        return result | {"mib_after_a_tenth": mib[0], "mib_at_the_end": mib[-1]}
 
     async def check(self, outcomes: list[Outcome]) -> dict[str, Any]:
         """Checks for rows that are still busy, and for texts that differ when asked alone."""
@@ -170,8 +166,7 @@ class Load:
         differ = []
         async with self.connect() as http:
             await asyncio.sleep(2)  # for the last rows to be free
-            health = await http.get("/health")
-            busy = json.loads(health.content or "{}").get("requests", 0)
+            busy = (await http.get("/health")).json()["requests"]
             for one in sample:
                 again = (await self.ask(http, one.number)).text
                 if one.text != (again if one.end == "answered" else again[: len(one.text)]):
@@ -183,6 +178,13 @@ class Load:
         """Memory of the server's process, on Linux."""
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
         return round(pages * os.sysconf("SC_PAGE_SIZE") / (1 << 20), 1)
+
+
+def grammar(number: int) -> dict[str, Any]:
+    """Form of an answer, empty for most; the schemas among them take too long to compile."""
+    if number % 100 == 5:
+        return {"json": {"type": "integer", "multipleOf": 8_192_000 + number}}
+    return {"regex": f"[a-z]{{4}}-[0-9]{{{number % 20}}}"} if number % 10 == 5 else {}
 
 
 def times(name: str, outcomes: list[Outcome]) -> dict[str, float]:
@@ -200,7 +202,7 @@ def write_tiny(folder: Path, context: int, **sizes: int) -> None:
     """A random Llama whose tokens are the characters of ASCII; `sizes` of its config."""
     symbols = [*string.ascii_letters, *string.digits, *string.punctuation, "Ġ", "Ċ"]
     vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *symbols])}
-    config = ModelConfig(2, 32, 64, 1, 1, 16, len(vocabulary), context)
+    config = ModelConfig(2, 32, 64, 1, 1, 16, len(vocabulary), context, eos_token_ids=(2,))
     config = replace(config, **sizes)  # type: ignore[arg-type]  # all are numbers
     places = placements(Llama(config, dtype=torch.float32, device=torch.device("meta")))
     torch.manual_seed(0)
@@ -245,8 +247,7 @@ def build_parser() -> OneLineParser:
     for name, default in {"clients": 50, "requests": 1000, "new-tokens": 32, "check": 50}.items():
         add(f"--{name}", type=positive, metavar="N", default=default, help="(default: %(default)s)")
     add("--longest", type=positive, metavar="N", help="prompt (default: 100000 if tiny, or 2000)")
-    share: dict[str, Any] = {"type": float, "metavar": "P", "default": 0.01}
-    add("--long-share", **share, help="of prompts over 1000 tokens (default: %(default)s)")
+    add("--long-share", type=float, metavar="P", default=0.01, help="of prompts over 1000 tokens")
     add("--server-flags", default="--coupled --dtype float32", help="(default: %(default)s)")
     add("--json", action="store_true", help="the figures as JSON on standard output")
     return parser

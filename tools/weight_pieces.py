@@ -26,8 +26,7 @@ from minitri.core.errors import InputError, explain
 from minitri.files.checkpoint import open_checkpoint
 from minitri.files.fetch import locate
 
-LIMIT = 31_000_000
-"""Bytes of a piece."""
+LIMIT = 31_000_000  # bytes of a piece
 RUN = 4_000_000
 """Numbers of a matrix that stay together; so much room is left for names, too."""
 

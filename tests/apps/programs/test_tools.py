@@ -59,12 +59,14 @@ def test_a_shape_decodes_by_every_method(method, wanted):
 
 @pytest.mark.slow
 def test_a_load_loses_no_request_and_changes_no_text(call):
-    """One client in ten leaves, one reads slowly; every answer is asked for again."""
+    """One client in ten leaves, one reads slowly; every answer is asked for again. One request has
+    a grammar, and one a grammar that nothing can compile."""
     flags = "--requests 20 --clients 10 --longest 300 --new-tokens 12 --check 20 --json -q"
     code, out, err = call(serve_load.main, *flags.split())
     assert code == 0, err
     result = json.loads(out)
-    assert result["answered"] + result["left"] == result["asked_again"] == 20
+    assert result["answered"] + result["left"] == result["asked_again"] == 19
+    assert result["refused"] == 1
     assert result["left"] >= 1
     assert result["lost"] == result["texts_that_differ"] == result["busy_at_the_end"] == 0
     assert result["gap_ms_p50"] <= result["gap_ms_p95"] <= result["gap_ms_p99"]
