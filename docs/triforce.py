@@ -9,7 +9,8 @@ proposers guess first, and the model with all its KV, the target, verifies many 
     retrieval  the target with the chunks that matter now  verifies them, until it has gamma2
     target     the target with the full cache              verifies these: what it accepts is text
 
-Whatever is guessed, the text follows the target's own distribution. § is a section of the paper.
+Whatever is guessed, the text follows the target's own distribution. A guess was sampled from q, its
+proposer's distribution; p is the verifier's at the same place. § is a section of the paper.
 Shapes: L layers, T tokens of a pass, N guesses, S slots of a cache, P = 2 (K and V), K KV heads, H
 query heads, R = T H / K, D size of a head, E hidden size, V vocabulary, C chunks of M tokens.
 """
@@ -250,8 +251,7 @@ class DraftStage(Stage):
         return tokens[:NUM_SINKS] + tokens[NUM_SINKS:][-NUM_RECENT:]
 
     def read(self, tokens_T: Tensor, forward: Any) -> Tensor:
-        """Where there is no room for a pass, first moves the latest tokens next to the sinks."""
-        if self.length + self.room > self.kv_LSPKD.shape[1]:
+        if self.length + self.room > self.kv_LSPKD.shape[1]:  # keeps sinks and latest tokens
             latest = self.kv_LSPKD[:, self.length - NUM_RECENT : self.length].clone()
             self.length = NUM_SINKS + NUM_RECENT
             self.kv_LSPKD[:, NUM_SINKS : self.length] = latest
@@ -296,7 +296,7 @@ class OffloadedStage(Stage):
 
     def update(self, layer: int, slots_T: Tensor, kvr_T3KD: Tensor) -> Tensor:
         kv_SPKD = super().update(layer, slots_T, kvr_T3KD)
-        new = slice(self.length, self.length + len(slots_T))
+        new = slice(self.length, self.length + len(slots_T))  # arrives before the tokens are known
         self.kv_LSPKD[layer, new].copy_(kv_SPKD[new], non_blocking=True)
         return kv_SPKD
 
@@ -305,7 +305,7 @@ def capture(model: "Llama", stage: Stage) -> Callable[..., Tensor]:
     """A stage's pass as a CUDA graph (§4.3, implementation): one launch in place of thousands. Its
     shapes are fixed: a shorter block repeats its last token, and a mask hides invalid slots."""
     num_slots, places_T = stage.kv_LSPKD.shape[1], torch.arange(stage.room, device=model.device)
-    run = torch.cuda.make_graphed_callables(
+    run: Any = torch.cuda.make_graphed_callables(
         lambda inputs_3T: model.forward(inputs_3T, stage, num_slots), (places_T.repeat(3, 1),)
     )
 
@@ -410,7 +410,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
     return Llama(config, lent | weights, tokenizer)
 
 
-def read_gguf(path: Path) -> tuple[dict[str, Tensor], Tokenizer]:
+def read_gguf(path: Path) -> tuple[dict[str, Tensor], Any]:
     """Weights, dequantized, and tokenizer of SmolLM2-135M, whose sizes are also its drafter's."""
     import gguf
 
