@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-PREFILL_CHUNK, CHUNK_SIZE = 512, 8  # tokens that are read at a time; that are retrieved together
+CHUNK_SIZE = 8  # tokens that are retrieved together
 NUM_SINKS, NUM_RECENT = 4, 252  # first and latest tokens that the drafter sees
 HUB = Path("~/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct").expanduser()
 FETCHED = Path(os.environ.get("MINITRI_WEIGHTS", "~/.cache/minitri")).expanduser() / "smollm2-135m"
@@ -169,7 +169,7 @@ class Stage:
         self.num_read -= surplus
         unread = text[self.num_read :]
         if len(unread) > self.room:  # line 2
-            for chunk in torch.tensor(self.window(unread[:-1])).split(PREFILL_CHUNK):
+            for chunk in torch.tensor(self.window(unread[:-1])).split(512):
                 self.read(chunk, self.model.forward)
             self.num_read, unread = len(text) - 1, unread[-1:]
         hidden_TE = self.read(torch.tensor(unread + guesses), self.forward)
@@ -197,7 +197,6 @@ class Stage:
         return self.kv_LSPKD[layer]
 
     def update(self, layer: int, slots_T: Tensor, kvr_T3KD: Tensor) -> Tensor:
-        """Writes K and V of a pass, which come with raw K, and returns all slots (S, P, K, D)."""
         return self.layer(layer).index_copy_(0, slots_T, kvr_T3KD[:, :2])
 
 
@@ -352,7 +351,7 @@ class Llama:
         q_THD, raw_TKD, v_TKD = (part.unflatten(1, (-1, self.D)) for part in heads)
         q_THD = self.rotate(q_THD, angles)
         stage.query_LHD[layer] = q_THD[0]  # of the text's last token, if guesses follow
-        kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)
+        kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)  # K, V, raw K
         kv_SPKD = stage.update(layer, slots_T, kvr_T3KD)[: sees_RS.shape[1]]
         keys, values = kv_SPKD.permute(1, 2, 0, 3).unsqueeze(1)  # (1, K, S, D)
         q_1KRD = q_THD.transpose(0, 1).reshape(1, self.K, -1, self.D)
@@ -400,8 +399,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
         weights, tokenizer = read_gguf(path)
     else:
         weights = {k: w for file in path.glob("*.safetensors") for k, w in load_file(file).items()}
-        file = path / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
+        tokenizer = next(map(Tokenizer.from_file, map(str, path.glob("tokenizer.json"))), None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, weight in weights.items():
         weights[name] = weight.to(device, dtype if weight.is_floating_point() else torch.int64)
@@ -414,9 +412,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Tensor], Any]:
     """Weights, dequantized, and tokenizer of SmolLM2-135M, whose sizes are also its drafter's."""
     import gguf
 
+    if not path.name.startswith("SmolLM2-135M"):
+        raise ValueError(f"{path} is not SmolLM2-135M's GGUF file; give a folder, or use minitri")
     reader, weights = gguf.GGUFReader(path), dict[str, Tensor]()
-    if reader.fields["general.size_label"].contents() != "135M":
-        raise ValueError(f"{path} is not the default model; give a folder instead")
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     names |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     names |= {f"attn_{part}": f"self_attn.{part[0]}_proj" for part in ("q", "k", "v", "output")}
@@ -454,10 +452,12 @@ def make_stages(model: Llama, how: Any, num_tokens: int) -> tuple[Any, Retrieval
 def parse(words: list[str] | None = None) -> Namespace:
     """The flags of the program."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, help="file; --rule is token, block or coupled")
     parser.add_argument("--offload", action="store_true", help="keep the full cache on the host")
     for name, default in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default}")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"default: {default}"
+        )
     how = parser.parse_args(words)
     numbers = how.gamma1, how.gamma2, how.budget, how.prompt_tokens, how.new_tokens
     if min(numbers) < 1 or how.temperature < 0 or how.rule not in ("token", "block", "coupled"):
