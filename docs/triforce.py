@@ -84,15 +84,16 @@ def verify(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor, accept: A
 
 
 def accept_by_token(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
-    """Token rule (§2.1; Leviathan et al. 2023, algorithm 1): x passes if u q(x) < p(x)."""
-    passes = (u_N[i] * q_NV[i, x] < p_NV[i, x] for i, x in enumerate(tokens))
-    return next((i for i, passed in enumerate(passes) if not passed), len(tokens)), 1.0
+    """Token rule (§2.1; Leviathan et al. 2023): guess x passes with probability p(x) / q(x)."""
+    for i, x in enumerate(tokens):
+        if u_N[i] * q_NV[i, x] >= p_NV[i, x]:
+            return i, 1.0
+    return len(tokens), 1.0
 
 
 def accept_by_block(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
-    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2; newer than the paper): keeps
-    x_1 .. x_i with probability `keep`, of which `passes` is not for longer prefixes. On average it
-    accepts no fewer. Returns how many are kept, and their `keep`, which scales p after them."""
+    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2; newer than the paper): accepts
+    more. x_1 .. x_i stay with probability `keep` in all; `passes` is for no longer prefix."""
     num_accepted, kept, keep = 0, 1.0, 1.0
     for i, x in enumerate(tokens):
         keep = passes = min(1.0, keep * float(p_NV[i, x]) / float(q_NV[i, x]))
@@ -164,9 +165,8 @@ class Stage:
     def probs(self, text: list[int], guesses: list[int]) -> Tensor:
         """Distributions (N + 1, V) after the text and each guess, by a pass over what the cache
         lacks. The text's last token may be in place of a rejected guess, so it is always read."""
-        surplus = max(0, self.num_read - len(text) + 1)
-        self.length -= surplus
-        self.num_read -= surplus
+        kept = min(self.num_read, len(text) - 1)
+        self.length, self.num_read = self.length - self.num_read + kept, kept
         unread = text[self.num_read :]
         if len(unread) > self.room:  # line 2
             for chunk in torch.tensor(self.window(unread[:-1])).split(512):
@@ -204,24 +204,28 @@ class RetrievalStage(Stage):
     """The target with `budget` tokens of the full cache: the chunks that matter now (§4.1), the
     least important first, for each layer and KV head; after them come the guesses."""
 
-    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; slot of the next; length
+    num_exact, next_slot, built_at = (
+        0,
+        0,
+        -torch.inf,
+    )  # tokens considered; the next one's slot; last build
 
     def follow(self, target: Stage, num_tokens: int) -> None:
         """Line 30: forgets the block, and takes the target's K and V of new tokens: to free slots,
         then over the least important (§4.3). At a stride, first chooses chunks anew (§3.2)."""
-        budget = self.how.budget
-        if num_tokens - self.built_at >= budget // 2:
+        if num_tokens - self.built_at >= self.how.budget // 2:
             self.build(target, num_tokens)
-        exact_LTPKD = target.kv_LSPKD[:, self.num_exact : num_tokens].to(self.model.device)
         end = self.next_slot + num_tokens - self.num_exact
-        self.kv_LSPKD[:, [slot % budget for slot in range(self.next_slot, end)]] = exact_LTPKD
-        self.next_slot, self.length = end, min(end, budget)
+        slots = [slot % self.how.budget for slot in range(self.next_slot, end)]
+        exact_LTPKD = target.kv_LSPKD[:, self.num_exact : num_tokens]
+        self.kv_LSPKD[:, slots] = exact_LTPKD.to(self.model.device)
+        self.next_slot, self.length = end, min(end, self.how.budget)
         self.num_read = self.num_exact = num_tokens
         self.offset = num_tokens - self.length
 
     def build(self, target: Stage, num_tokens: int) -> None:
         """Chooses chunks by the attention of the target's latest query to the mean of their keys: a
-        softmax per query head, summed by KV head. The first and latest are always chosen."""
+        softmax per query head, summed by KV head. The first and latest chunks always stay."""
         M, N = CHUNK_SIZE, num_tokens // CHUNK_SIZE
         C = min(N, self.how.budget // M)
         heads_K = torch.arange(self.model.K, device=self.model.device)
@@ -350,7 +354,7 @@ class Llama:
         heads = (self.linear(x_TE, f"{name}{part}_proj") for part in "qkv")
         q_THD, raw_TKD, v_TKD = (part.unflatten(1, (-1, self.D)) for part in heads)
         q_THD = self.rotate(q_THD, angles)
-        stage.query_LHD[layer] = q_THD[0]  # of the text's last token, if guesses follow
+        stage.query_LHD[layer] = q_THD[0]  # in verification that of the text's last token
         kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)  # K, V, raw K
         kv_SPKD = stage.update(layer, slots_T, kvr_T3KD)[: sees_RS.shape[1]]
         keys, values = kv_SPKD.permute(1, 2, 0, 3).unsqueeze(1)  # (1, K, S, D)
