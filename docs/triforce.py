@@ -204,11 +204,7 @@ class RetrievalStage(Stage):
     """The target with `budget` tokens of the full cache: the chunks that matter now (§4.1), the
     least important first, for each layer and KV head; after them come the guesses."""
 
-    num_exact, next_slot, built_at = (
-        0,
-        0,
-        -torch.inf,
-    )  # tokens considered; the next one's slot; last build
+    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; their end; last build
 
     def follow(self, target: Stage, num_tokens: int) -> None:
         """Line 30: forgets the block, and takes the target's K and V of new tokens: to free slots,
@@ -354,7 +350,7 @@ class Llama:
         heads = (self.linear(x_TE, f"{name}{part}_proj") for part in "qkv")
         q_THD, raw_TKD, v_TKD = (part.unflatten(1, (-1, self.D)) for part in heads)
         q_THD = self.rotate(q_THD, angles)
-        stage.query_LHD[layer] = q_THD[0]  # in verification that of the text's last token
+        stage.query_LHD[layer] = q_THD[0]  # of the text's last token, when it verifies
         kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)  # K, V, raw K
         kv_SPKD = stage.update(layer, slots_T, kvr_T3KD)[: sees_RS.shape[1]]
         keys, values = kv_SPKD.permute(1, 2, 0, 3).unsqueeze(1)  # (1, K, S, D)
