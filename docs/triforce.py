@@ -30,7 +30,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
-PREFILL_CHUNK, CHUNK_SIZE = 512, 8  # tokens that are read at a time; that are retrieved together
+CHUNK_SIZE = 8  # tokens that are retrieved together
 NUM_SINKS, NUM_RECENT = 4, 252  # first and latest tokens that the drafter sees
 HUB = Path("~/.cache/huggingface/hub/models--HuggingFaceTB--SmolLM2-135M-Instruct").expanduser()
 FETCHED = Path(os.environ.get("MINITRI_WEIGHTS", "~/.cache/minitri")).expanduser() / "smollm2-135m"
@@ -84,15 +84,16 @@ def verify(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor, accept: A
 
 
 def accept_by_token(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
-    """Token rule (§2.1; Leviathan et al. 2023, algorithm 1): x passes if u q(x) < p(x)."""
-    passes = (u_N[i] * q_NV[i, x] < p_NV[i, x] for i, x in enumerate(tokens))
-    return next((i for i, passed in enumerate(passes) if not passed), len(tokens)), 1.0
+    """Token rule (§2.1; Leviathan et al. 2023): guess x passes with probability p(x) / q(x)."""
+    for i, x in enumerate(tokens):
+        if u_N[i] * q_NV[i, x] >= p_NV[i, x]:
+            return i, 1.0
+    return len(tokens), 1.0
 
 
 def accept_by_block(tokens: list[int], q_NV: Tensor, p_NV: Tensor, u_N: Tensor) -> Any:
-    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2; newer than the paper): keeps
-    x_1 .. x_i with probability `keep`, of which `passes` is not for longer prefixes. On average it
-    accepts no fewer. Returns how many are kept, and their `keep`, which scales p after them."""
+    """Block rule (Sun et al. 2024, arXiv 2403.10444, algorithm 2; newer than the paper): accepts
+    more. x_1 .. x_i stay with probability `keep` in all; `passes` is for no longer prefix."""
     num_accepted, kept, keep = 0, 1.0, 1.0
     for i, x in enumerate(tokens):
         keep = passes = min(1.0, keep * float(p_NV[i, x]) / float(q_NV[i, x]))
@@ -164,12 +165,11 @@ class Stage:
     def probs(self, text: list[int], guesses: list[int]) -> Tensor:
         """Distributions (N + 1, V) after the text and each guess, by a pass over what the cache
         lacks. The text's last token may be in place of a rejected guess, so it is always read."""
-        surplus = max(0, self.num_read - len(text) + 1)
-        self.length -= surplus
-        self.num_read -= surplus
+        kept = min(self.num_read, len(text) - 1)
+        self.length, self.num_read = self.length - self.num_read + kept, kept
         unread = text[self.num_read :]
         if len(unread) > self.room:  # line 2
-            for chunk in torch.tensor(self.window(unread[:-1])).split(PREFILL_CHUNK):
+            for chunk in torch.tensor(self.window(unread[:-1])).split(512):
                 self.read(chunk, self.model.forward)
             self.num_read, unread = len(text) - 1, unread[-1:]
         hidden_TE = self.read(torch.tensor(unread + guesses), self.forward)
@@ -197,7 +197,6 @@ class Stage:
         return self.kv_LSPKD[layer]
 
     def update(self, layer: int, slots_T: Tensor, kvr_T3KD: Tensor) -> Tensor:
-        """Writes K and V of a pass, which come with raw K, and returns all slots (S, P, K, D)."""
         return self.layer(layer).index_copy_(0, slots_T, kvr_T3KD[:, :2])
 
 
@@ -205,24 +204,24 @@ class RetrievalStage(Stage):
     """The target with `budget` tokens of the full cache: the chunks that matter now (§4.1), the
     least important first, for each layer and KV head; after them come the guesses."""
 
-    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; slot of the next; length
+    num_exact, next_slot, built_at = 0, 0, -torch.inf  # tokens considered; their end; last build
 
     def follow(self, target: Stage, num_tokens: int) -> None:
         """Line 30: forgets the block, and takes the target's K and V of new tokens: to free slots,
         then over the least important (§4.3). At a stride, first chooses chunks anew (§3.2)."""
-        budget = self.how.budget
-        if num_tokens - self.built_at >= budget // 2:
+        if num_tokens - self.built_at >= self.how.budget // 2:
             self.build(target, num_tokens)
-        exact_LTPKD = target.kv_LSPKD[:, self.num_exact : num_tokens].to(self.model.device)
         end = self.next_slot + num_tokens - self.num_exact
-        self.kv_LSPKD[:, [slot % budget for slot in range(self.next_slot, end)]] = exact_LTPKD
-        self.next_slot, self.length = end, min(end, budget)
+        slots = [slot % self.how.budget for slot in range(self.next_slot, end)]
+        exact_LTPKD = target.kv_LSPKD[:, self.num_exact : num_tokens]
+        self.kv_LSPKD[:, slots] = exact_LTPKD.to(self.model.device)
+        self.next_slot, self.length = end, min(end, self.how.budget)
         self.num_read = self.num_exact = num_tokens
         self.offset = num_tokens - self.length
 
     def build(self, target: Stage, num_tokens: int) -> None:
         """Chooses chunks by the attention of the target's latest query to the mean of their keys: a
-        softmax per query head, summed by KV head. The first and latest are always chosen."""
+        softmax per query head, summed by KV head. The first and latest chunks always stay."""
         M, N = CHUNK_SIZE, num_tokens // CHUNK_SIZE
         C = min(N, self.how.budget // M)
         heads_K = torch.arange(self.model.K, device=self.model.device)
@@ -351,8 +350,8 @@ class Llama:
         heads = (self.linear(x_TE, f"{name}{part}_proj") for part in "qkv")
         q_THD, raw_TKD, v_TKD = (part.unflatten(1, (-1, self.D)) for part in heads)
         q_THD = self.rotate(q_THD, angles)
-        stage.query_LHD[layer] = q_THD[0]  # of the text's last token, if guesses follow
-        kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)
+        stage.query_LHD[layer] = q_THD[0]  # of the text's last token, when it verifies
+        kvr_T3KD = torch.stack((self.rotate(raw_TKD, angles), v_TKD, raw_TKD), 1)  # K, V, raw K
         kv_SPKD = stage.update(layer, slots_T, kvr_T3KD)[: sees_RS.shape[1]]
         keys, values = kv_SPKD.permute(1, 2, 0, 3).unsqueeze(1)  # (1, K, S, D)
         q_1KRD = q_THD.transpose(0, 1).reshape(1, self.K, -1, self.D)
@@ -400,8 +399,7 @@ def load(path: Path, device: torch.device, lent: dict[str, Tensor]) -> Llama:
         weights, tokenizer = read_gguf(path)
     else:
         weights = {k: w for file in path.glob("*.safetensors") for k, w in load_file(file).items()}
-        file = path / "tokenizer.json"
-        tokenizer = Tokenizer.from_file(str(file)) if file.exists() else None
+        tokenizer = next(map(Tokenizer.from_file, map(str, path.glob("tokenizer.json"))), None)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for name, weight in weights.items():
         weights[name] = weight.to(device, dtype if weight.is_floating_point() else torch.int64)
@@ -414,9 +412,9 @@ def read_gguf(path: Path) -> tuple[dict[str, Tensor], Any]:
     """Weights, dequantized, and tokenizer of SmolLM2-135M, whose sizes are also its drafter's."""
     import gguf
 
+    if not path.name.startswith("SmolLM2-135M"):
+        raise ValueError(f"{path} is not SmolLM2-135M's GGUF file; give a folder, or use minitri")
     reader, weights = gguf.GGUFReader(path), dict[str, Tensor]()
-    if reader.fields["general.size_label"].contents() != "135M":
-        raise ValueError(f"{path} is not the default model; give a folder instead")
     names = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
     names |= {"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}
     names |= {f"attn_{part}": f"self_attn.{part[0]}_proj" for part in ("q", "k", "v", "output")}
@@ -454,10 +452,12 @@ def make_stages(model: Llama, how: Any, num_tokens: int) -> tuple[Any, Retrieval
 def parse(words: list[str] | None = None) -> Namespace:
     """The flags of the program."""
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("text", type=Path)
+    parser.add_argument("text", type=Path, help="file; --rule is token, block or coupled")
     parser.add_argument("--offload", action="store_true", help="keep the full cache on the host")
     for name, default in FLAGS.items():
-        parser.add_argument(f"--{name}", type=type(default), default=default, help=f"{default}")
+        parser.add_argument(
+            f"--{name}", type=type(default), default=default, help=f"default: {default}"
+        )
     how = parser.parse_args(words)
     numbers = how.gamma1, how.gamma2, how.budget, how.prompt_tokens, how.new_tokens
     if min(numbers) < 1 or how.temperature < 0 or how.rule not in ("token", "block", "coupled"):
