@@ -71,8 +71,8 @@ def test_k_and_v_that_are_reused_are_those_of_a_prefill_to_the_bit(prompt, tmp_p
     engine = minitri.load(folder, dtype="bfloat16", device="cpu")
     if not engine.model.execution.is_row_invariant:
         pytest.skip("no compiled kernels here")
-    talk = [*prompt, *say(engine, prompt)[0], 9, 8, 7]
-    for num_cached in (103, 0, 3 * BLOCK):  # of a row in memory, of nothing, of the store
+    talk = [*prompt, *say(engine, prompt)[0], *range(3, 33)]
+    for num_cached in (119, 0, 4 * BLOCK):  # of a row in memory, of nothing, of the store
         text, num_held = say(engine, talk)
         assert num_held == num_cached
         engine.save_kv(tmp_path / "text.kv")
