@@ -1,10 +1,9 @@
-"""The one place where logits become distributions, and what stands next to a row in a block."""
+"""The one place where logits become distributions."""
 
 import pytest
 import torch
 
 from minitri.core.decoding.sampling import probs_from_logits
-from minitri.core.decoding.verification import Proposal
 from minitri.core.model.block import read_block
 from minitri.core.runner import ModelRunner, Passes
 from minitri.core.settings import SamplingParams
@@ -46,16 +45,3 @@ def test_a_bfloat16_models_distributions_are_float32(sampling):
     assert probs.dtype == torch.float32
     exact = probs_from_logits(logits.double(), sampling)
     assert (probs - exact).abs().max() < 1e-6
-
-
-def test_a_row_of_a_ragged_block_is_what_it_is_alone():
-    """A row without guesses stands next to one that has two."""
-    model = tiny_model(tiny_config())
-    texts, guesses = [random_prompt(model.config, 7), [5, 6]], [[], [1, 2]]
-    runner = ModelRunner(Passes(model, new_cache(model.config, 2), FILTERED, 64))
-    proposal = Proposal.of(guesses, torch.ones(2, 2, 1), guesses)
-    probs_BNV = runner.next_probs(texts, [True] * 2, proposal).probs_BNV
-    for probs_NV, text, own in zip(probs_BNV, texts, guesses, strict=True):
-        for n in range(len(own) + 1):
-            _, wanted = after(model, text + own[:n], FILTERED, 64)
-            assert torch.allclose(probs_NV[n], wanted[0], atol=1e-6)

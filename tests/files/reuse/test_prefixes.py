@@ -7,12 +7,11 @@ import math
 import pytest
 import torch
 
-import minitri
 from minitri import GenerationConfig, Idle, Request, SamplingParams, SpeculationConfig
 from minitri.core.caches.full import FullCache
 from minitri.core.caches.prefixes import PrefixCache
 from minitri.core.requests import End, Token
-from tests.conftest import ends_of, refused, tiny_engine, write_hf_folder
+from tests.conftest import ends_of, refused, tiny_engine
 from tests.core.policies import policy_of
 from tests.core.rigs import new_cache, random_prompt, tiny_config
 from tests.devices.gpu_twins.conftest import offloaded
@@ -151,24 +150,6 @@ def test_slots_that_passes_of_others_wrote_over_are_put_back(adopted, taken_by):
     assert prefix.take(taken_by, texts, 40) == 30
     for ours, wanted in zip(full.tokens(taken_by, 0, 30), exact, strict=True):
         assert torch.equal(ours, wanted)
-
-
-def test_on_compiled_kernels_texts_are_equal_to_the_bit(tmp_path):
-    """Tokens that were generated are read again, as decoding rounds otherwise than a prefill. Heads
-    are wide enough for tiles."""
-    folder = write_hf_folder(tmp_path / "model", head_dim=32)
-    engine = minitri.load(folder, dtype="bfloat16", device="cpu")
-    if not engine.model.execution.is_row_invariant:
-        pytest.skip("no compiled kernels here")
-    document = random_prompt(engine.config, 150, seed=1)
-    first, _ = say(engine, [document])
-    prompt = [*document, *first[0], 9, 8, 7]
-    held = []
-    for ask in (say, fresh):
-        ask(engine, [prompt])
-        engine.save_kv(tmp_path / "kv")
-        held.append((tmp_path / "kv").read_bytes())
-    assert held[0] == held[1]
 
 
 def test_a_cache_in_host_memory_serves_too_but_not_after_ctrl_c_in_a_step(monkeypatch):
