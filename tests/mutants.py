@@ -68,7 +68,7 @@ engine/test_families.py::test_logits_equal_those_of_transformers_and_of_a_gguf_f
 core/caches/test_retrieval_cache.py::test_what_is_read_after_the_chosen_stands_where_it_does_in_the_text
   positions of slots, not of tokens | core.model.block:pack_block: cache.next_positions => cache.lengths
 files/reuse/test_prefixes.py::test_ctrl_c_in_the_middle_of_a_step_loses_nothing_that_was_certain
-  guesses in flight count as certain | core.decoding.level:Level.propose: [[*sequence] for sequence in sequences] => sequences
+  guesses in flight count as certain | core.caches.prefixes:PrefixCache._reusable: min(self._full.lengths[b], most - 1) => self._full.lengths[b]
 # Stops
 test_properties.py::test_a_stop_string_ends_a_text_at_the_same_place_however_it_is_cut
   the first stop string of the list, not of the text | text.text_stream:TextReader.__call__: min(ends) => ends[0]
