@@ -141,4 +141,4 @@ def by_temperature(done: list[Done], what: str, name: str) -> dict[float, list[f
     return grouped(select(done, what=what), "temperature", name)
 
 
-COURT = Item("court", cells, measure, show, 3, 20)
+COURT = Item("court", cells, measure, show, 5, 20)
