@@ -22,7 +22,7 @@ from minitri.core.caches.retrieval import RetrievalCache
 from minitri.core.model.cache import BlockKV, gather_path, write_block
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
-from minitri.core.offload.streams import CopyStream
+from minitri.core.offload.streams import CopyStream, synchronize
 from minitri.core.settings import LONGEST_BLOCK, round_up_to_stride
 
 
@@ -137,21 +137,21 @@ class OffloadedFullCache(FullCache):
         if first >= 0:
             hosted_LTPKD = self.latest_LBTPKD[:, b, first : first + end - start]
         else:
-            self.stream.synchronize()
+            synchronize(self.device)
             hosted_LTPKD = self.host_LBSPKD[:, b, start:end].to(self.device)
         keys, values = hosted_LTPKD.transpose(1, 3).unbind(2)
         return torch.cat((keys_LKTD, keys)), torch.cat((values_LKTD, values))
 
     def held_layers(self, b: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield from super().layers(b)
-        self.stream.synchronize()
+        synchronize(self.device)
         yield from zip(*self.host_LBSPKD[:, b].transpose(1, 3).unbind(2), strict=True)
 
     def write(self, layer: int, b: int, keys_KTD: Tensor, values_KTD: Tensor) -> None:
         if layer < self.on_chip:
             super().write(layer, b, keys_KTD, values_KTD)
             return
-        self.stream.synchronize()
+        synchronize(self.device)
         new_TPKD = torch.stack((keys_KTD, values_KTD), 1).transpose(0, 2)
         self.host_LBSPKD[layer - self.on_chip, b, : len(new_TPKD)] = new_TPKD
         self.latest_starts[b] = self.capacity

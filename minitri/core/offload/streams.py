@@ -29,9 +29,6 @@ class CopyStream:
         """Keeps a tensor's memory from reuse while copies on this stream still read it."""
         tensor.record_stream(self._stream)
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self._stream.device)
-
 
 class CudaClock(Clock):
     """A clock of a GPU's work by CUDA events, which `settle` reads when the host waits anyway."""

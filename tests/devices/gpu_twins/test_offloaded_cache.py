@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from minitri.core.offload import offloaded_cache
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
 from minitri.core.prefill import prefill
 from minitri.core.settings import LONGEST_BLOCK
@@ -125,9 +126,10 @@ def spans(tensor) -> list[tuple[int, int]]:
     ("method", "on_chip", "tree"),
     [("autoregressive", 0, ""), ("retrieval", 1, ""), ("retrieval", 4, ""), ("naive", 3, "6")],
 )
-def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree):
+def test_every_conflict_is_put_in_order_by_events(method, on_chip, tree, monkeypatch):
     """Blocks are not kept, buffers keep their layer, and rows are read after the run."""
     target, recorder = tiny_model(CONFIG), Recorder()
+    monkeypatch.setattr(offloaded_cache, "synchronize", lambda _: recorder.synchronize())
     with recorder:
         full = offloaded(on_chip, stream=recorder)
         recorder.watch(full)
