@@ -162,8 +162,7 @@ def run_command(args: Namespace) -> None:
 
 
 def placement(needs: Demand, site: Site, host_bytes: float, on_chip: int) -> dict[str, Any]:
-    """GiB with the KV of `on_chip` layers on the device; ms per token by the fastest step plan, and
-    alone, without speculation."""
+    """GiB with the KV of `on_chip` layers on the device; ms per token, by a plan and alone."""
     work = Workload(  # of each GPU at the end of the context
         needs.config,
         needs.draft,

@@ -1,1 +1,0 @@
-"""The audit: is the sampling of a server, of ours or another's, lossless?"""

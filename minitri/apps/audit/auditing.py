@@ -177,8 +177,7 @@ def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
 
 
 def known(place: Place, power: float) -> dict[str, float]:
-    """Distribution of the token at a place, given that it is one of those reported: by their
-    probabilities to a power."""
+    """Distribution of the token at a place among those reported: by a power of their odds."""
     weights = {
         name: math.exp(power * log) for name, log in place.top.items() if not IS_ODD.fullmatch(name)
     }

@@ -1,1 +1,0 @@
-"""Questions and answers at a terminal."""

@@ -14,7 +14,6 @@ from typing import Any
 
 import minitri
 from minitri import GenerationConfig, InputError, Request
-from minitri.apps.chat.archive import Archive, state_folder
 from minitri.apps.chat.conversation import TALK_TOKENS, Conversation, Turn
 from minitri.apps.cli import arguments
 from minitri.apps.cli.boot import load_weights, open_engine, sampling_of
@@ -27,6 +26,7 @@ from minitri.core.fields import check_names
 from minitri.core.log import log
 from minitri.core.requests import Row
 from minitri.core.stats import num_common
+from minitri.files.archive import Archive, state_folder
 from minitri.text.prompt_ids import as_seeds, next_seed
 
 say = log.warning  # with --quiet, too
@@ -66,8 +66,7 @@ class Chat:
         return f"{config.name}  {used} of {config.context_length} tokens{self._speed}"
 
     def obey(self, typed: str) -> str:
-        """Answers a question or obeys a command; logs what is wrong with it, and returns a question
-        that failed, to be edited."""
+        """Answers a question or obeys a command; returns a question that failed, to be edited."""
         line = typed.strip()
         is_question = not line.startswith("/") and line not in ("quit", "exit", "clear")
         name, _, value = line.removeprefix("/").partition(" ")

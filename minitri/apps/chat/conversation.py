@@ -81,9 +81,8 @@ class Conversation:
     def with_documents(
         self, texts: Mapping[str, str], config: ModelConfig, args: Namespace
     ) -> "Conversation":
-        """A copy with more documents, by name, in place of others of the name. --fit and
-        --max-prompt-tokens cut the longest of all documents to one length. Raises `InputError` if
-        the context has no room for them."""
+        """A copy with more documents, by name, in place of others of the name. Flags may cut the
+        longest to one length. Raises `InputError` if the context has no room for them."""
         named = {document.name: document for document in self.documents}
         for name, text in texts.items():
             ids = self.tokenizer.encode_marked(text.strip())
@@ -139,8 +138,8 @@ class Conversation:
         return ids
 
     def slide(self, turns: Sequence[Turn], most: int) -> Sequence[Turn]:
-        """The latest turns that fit in `most` tokens, at least the last one. A quarter of them goes
-        at a time, so that few questions make the model read all turns again."""
+        """The latest turns that fit in `most` tokens, at least the last one."""
+        # A quarter goes at a time, so that few questions make the model read all turns again.
         while len(turns) > 1 and len(self.ids(turns)) > most:
             turns = turns[(len(turns) + 3) // 4 :]
         return turns

@@ -1,1 +1,0 @@
-"""Parts that programs share: flags, exit codes, inputs, reports."""

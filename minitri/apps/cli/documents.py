@@ -62,15 +62,13 @@ def _text_of(content: bytes) -> tuple[str, str]:
 
 
 def read_text(file: str, flag: str) -> str:
-    """The UTF-8 text of the file that a flag names, or of standard input (`-`). Raises
-    `InputError`."""
+    """UTF-8 text of the file that a flag names, `-`: standard input. Raises `InputError`."""
     decode = functools.partial(str, encoding="utf-8-sig")
     return join().ask_first(lambda: read_file(file, flag, "a file of UTF-8 text", decode))
 
 
 def read_file(file: str, flag: str, wanted: str, decode: Callable[[bytes], Text]) -> Text:
-    """The content of the file that a flag names, or of standard input (`-`), after `decode`. Raises
-    `InputError`, which says what is `wanted`."""
+    """Decoded content of a flag's file. Raises `InputError`, which says what is `wanted`."""
     name = "standard input" if file == "-" else f"{flag} {shorten(file)}"
     with explain(f"{name} cannot be read", f"give {wanted}"):
         with nullcontext(sys.stdin.buffer) if file == "-" else Path(file).open("rb") as stream:

@@ -58,9 +58,8 @@ def many(args: Namespace, answer_all: Callable[..., Iterator[Json]]) -> int:
 
 
 def answered(file: Any, name: str) -> dict[str, bool]:
-    """Keys of the answers in the --output file of this name, which it locks, and whether they are
-    errors. Cuts off an incomplete last line. Raises `InputError` if the file holds something else,
-    and leaves it as it is."""
+    """Keys of the answers in an --output file, which it locks, and whether each is an error. Cuts
+    off an incomplete last line. Raises `InputError` if the file is another one."""
     import fcntl  # not everywhere
 
     with explain(f"--output {shorten(name)} cannot be continued", "name another file"):

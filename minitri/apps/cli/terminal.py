@@ -43,9 +43,8 @@ def stream(
     show: bool,
     file: Any = None,
 ) -> None:
-    """Runs one prompt of a model, with a progress bar, and a line where it takes minutes to read;
-    prints the text if `show`, to `file` or else to standard output. A Ctrl-C stops the run after
-    the next event, a second one at once."""
+    """Runs one prompt with a progress bar, prints the text if `show`, to `file` if there is one.
+    A Ctrl-C stops the run after the next event, a second one at once."""
     is_stopped = False
 
     def stop(*_: object) -> None:
@@ -73,8 +72,7 @@ def stream(
 
 
 def seconds_left(config: minitri.ModelConfig, seconds: float, read: PrefillProgress) -> float:
-    """Seconds until a prompt is read whose first chunk took `seconds`, by FLOPs: each token attends
-    to all before it."""
+    """Seconds until a prompt is read whose first chunk took `seconds`, predicted by FLOPs."""
     cached, done, total = (
         Workload(config, None, n // 2, 0).read("target", n - 1).flops
         for n in (read.num_cached, read.num_done, read.num_tokens)

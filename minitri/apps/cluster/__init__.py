@@ -1,1 +1,0 @@
-"""A file of prompts, answered by many engines on a Ray cluster."""

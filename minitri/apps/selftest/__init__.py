@@ -1,1 +1,0 @@
-"""The self-test: speculation changes neither a text nor its distribution."""

@@ -22,8 +22,7 @@ class Martingale:
     num_tokens: int = 0
 
     def add(self, token: int, probs: Any, scores: Any) -> None:
-        """Adds a token sampled from `probs`; these and `scores` are vectors of NumPy or PyTorch,
-        with an entry for each token that there is."""
+        """Adds a token sampled from `probs`, which has an entry for each token, as `scores` has."""
         deviations = scores - probs @ scores
         self.total += float(deviations[token])
         self.variance += float(probs @ deviations**2)

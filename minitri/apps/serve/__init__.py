@@ -1,1 +1,0 @@
-"""A server for one machine: one model at the OpenAI endpoints that clients use."""

@@ -16,7 +16,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """The HTTP error that reports an exception to the client; a bug's traceback is in the log."""
+    """The HTTP error that reports an exception to the client."""
     match error:
         case ApiError():
             return error

@@ -16,10 +16,10 @@ from rich.console import Console
 import minitri
 from minitri import InputError
 from minitri.apps.chat import at_terminal
-from minitri.apps.chat.archive import NOWHERE, Archive, state_folder
 from minitri.apps.chat.chatting import COMMANDS, Chat, build_parser, main
 from minitri.apps.chat.conversation import Conversation, Turn
 from minitri.core.log import log
+from minitri.files.archive import NOWHERE, Archive, state_folder
 from minitri.text.chat_template import ChatTemplate
 from minitri.text.special_tokens import SpecialTokens
 from minitri.text.tokenizer import Tokenizer

@@ -1,1 +1,0 @@
-"""Bodies of the endpoints as pydantic models: what may be sent, and its JSON schemas."""

@@ -144,8 +144,7 @@ class ChatBody(Fields, Conversation):
 
 
 def messages_of(items: Any) -> object:
-    """Messages of a chat from the input of a response; calls that follow one another are of one
-    message. Raises `ValueError`."""
+    """Messages of a chat from a response's input, calls in a row as one. Raises `ValueError`."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     messages: list[Json] = []

@@ -1,1 +1,0 @@
-"""Chats of the server: messages and tools in, the parts of an answer out."""

@@ -118,8 +118,7 @@ def one_call_each(turns: Sequence[Json]) -> Iterator[Json]:
 
 
 def schemas_of(functions: Mapping[str, Function]) -> dict[str, str]:
-    """JSON Schemas of functions' arguments; of any object if llguidance does not know that one, or
-    `InputError` if the client wants it strict."""
+    """JSON Schemas of functions' arguments; any object for an unknown one, or `InputError`."""
     from llguidance import LLMatcher
 
     schemas: dict[str, str] = {}
