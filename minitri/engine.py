@@ -16,7 +16,7 @@ from minitri.core.drafters.plugin import Drafter
 from minitri.core.errors import InputError
 from minitri.core.generation import CLOSED, Generation
 from minitri.core.graphs import filters_of
-from minitri.core.memory import MemoryPool, Models, check_process, running
+from minitri.core.memory import MemoryPool, Models, check_process, computing
 from minitri.core.model.llama import Llama
 from minitri.core.requests import ALONE, End, Event, Prompt, Request, Row, check_run, settings_of
 from minitri.core.settings import MAX_ROWS, GenerationConfig, SamplingParams, SpeculationConfig
@@ -270,7 +270,7 @@ class Engine(AbstractContextManager["Engine"]):
 
     def save_kv(self, path: str | os.PathLike[str], note: str = "") -> int:
         """Writes K and V of the longest kept text to a file; returns its number of tokens."""
-        with running(self.models):
+        with computing(self.models):
             if (held := self._pool.held) is None:
                 raise InputError("there is no KV cache to save; let the engine read a prompt first")
             return write_snapshot(Path(path), held, origin_of(self.model), note)

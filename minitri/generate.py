@@ -88,7 +88,7 @@ def run_command(args: argparse.Namespace) -> int:
 def several(args: argparse.Namespace) -> int:
     """Writes several texts after one prompt, each when it is done."""
     engine, requests = prepare(args)
-    with boot.running(args, engine, requests) as run:
+    with boot.start_run(args, engine, requests) as run:
         for end in (event for event in run if isinstance(event, End)):
             log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
             text = {"index": end.row, **answer(run.rows[end.row])}
@@ -101,7 +101,7 @@ def one(args: argparse.Namespace) -> int:
     engine, requests = prepare(args)
     if args.color and not args.json:
         log.info(LEGEND)
-    with boot.running(args, engine, requests) as run:
+    with boot.start_run(args, engine, requests) as run:
         stream(run, args, engine.config, show=not args.json)
         print(json.dumps(report(engine, run, args)) if args.json else "", flush=True)
     return 0 if run.rows[0].finish_reason else 130

@@ -16,7 +16,7 @@ from minitri.core.decoding.sampling import log_probs
 from minitri.core.decoding.verification import Emitted
 from minitri.core.errors import InputError, NotFiniteError
 from minitri.core.graphs import filters_of
-from minitri.core.memory import MemoryPool, as_fault, running
+from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
 from minitri.core.scheduler import Chunk, Scheduler, Start, Step
@@ -50,7 +50,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         settings = (shape, prompts, [row.request for row in rows])
         pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
         is_open = make_row is not None
-        with running(pool.models):
+        with computing(pool.models):
             self._stack = stack = Stack(pool.open(shape, prompts), shape, is_open=is_open)
         self.stats = stack.stats
         self._scheduler = Scheduler(
@@ -64,7 +64,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         pool.runs.add(self)  # so that `Engine.close` ends it
 
     def __next__(self) -> Event:
-        with running(self._pool.models):
+        with computing(self._pool.models):
             try:
                 return next(self._events)
             except BaseException as error:
@@ -91,7 +91,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def close(self) -> None:
         """Ends the run and returns its memory to the pool; `next` then raises `StopIteration`."""
-        with running(self._pool.models):
+        with computing(self._pool.models):
             self._events.close()
             self._end()
 
@@ -99,7 +99,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         """Ends the run; with `is_kept` its memory returns to the pool, for reuse of K and V."""
         self._prompts.clear()
         if self._stack and is_kept:
-            for b in self._scheduler.running:
+            for b in self._scheduler.admitted:
                 self._stack.retire(b)
             self._pool.put(self._stack.memory, was_interrupted=was_interrupted)
         self._stack = None
@@ -148,7 +148,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         """The loop: admits requests and does the work of one turn, until no request is left."""
         while True:
             self._admit(stack)
-            if not self._scheduler.running:
+            if not self._scheduler.admitted:
                 if not self._make_row:
                     return
                 yield Idle()
@@ -169,7 +169,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
                 yield from events
 
     def _admit(self, stack: Stack) -> None:
-        for b, old in [*self._scheduler.running.items()]:
+        for b, old in [*self._scheduler.admitted.items()]:
             if old.finish_reason:
                 self._remove(stack, b)
         while row := self._scheduler.next_row():
@@ -185,7 +185,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         del self._prompts[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
-        row = self._scheduler.running[b]
+        row = self._scheduler.admitted[b]
         try:
             num_done = next(self._prompts[b])
             synchronize(stack.target.device)
@@ -198,7 +198,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
     def _emit(self, stack: Stack, emitted: dict[int, Emitted]) -> Iterator[Event]:
         """Yields events of the tokens that rows have `emitted`; removes rows that have ended."""
         eos = stack.target.config.eos_token_ids
-        for b, row in [*self._scheduler.running.items()]:  # the oldest request first
+        for b, row in [*self._scheduler.admitted.items()]:  # the oldest request first
             if not (new := emitted.get(b)):
                 continue
             try:
@@ -232,7 +232,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         fault = as_fault(error, self._pool.models)
         if fault is error or not self._make_row:
             raise error
-        row = self._scheduler.running[b]
+        row = self._scheduler.admitted[b]
         row.finish_reason = "failed"
         self._remove(stack, b, is_sound=not isinstance(error, NotFiniteError))
         return row.end(self.stats, fault)

@@ -73,7 +73,7 @@ def check_process(models: Models) -> None:
 
 
 @contextlib.contextmanager
-def running(models: Models) -> Iterator[None]:
+def computing(models: Models) -> Iterator[None]:
     """Context for all computation: holds the models' lock, and maps errors by `as_fault`."""
     check_process(models)
     try:

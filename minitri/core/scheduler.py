@@ -49,7 +49,7 @@ class Scheduler:
     ) -> None:
         """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory, and a closed
         run does not decode while it reads prompts. `is_captured`: all rows sample alike."""
-        self.running: dict[int, Row] = {}
+        self.admitted: dict[int, Row] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
@@ -69,23 +69,23 @@ class Scheduler:
 
     def cancel(self, number: int) -> None:
         """Drops the waiting request `number`, or marks a running one to leave before a turn."""
-        for row in [*self._waiting, *self.running.values()]:
+        for row in [*self._waiting, *self.admitted.values()]:
             if row.number == number:
                 row.finish_reason = CANCELLED
                 self._waiting.pop(row, None)
 
     @property
     def free_places(self) -> list[int]:
-        return [b for b in range(self._num_places) if b not in self.running]
+        return [b for b in range(self._num_places) if b not in self.admitted]
 
     def next_row(self) -> Row | None:
         """The waiting request to admit next, or None: of the client with the fewest running ones,
         then of that admitted least recently, the oldest request, or in an open run the shortest.
         In an open run unread long prompts take at most half of the batch."""
-        if len(self.running) == self._num_places:
+        if len(self.admitted) == self._num_places:
             return None
         waiting = [*self._waiting]
-        num_rows = Counter(row.request.client for row in self.running.values())
+        num_rows = Counter(row.request.client for row in self.admitted.values())
         clients = num_rows.keys() | {row.request.client for row in waiting}
         self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
         num_long = sum(num_left > self._max_chunk for num_left in self.unread.values())
@@ -99,7 +99,7 @@ class Scheduler:
             return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
 
         first = min(waiting, key=rank, default=None)
-        filters = {row.request.sampling for row in self.running.values()}
+        filters = {row.request.sampling for row in self.admitted.values()}
         if not first or (self._is_captured and filters - {first.request.sampling}):
             return None
         return first
@@ -109,11 +109,11 @@ class Scheduler:
         self._num_admitted += 1
         _, count = self.turns.get(row.request.client, (0, 0))
         self.turns[row.request.client] = (self._num_admitted, count + 1)
-        self.running[b] = row
+        self.admitted[b] = row
         self.unread[b] = len(row.prompt_ids)
 
     def remove(self, b: int) -> None:
-        del self.running[b]
+        del self.admitted[b]
         self.unread.pop(b, None)
 
     def note_read(self, b: int, num_left: int) -> None:
@@ -130,7 +130,7 @@ class Scheduler:
             interleaves = any(has_started) and not self._is_offloaded
             if self.unread and not (self._is_open or interleaves):
                 return
-        ready = [b for b in self.running if not has_started[b] and b not in self.unread]
+        ready = [b for b in self.admitted if not has_started[b] and b not in self.unread]
         if ready:
             yield Start(ready)
         if any(has_started):

@@ -52,7 +52,7 @@ class Run(Iterator[Event]):
                     case Chunk(b):
                         size = CHUNK if any(self.active) else 4 * CHUNK
                         self.scheduler.note_read(b, max(self.scheduler.unread[b] - size, 0))
-                        yield "read", self.scheduler.running[b].number
+                        yield "read", self.scheduler.admitted[b].number
                     case Start(rows):
                         yield from self.emit(rows)
                     case Step():
@@ -60,7 +60,7 @@ class Run(Iterator[Event]):
 
     def emit(self, rows: list[int]) -> Iterator[Event]:
         for b in rows:
-            number = self.scheduler.running[b].number
+            number = self.scheduler.admitted[b].number
             yield "token", number
             self.num_left[number] -= 1
             self.active[b] = self.num_left[number] > 0

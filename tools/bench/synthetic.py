@@ -28,7 +28,7 @@ from minitri.core.config import ModelConfig
 from minitri.core.decoding.random_source import IndependentSource
 from minitri.core.decoding.verification import Proposal
 from minitri.core.errors import InputError
-from minitri.core.memory import Models, running
+from minitri.core.memory import Models, computing
 from minitri.core.model.llama import Llama
 from minitri.core.offload.host_memory import HostMemory
 from minitri.core.offload.offloaded_cache import OffloadedFullCache
@@ -151,7 +151,7 @@ def sweep_contexts(setup: Setup, contexts: list[int]) -> dict[str, Any]:
     rows = []
     host = HostMemory(setup.device)  # for all runs: to page-lock it takes longer than they do
     for context in contexts:
-        with running(Models(target, target, draft)):
+        with computing(Models(target, target, draft)):
             alone = decode(target, draft, context, setup, "autoregressive", host=host)
             print(f"\n{context} tokens: autoregressive {json.dumps(alone)}", flush=True)
             together = decode(target, draft, context, setup, plan.method, copy, host=host)

@@ -71,7 +71,7 @@ def sampling_of(
 
 
 @contextlib.contextmanager
-def running(
+def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
     """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""

@@ -121,6 +121,6 @@ def answers(
         except InputError as error:
             yield head | {"error": args.in_flags(error)}
     if requests:
-        with boot.running(args, engine, requests) as run:
+        with boot.start_run(args, engine, requests) as run:
             for end in (event for event in run if isinstance(event, End)):
                 yield heads[end.row] | answer(run.rows[end.row])
