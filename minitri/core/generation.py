@@ -45,7 +45,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._pool = pool
         self._make_row = make_row
         self._num_requests = len(rows)
-        self._prompts: dict[int, Iterator[int]] = {}  # prefills by row of the batch
+        self._prefills: dict[int, Iterator[int]] = {}  # by row of the batch
         prompts = [row.prompt_ids for row in rows]
         settings = (shape, prompts, [row.request for row in rows])
         pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
@@ -97,7 +97,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
 
     def _end(self, *, is_kept: bool = True, was_interrupted: bool = False) -> None:
         """Ends the run; with `is_kept` its memory returns to the pool, for reuse of K and V."""
-        self._prompts.clear()
+        self._prefills.clear()
         if self._stack and is_kept:
             for b in self._scheduler.admitted:
                 self._stack.retire(b)
@@ -177,17 +177,17 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
             places = self._scheduler.free_places
             b = stack.memory.prefix.best_place(places, row.prompt_ids, row.request.owner)
             self._scheduler.admit(b, row)
-            self._prompts[b] = stack.admit(b, row)
+            self._prefills[b] = stack.admit(b, row)
 
     def _remove(self, stack: Stack, b: int, *, is_sound: bool = True) -> None:
         stack.retire(b, is_sound=is_sound)
         self._scheduler.remove(b)
-        del self._prompts[b]
+        del self._prefills[b]
 
     def _read_chunk(self, stack: Stack, b: int) -> PrefillProgress | End:
         row = self._scheduler.admitted[b]
         try:
-            num_done = next(self._prompts[b])
+            num_done = next(self._prefills[b])
             synchronize(stack.target.device)
         except (RuntimeError, MemoryError) as error:
             return self._fail(stack, b, error)

@@ -53,7 +53,7 @@ class Scheduler:
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
-        self.turns: dict[str, tuple[int, int]] = {}
+        self.latest_admissions: dict[str, tuple[int, int]] = {}
         """For each client the number of the latest admission, and how many it had in all."""
         self._num_places = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
@@ -87,14 +87,15 @@ class Scheduler:
         waiting = [*self._waiting]
         num_rows = Counter(row.request.client for row in self.admitted.values())
         clients = num_rows.keys() | {row.request.client for row in waiting}
-        self.turns = {client: turn for client, turn in self.turns.items() if client in clients}
+        for client in self.latest_admissions.keys() - clients:
+            del self.latest_admissions[client]
         num_long = sum(num_left > self._max_chunk for num_left in self.unread.values())
         if self._is_open and num_long >= max(1, self._num_places // 2):
             waiting = [row for row in waiting if len(row.prompt_ids) <= self._max_chunk]
 
         def rank(row: Row) -> tuple[int, int, int]:
             client = row.request.client
-            latest, count = self.turns.get(client, (self._waiting[row], 0))
+            latest, count = self.latest_admissions.get(client, (self._waiting[row], 0))
             is_for_oldest = not self._is_open or count % OLDEST_EVERY == 0
             return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
 
@@ -107,8 +108,8 @@ class Scheduler:
     def admit(self, b: int, row: Row) -> None:
         del self._waiting[row]
         self._num_admitted += 1
-        _, count = self.turns.get(row.request.client, (0, 0))
-        self.turns[row.request.client] = (self._num_admitted, count + 1)
+        _, count = self.latest_admissions.get(row.request.client, (0, 0))
+        self.latest_admissions[row.request.client] = (self._num_admitted, count + 1)
         self.admitted[b] = row
         self.unread[b] = len(row.prompt_ids)
 

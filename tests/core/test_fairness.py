@@ -141,7 +141,7 @@ def test_clients_that_come_again_do_not_overtake_one_that_waits():
     others = {run.ask(4, 2, client): client for client in "bc"}
     assert num_answers_before(run, others, {second}) <= 4
     run.until("end", run.ask(4, 2, "d"))
-    assert len(run.scheduler.turns) <= 3
+    assert len(run.scheduler.latest_admissions) <= 3
 
 
 def test_every_client_s_long_prompt_gets_its_turn_among_its_short_ones():
