@@ -51,7 +51,7 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         pool.models.target.execution.ranks.check_same("prompts, seeds or settings", settings)
         is_open = make_row is not None
         with computing(pool.models):
-            self._stack = stack = Stack(pool.open(shape, prompts), shape, is_open=is_open)
+            self._stack = stack = Stack(pool.acquire(shape, prompts), shape, is_open=is_open)
         self.stats = stack.stats
         self._scheduler = Scheduler(
             rows,

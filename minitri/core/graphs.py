@@ -26,7 +26,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs = 0
-        self.is_open = True  # whether new shapes are captured; else they run eagerly
+        self.is_capturing = True  # whether new shapes are captured; else they run eagerly
         self._device = device
         self._captured: dict[Any, Function] = {}
         if device.type == "cuda":
@@ -36,9 +36,9 @@ class GraphPool:
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
         """Calls the function on inputs, tensors or tuples of tensors; replays the graph of their
-        shapes, captured first while the pool is open. Raises `InputError` if a capture fails."""
+        shapes, first captured if `is_capturing`. Raises `InputError` if a capture fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
-        if self.is_open and key not in self._captured:
+        if self.is_capturing and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
         if key in self._captured:
             return self._captured[key](*inputs)

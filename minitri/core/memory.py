@@ -179,7 +179,7 @@ class MemoryPool:
         self._kept: Memory | None = None
         self._latest: int | None = None  # `id` of the memory in use: only its run keeps it alive
 
-    def open(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
+    def acquire(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
         kept = self._kept
         self._kept = self._latest = None

@@ -21,9 +21,9 @@ BACKENDS = ("triton", "flash", "math")  # of attention on a GPU
 MAX_ROWS = 8  # requests of a stream that run at the same time by default, if memory allows
 MAX_GAMMA = 64
 LONGEST_BLOCK = 1 + 2 * MAX_GAMMA  # tokens per row in a pass of decoding: the last, and guesses
-OPEN_GAMMA1 = (1, 2, 3, 4)
-OPEN_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
-OPEN_DEPTHS = (2, 4)  # OPEN_*: the autotuner's choices where a gamma or a tree's depth is not set
+AUTO_GAMMA1 = (1, 2, 3, 4)
+AUTO_GAMMA2 = (1, 2, 3, 4, 6, 8, 12, 16)
+AUTO_DEPTHS = (2, 4)  # AUTO_*: the autotuner's choices where a gamma or a tree's depth is not set
 MIN_TEMPERATURE = 1e-6
 STRIDE = 64  # a cache's number of slots is a multiple, so that all rows are aligned alike in memory
 SLIDE = 32  # tokens by which the window of a drafter's cache may exceed `num_recent_tokens`
@@ -253,11 +253,11 @@ class SpeculationConfig:
         """Combinations of method, gamma1, gamma2 and tree that these settings allow in a step."""
         tree = self.tree
         depth = parse_tree(tree)[1] or None
-        gammas1 = _choices(depth or self.gamma1, OPEN_DEPTHS if tree else OPEN_GAMMA1)
-        gammas2 = _choices(self.gamma2, OPEN_GAMMA2)
+        gammas1 = _choices(depth or self.gamma1, AUTO_DEPTHS if tree else AUTO_GAMMA1)
+        gammas2 = _choices(self.gamma2, AUTO_GAMMA2)
         # The lowest stage guesses trees: the retrieval level only where there is no drafter.
         lowest = tree * (self.method == "retrieval")
-        depths = _choices(depth or self.gamma2, OPEN_DEPTHS) if lowest else gammas2
+        depths = _choices(depth or self.gamma2, AUTO_DEPTHS) if lowest else gammas2
         pairs = itertools.product(gammas1, gammas2)
         plans = {
             "autoregressive": [StepPlan("autoregressive")],
@@ -279,6 +279,6 @@ class SpeculationConfig:
         return 2 * self.max_block
 
 
-def _choices(gamma: int | None, open_to: tuple[int, ...]) -> tuple[int, ...]:
-    """The gammas among which the autotuner chooses: `gamma` alone, if given, else `open_to`."""
-    return (gamma,) if gamma else open_to
+def _choices(gamma: int | None, choices: tuple[int, ...]) -> tuple[int, ...]:
+    """The gammas among which the autotuner chooses: `gamma` alone, if given, else `choices`."""
+    return (gamma,) if gamma else choices

@@ -69,14 +69,14 @@ class Stack:
         """Captures CUDA graphs of verdicts and guesses in all shapes, before steps are timed."""
         B = self.shape.num_rows
         V = self.target.config.vocab_size
-        graphs.is_open = True
+        graphs.is_capturing = True
         self.source.rule = functools.partial(graphs.run, self.source.rule)
         for size in {size for it in self.memory.runners.values() for size in it.block_sizes}:
             probs_BNV = torch.zeros(B, size, V, device=self.target.device)
             self.source.verify(Proposal.nothing(B), probs_BNV, [0] * B, [False] * B)
         for stage in self.cascade.stages:
             stage.capture(self.shape.speculation.plans)
-        graphs.is_open = False
+        graphs.is_capturing = False
         self.stats.num_graphs = graphs.num_graphs
 
     def admit(self, b: int, row: Row) -> Iterator[int]:

@@ -94,7 +94,7 @@ def test_a_capture_that_fails_is_one_line_and_a_closed_pool_captures_nothing():
     pool = CpuPool()
     with pytest.raises(InputError, match="not permitted.* cuda_graphs=False"):
         pool.run(Mock(side_effect=RuntimeError("not permitted")), torch.zeros(1))
-    pool.is_open = False
+    pool.is_capturing = False
     assert pool.run(torch.neg, torch.ones(1)) == -1
     assert pool.num_graphs == 0
 
