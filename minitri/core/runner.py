@@ -71,7 +71,7 @@ class Passes:
         probs_QV = probs_by_tensor(logits_BNV.flatten(0, 1), self.filters, self.numbers_3)
         return pad_vocabulary(probs_QV.reshape(logits_BNV.shape), self.vocab_size)
 
-    def round(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
+    def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])

@@ -112,7 +112,9 @@ class Meter:
     clock: Clock
 
     @contextmanager
-    def round(self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1) -> Iterator[None]:
+    def timed_round(
+        self, level: LevelStats, num_guesses: int = 0, num_tokens: int = 1
+    ) -> Iterator[None]:
         """Times a round of `level`: it verifies `num_guesses` per row, or samples `num_tokens`."""
 
         def take(seconds: float) -> None:

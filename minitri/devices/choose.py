@@ -100,7 +100,7 @@ def drafter_in_few_bits(model: Llama, wanted: str) -> Llama:
     lender = getattr(copy.lent_embedding, "__self__", copy)
     are_plain = lender.config.is_plain and copy.config.is_plain
     if lender.execution.is_row_invariant and lender.dtype == copy.dtype and are_plain:
-        copy.execution = replace(copy.execution, round=DraftRound(copy, lender).guess)
+        copy.execution = replace(copy.execution, draft_round=DraftRound(copy, lender).guess)
     return copy
 
 

@@ -86,7 +86,7 @@ class Level(Stage):
         """Samples `gamma` tokens of every active row on the device, in one call if possible."""
         starts = [len(sequence) for sequence in sequences]
         self.stats.num_rounds += self.gamma * sum(active)
-        with self._meter.round(self.stats, num_tokens=self.gamma):
+        with self._meter.timed_round(self.stats, num_tokens=self.gamma):
             if isinstance(self.runner, DraftRunner) and self.runner.can_guess(self.source):
                 how = (self.gamma, self.source)
                 tokens_BN, probs_BNV = self.runner.guess(sequences, active, *how)
@@ -115,7 +115,7 @@ class Level(Stage):
                 proposal = self.below.propose(sequences, guessing)
             if any(forced):
                 proposal = proposal.with_forced(forced, proposer)
-        with self._meter.round(self.stats, max(proposal.counts)):
+        with self._meter.timed_round(self.stats, max(proposal.counts)):
             emitted = self.verify(sequences, active, proposal)
             self._meter.clock.settle()  # waits for the device
         for b, row in enumerate(emitted):

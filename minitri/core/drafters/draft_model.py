@@ -28,7 +28,7 @@ class DraftRunner(ModelRunner):
     def can_guess(self, source: RandomSource) -> bool:
         """Whether `guess` serves all rows, whose random numbers come from `source`."""
         # A call of compiled kernels takes uniform numbers, not noise.
-        is_one_call = self.model.execution.round and not isinstance(source, CoupledSource)
+        is_one_call = self.model.execution.draft_round and not isinstance(source, CoupledSource)
         return bool(self.graphs or is_one_call) and not any(self.text_filters)
 
     def guess(
@@ -41,10 +41,10 @@ class DraftRunner(ModelRunner):
         if self.graphs:
             size = self.cache.settings.max_block  # one size, so that graphs are few
             packed_4BT = pack_block(self.model, fresh, self.cache, size)
-            output = self.graphs.run(self.passes.round, packed_4BT, numbers_BN)
+            output = self.graphs.run(self.passes.draft, packed_4BT, numbers_BN)
             tokens_BN, probs_BNV = (tensor.clone() for tensor in output)  # replays overwrite it
         else:
-            guess = self.model.execution.round
+            guess = self.model.execution.draft_round
             assert guess
             V = self.passes.vocab_size
             tokens_BN, probs_BNV = guess(self.cache, fresh, numbers_BN, self.sampling, V)

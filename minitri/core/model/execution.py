@@ -53,7 +53,7 @@ class Execution:
     decoding: Callable[[], AbstractContextManager[None]] = nullcontext  # `Stack` enters in steps
     reading: Callable[[], AbstractContextManager[None]] = nullcontext  # `prefill`, for each chunk
     probs: "Callable[[Tensor, SamplingParams], Tensor] | None" = None  # replaces probs_from_logits
-    round: "Round | None" = None  # all passes of a draft model's round in one call
+    draft_round: "Round | None" = None  # all passes of a draft model's round in one call
     is_narrow: bool = False  # see `roofline.NARROW_CPU`
     make_slots: MakeSlots | None = None  # in the layout that kernels read; None: plain tensors
     computed_by: str = ""  # kernels, processor and threads, or the kind of device

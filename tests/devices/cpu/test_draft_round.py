@@ -47,9 +47,9 @@ def check_rounds(models, sampling=FILTERED, **options) -> None:
     same by rounds in one call and by single passes."""
     target, draft = models
     single = copy.copy(draft)
-    single.execution = replace(draft.execution, round=None)
-    call = Mock(side_effect=draft.execution.round)
-    draft.execution = replace(draft.execution, round=call)
+    single.execution = replace(draft.execution, draft_round=None)
+    call = Mock(side_effect=draft.execution.draft_round)
+    draft.execution = replace(draft.execution, draft_round=call)
     settings = {"sampling": sampling, "method": "naive", "num_new": 999, **WINDOW, **options}
     rigs = [Rig(target, PROMPTS, draft=it, **settings) for it in (draft, single)]
     for rig in rigs:
@@ -96,7 +96,7 @@ def test_rounds_below_a_retrieval_level_have_these_bits():
 def test_what_does_not_fit_is_refused():
     target, draft = models_of("same", torch.float32)
     rig = Rig(target, PROMPTS, draft=draft, method="naive", gamma1=2)
-    runner, guess = rig.runners["draft"], draft.execution.round
+    runner, guess = rig.runners["draft"], draft.execution.draft_round
     rows, filters, V = [[1], [2, 3], [4]], runner.sampling, CONFIG.vocab_size
     numbers_BN = torch.zeros(3, 2, dtype=torch.float64)
     other = copy.copy(runner.cache)
@@ -120,9 +120,9 @@ def test_what_does_not_fit_is_refused():
 def test_what_one_call_cannot_do_is_done_by_single_passes():
     """Coupled noise; trees; embeddings of another number type."""
     target, draft = models_of("lent", torch.float32)
-    draft.execution = replace(draft.execution, round=Mock(side_effect=AssertionError))
+    draft.execution = replace(draft.execution, draft_round=Mock(side_effect=AssertionError))
     for options in ({"coupled": True}, {"tree": "2x2"}):
         Rig(target, PROMPTS, draft=draft, method="naive", num_new=9, **WINDOW, **options).run()
     draft.lent_embedding = tiny_model(CONFIG, dtype=torch.bfloat16).embed
-    draft.execution = replace(draft.execution, round=None)
-    assert drafter_in_few_bits(draft, "same").execution.round is None
+    draft.execution = replace(draft.execution, draft_round=None)
+    assert drafter_in_few_bits(draft, "same").execution.draft_round is None
