@@ -34,7 +34,7 @@ def begin(
     stack = Stack(allocate(models, shape, **memory), shape)
     for stage in stack.cascade.stages:
         if isinstance(stage, Level):
-            stage.source = (sources or {}).get(stage.stats.name, stage.source)
+            stage.source = (sources or {}).get(stage.name, stage.source)
             stage.source.rule = stack.source.rule
     for b, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
         stack.admit(b, Row(b, request, prompt))

@@ -69,7 +69,7 @@ class TreeLevel(Level):
         return TreeProposal.of(
             [row[1:] for row in nodes],
             probs_BNV.where(active_B11, 0.0),  # other rows read padding
-            [[self.stats.name] * (len(shape) - 1)] * len(sequences),
+            [[self.name] * (len(shape) - 1)] * len(sequences),
             shape=shape,
             is_listed=[is_listed or self.is_greedy(b) for b in range(len(nodes))],
         )

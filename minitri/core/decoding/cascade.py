@@ -83,7 +83,7 @@ class Cascade:
         below: Stage | None = None
         gammas = {"draft": plan.gamma1, "retrieval": plan.gamma2, "target": 1}
         for stage in self.stages:
-            if gamma := gammas[stage.stats.name]:  # 0: the plan does not use this stage
+            if gamma := gammas[stage.name]:  # 0: the plan does not use this stage
                 stage.gamma = gamma
                 stage.below = below
                 stage.prepare(self.sequences, self.active)

@@ -23,6 +23,7 @@ class Stage:
 
     def __init__(self, name: str, meter: Meter) -> None:
         """Adds its counts to the statistics of the run: make the lowest stage first."""
+        self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)
         self.gamma = 1  # least tokens of a proposal (the last round may exceed it); target: 1
@@ -72,7 +73,7 @@ class Level(Stage):
                 if unfinished[b] and not row.tokens:
                     failed.add(b)
                 probs[b].append(row.probs_NV)
-                origins[b] += [*row.origins[:-1], self.stats.name][: len(row.tokens)]
+                origins[b] += [*row.origins[:-1], self.name][: len(row.tokens)]
             unfinished = [
                 on and len(origins[b]) < self.gamma and b not in failed
                 for b, on in enumerate(active)
@@ -100,7 +101,7 @@ class Level(Stage):
                 tokens_BN = torch.stack(tokens, 1)
                 probs_BNV = torch.stack(probs, 1)
         counts = [self.gamma if on else 0 for on in active]
-        origins = [[self.stats.name] * count for count in counts]
+        origins = [[self.name] * count for count in counts]
         return Proposal(counts, tokens_BN, probs_BNV, origins)
 
     def round(self, sequences: Rows, active: Active, guessing: Active) -> list[Emitted]:
@@ -108,7 +109,7 @@ class Level(Stage):
         proposer = None
         proposal = Proposal.nothing(len(sequences))
         if self.below and any(guessing):
-            proposer = self.below.stats.name
+            proposer = self.below.name
             forced = self.forced(sequences, guessing)
             guessing = [on and not row for on, row in zip(guessing, forced, strict=True)]
             if any(guessing):
@@ -163,7 +164,7 @@ class Level(Stage):
             for gamma1 in {plan.gamma1 for plan in plans if plan.uses_drafter and not plan.tree}:
                 self.runner.guess([[0]] * B, nobody, gamma1, self.source)
         # Where the retrieval level is the lowest stage, it guesses token by token.
-        elif any(plan.method == self.stats.name for plan in plans):
+        elif any(plan.method == self.name for plan in plans):
             self.runner.next_probs_after([[]] * B, [torch.zeros(B, dtype=torch.int64)], nobody)
 
     def prepare(self, sequences: Rows, active: Active) -> None:

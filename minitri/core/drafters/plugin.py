@@ -68,7 +68,7 @@ class PluggedDrafter(Stage):
                     row_guesses += [token] * on
         if not probs:
             return Proposal.nothing(len(sequences))
-        origins = [[self.stats.name] * len(row) for row in guesses]
+        origins = [[self.name] * len(row) for row in guesses]
         return Proposal.of(guesses, torch.stack(probs, 1), origins)
 
     def _ask(self, tokens: list[int], b: int) -> Tensor | None:
