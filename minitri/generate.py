@@ -87,7 +87,7 @@ def run_command(args: argparse.Namespace) -> int:
 
 def several(args: argparse.Namespace) -> int:
     """Writes several texts after one prompt, each when it is done."""
-    engine, requests = prepare(args)
+    engine, requests = engine_and_requests(args)
     with boot.start_run(args, engine, requests) as run:
         for end in (event for event in run if isinstance(event, End)):
             log.info("text %d of %d, seed %d:", end.row + 1, args.n, end.seed)
@@ -98,7 +98,7 @@ def several(args: argparse.Namespace) -> int:
 
 def one(args: argparse.Namespace) -> int:
     """Writes a text after a prompt, token by token; returns 130 after Ctrl-C."""
-    engine, requests = prepare(args)
+    engine, requests = engine_and_requests(args)
     if args.color and not args.json:
         log.info(LEGEND)
     with boot.start_run(args, engine, requests) as run:
@@ -107,7 +107,7 @@ def one(args: argparse.Namespace) -> int:
     return 0 if run.rows[0].finish_reason else 130
 
 
-def prepare(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
+def engine_and_requests(args: argparse.Namespace) -> "tuple[minitri.Engine, list[Request]]":
     """The engine of the flags, and requests for --n texts after the prompt. Raises `InputError`."""
     text, source = find_prompt(args)
     engine, [prompt] = boot.load_engine(args, text)
