@@ -221,7 +221,7 @@ class Engine(AbstractContextManager["Engine"]):
     def _run(
         self,
         requests: list[Request],
-        run: GenerationConfig,
+        generation: GenerationConfig,
         speculation: SpeculationConfig,
         batch_size: int | None = None,
     ) -> Generation:
@@ -231,10 +231,10 @@ class Engine(AbstractContextManager["Engine"]):
         if all(request.seed is None for request in requests):
             speculation = replace(speculation, timed=True)
         longest = max(row.request.generation.max_new_tokens for row in rows)
-        run = replace(run, max_new_tokens=longest)
+        generation = replace(generation, max_new_tokens=longest)
         lengths = sorted((len(row.prompt_ids) for row in rows), reverse=True)[:batch_size]
-        sampling = filters_of([request.sampling for request in requests], self.model, run)
-        shape = MemoryShape(tuple(lengths), sampling, run, speculation)
+        sampling = filters_of([request.sampling for request in requests], self.model, generation)
+        shape = MemoryShape(tuple(lengths), sampling, generation, speculation)
         if batch_size is not None:
             shape = self._pool.fitting(shape)
         return Generation(rows, shape, self._pool)
@@ -256,11 +256,11 @@ class Engine(AbstractContextManager["Engine"]):
         row = make_row(0, request, self.model, self.tokenizer)
         num_tokens = len(row.prompt_ids) + generation.max_new_tokens
         room = max(generation.reserve, LEAST_ROOM, 1 << (num_tokens - 1).bit_length())
-        run = generation.for_run(min(room, self.config.context_length))
+        generation = generation.for_run(min(room, self.config.context_length))
         speculation = replace(speculation, timed=not speculation.coupled)
         if self.model.device.type != "cuda":  # without captured graphs any filters may share a run
             sampling = SamplingParams()
-        shape = MemoryShape((1,) * MAX_ROWS, sampling, run, speculation)
+        shape = MemoryShape((1,) * MAX_ROWS, sampling, generation, speculation)
         return self._worker, row.request, shape
 
     @property

@@ -126,16 +126,16 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         if not self._make_row:
             raise InputError("this run takes no more requests; Engine.open starts one that does")
         row = self._make_row(self._num_requests, request)
-        run = self.shape.generation
+        room = self.shape.generation.reserve
         num_tokens = len(row.prompt_ids) + request.generation.max_new_tokens
-        if num_tokens > run.reserve:
+        if num_tokens > room:
             raise InputError(
-                f"prompt and output are {num_tokens} tokens, but there is room for {run.reserve}; "
+                f"prompt and output are {num_tokens} tokens, but there is room for {room}; "
                 "shorten the prompt, lower max_new_tokens, or reserve more"
             )
         # At temperature 0 `filters_of` would skip the captured filters, to be compared here.
         captured = replace(self.shape.sampling, temperature=1.0)
-        filters_of([captured, request.sampling], self._pool.models.target, run)
+        filters_of([captured, request.sampling], self._pool.models.target, self.shape.generation)
         self._num_requests += 1
         self._scheduler.add(row)
         return row.number

@@ -93,12 +93,14 @@ def clear_workspaces() -> None:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
+def filters_of(
+    wanted: list[SamplingParams], model: Llama, generation: GenerationConfig
+) -> SamplingParams:
     """The sampling settings that captured graphs apply: one of `wanted`, if possible above 0.
     Raises `InputError` if settings differ in the filters that are on."""
     forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
     first, *others = forms.values() or wanted[:1]
-    if others and model.device.type == "cuda" and run.cuda_graphs:
+    if others and model.device.type == "cuda" and generation.cuda_graphs:
         raise InputError(
             f"captured graphs have filters of one kind, got {first} and {others[0]}",
             "give every request the same kinds",

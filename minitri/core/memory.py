@@ -205,8 +205,8 @@ class MemoryPool:
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
         """Takes back `memory` from the latest run, to keep it for the next one; except K and V in
         host memory that an interruption may have cut short, or whose placement fits one text."""
-        run = memory.shape.generation
-        is_fitted = run.on_chip is None and not run.reserve
+        generation = memory.shape.generation
+        is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = memory.full.is_hosted and (is_fitted or was_interrupted)
         if id(memory) == self._latest and not is_spent:
             self._kept = memory

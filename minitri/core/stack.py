@@ -117,17 +117,18 @@ class Stack:
             max_reused = 0
         num_read = memory.prefix.take(b, self.sequences, max(0, max_reused))
         row.stats.num_cached_tokens = num_read
-        run = self.shape.generation
+        generation = self.shape.generation
 
         def size() -> int:  # shorter chunks while other rows wait for their next token
-            return min(run.prefill_chunk, run.shared_chunk) if self._busy else run.prefill_chunk
+            most = generation.prefill_chunk
+            return min(most, generation.shared_chunk) if self._busy else most
 
         for num_done in prefill(
             self.target,
             prompt,
             memory.full,
             b,
-            chunk=run.prefill_chunk,
+            chunk=generation.prefill_chunk,
             watch=watch,
             max_queries=max_queries,
             scores=scores,
