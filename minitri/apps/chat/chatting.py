@@ -225,10 +225,11 @@ class Chat:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
+        is_random = self._settings["temperature"] > 0
         run = self._engine.generate(
             prompt,
             generation=arguments.taken(GenerationConfig, self._args),
-            speculation=arguments.speculation_of(self._args),
+            speculation=arguments.speculation_of(self._args, is_random=is_random),
             **self._settings | limits,
         )
         with self._output() as file:

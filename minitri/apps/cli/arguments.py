@@ -87,7 +87,7 @@ SPECULATION = ("method", "coupled", "draft", *SIZES)
 UNUSED: dict[str, list[str]] = TABLE["unused"]
 """Flags that a method ignores."""
 NEEDS: dict[str, list[str]] = TABLE["needs"]
-"""Flags, each with those without all of which it has no effect, in programs that have them."""
+"""For each flag, the flags of which one at least must be given too, if the program has any."""
 
 
 class Help(argparse._HelpAction):
@@ -277,6 +277,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def speculation_of(args: argparse.Namespace) -> SpeculationConfig:
-    """Speculation by the flags, with measured times if there is no seed. Raises `InputError`."""
-    return taken(SpeculationConfig, args, timed=args.seed is None)
+def speculation_of(args: argparse.Namespace, *, is_random: bool = False) -> SpeculationConfig:
+    """Speculation by the flags. Measured times count only without --seed, and if no text
+    `is_random`: a printed seed repeats its text. Raises `InputError`."""
+    return taken(SpeculationConfig, args, timed=args.seed is None and not is_random)

@@ -58,12 +58,11 @@ def load_weights(args: Namespace, opened: "minitri.loader.OpenEngine") -> "minit
 def sampling_of(
     args: Namespace, engine: "minitri.Engine", *work: str
 ) -> tuple[SamplingParams, int]:
-    """Sampling by the flags, or else as the engine has it, and the seed, which it puts into `args`
-    if it is drawn. Logs the model, notes of the `work` and the sampling."""
+    """Sampling by the flags, or else as the engine has it, and the seed: --seed, or one that is
+    drawn; at temperature 0 else 0. Logs the model, notes of the `work` and the sampling."""
     sampling = taken(SamplingParams, args, engine.sampling_defaults)
-    if sampling.temperature and args.seed is None:
-        args.seed = join().ask_first(draw_seed)
-    seed: int = args.seed or 0
+    is_drawn = sampling.temperature and args.seed is None
+    seed: int = join().ask_first(draw_seed) if is_drawn else args.seed or 0
     name = f"{engine.config.name}, {engine.model.num_bytes / 1e6:.0f} MB of weights"
     model = "{}, {dtype} on {device}".format(name, **report.where(engine.model))
     log.info("%s", "; ".join((model, *work, report.how_sampled(sampling, seed))))
@@ -75,11 +74,12 @@ def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
     """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
+    is_random = any(request.sampling.temperature for request in requests)
     with engine.stream(
         requests,
         batch_size=args.batch_size,
-        generation=taken(GenerationConfig, args),
-        speculation=speculation_of(args),
+        generation=taken(GenerationConfig, args),  # of the run; a `Request` has those of its text
+        speculation=speculation_of(args, is_random=is_random),
     ) as run:
         yield run
     log.info(report.outline(run))
