@@ -1,13 +1,13 @@
 """The loop of the engine: a run turns requests into a stream of typed events.
 
 A `Generation` computes only while its caller asks for the next event. Requests are rows of a batch;
-when a request ends, a waiting one takes over its row. Each text follows the model's distribution.
+when a request ends, a waiting one takes its place. Each text follows the model's distribution.
 The `Scheduler` chooses the work, the `Stack` of models does it. Legend: N tokens, V vocab.
 """
 
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from minitri.core.graphs import filters_of
 from minitri.core.memory import MemoryPool, as_fault, computing
 from minitri.core.offload.streams import synchronize
 from minitri.core.requests import CANCELLED, End, Event, Idle, PrefillProgress, Request, Row
-from minitri.core.scheduler import Chunk, Scheduler, Start, Step
+from minitri.core.scheduler import Scheduler
 from minitri.core.shape import MemoryShape
 from minitri.core.stack import Stack
 
@@ -145,28 +145,32 @@ class Generation(Iterator[Event], AbstractContextManager["Generation"]):
         self._scheduler.cancel(number)
 
     def _run(self, stack: Stack) -> Generator[Event, None, None]:
-        """The loop: admits requests and does the work of one turn, until no request is left."""
+        """The loop: admits requests, reads a chunk, starts rows, decodes a step, until the end."""
         while True:
             self._admit(stack)
             if not self._scheduler.admitted:
                 if not self._make_row:
                     return
                 yield Idle()
-            for work in self._scheduler.turn(stack.cascade.active):
-                started = time.perf_counter()  # stopped before each yield: the caller takes time
-                match work:
-                    case Chunk(b):
-                        events: Iterable[Event] = [self._read_chunk(stack, b)]
-                    case Start(rows):
-                        events = self._emit(stack, stack.start(rows))
-                    case Step():
-                        events = self._emit(stack, stack.step())
-                seconds = time.perf_counter() - started
-                if isinstance(work, Step):
-                    self.stats.decode_seconds += seconds
-                else:
-                    self.stats.prefill_seconds += seconds
-                yield from events
+            active = stack.cascade.active
+            can_decode = any(active)
+            started = time.perf_counter()  # times end before each yield: the caller takes time
+            if (b := self._scheduler.next_to_read()) is not None:
+                event = self._read_chunk(stack, b)
+                self.stats.prefill_seconds += time.perf_counter() - started
+                yield event
+            if self._scheduler.reads_first(active):
+                continue
+            if rows := self._scheduler.ready(active):
+                started = time.perf_counter()
+                emitted = stack.start(rows)
+                self.stats.prefill_seconds += time.perf_counter() - started
+                yield from self._emit(stack, emitted)
+            if can_decode:
+                started = time.perf_counter()
+                emitted = stack.step()
+                self.stats.decode_seconds += time.perf_counter() - started
+                yield from self._emit(stack, emitted)
 
     def _admit(self, stack: Stack) -> None:
         for b, old in [*self._scheduler.admitted.items()]:

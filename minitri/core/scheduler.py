@@ -1,38 +1,20 @@
 """Scheduler: which request gets a row of the batch, whose prompt is read, which rows decode.
 
-A run is a sequence of *turns*. A turn reads at most one chunk of one prompt, starts the rows whose
-prompts have been read, and decodes one step of the rows that had started before. So a text waits
-for at most one chunk between two of its tokens. An open run, which takes requests at any time,
-reads short prompts first. The scheduler holds no tensor and calls no model.
+`Generation` works in *turns*. A turn reads at most one chunk of one prompt, starts the rows whose
+prompts have been read, and decodes one step if rows had started before. So a text waits for at most
+one chunk between two of its tokens. An open run, which takes requests at any time, reads short
+prompts first. The scheduler holds no tensor and calls no model.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from minitri.core.requests import CANCELLED, Row
 from minitri.core.shape import MemoryShape
 
-OLDEST_EVERY = 4  # chunks, and admissions of a client, of an open run: one is of the oldest request
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Work of a turn: read the next chunk of the prompt of row b."""
-
-    b: int  # row of the batch
-
-
-@dataclass(frozen=True)
-class Start:
-    """Work of a turn: sample the first token of these rows, whose prompts have been read."""
-
-    rows: list[int]  # rows of the batch
-
-
-@dataclass(frozen=True)
-class Step:
-    """Work of a turn: decode one step of all rows that have started."""
+OLDEST_EVERY = 4
+"""In an open run every 4th chunk, and every 4th admission of a client, is of the oldest request;
+the others are of the shortest."""
 
 
 class Scheduler:
@@ -47,20 +29,21 @@ class Scheduler:
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory, and a closed
-        run does not decode while it reads prompts. `is_captured`: all rows sample alike."""
+        """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory.
+        `is_captured`: CUDA graphs make all rows sample alike."""
         self.admitted: dict[int, Row] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}
         """Tokens left to read of each unfinished prompt, by row of the batch, the oldest first."""
         self.latest_admissions: dict[str, tuple[int, int]] = {}
-        """For each client the number of the latest admission, and how many it had in all."""
+        """By client: the number of its latest admission, counted over all clients, and how many
+        admissions it had."""
         self._num_places = shape.num_rows
         self._max_chunk = shape.generation.shared_chunk  # tokens; longer prompts count as long
         self._is_open = is_open
         self._is_offloaded = is_offloaded
         self._is_captured = is_captured
-        self._waiting = dict.fromkeys(rows, 0)  # each with `_num_admitted` when it was added
+        self._waiting = dict.fromkeys(rows, 0)  # each with the admissions before it was added
         self._num_admitted = 0
         self._num_chunks = 0
 
@@ -79,9 +62,10 @@ class Scheduler:
         return [b for b in range(self._num_places) if b not in self.admitted]
 
     def next_row(self) -> Row | None:
-        """The waiting request to admit next, or None: of the client with the fewest running ones,
-        then of that admitted least recently, the oldest request, or in an open run the shortest.
-        In an open run unread long prompts take at most half of the batch."""
+        """The waiting request to admit next, or None. First come clients with the fewest admitted
+        requests, then the client whose latest admission was longest ago; of a client the oldest
+        request, in an open run mostly the shortest. There unread long prompts take at most half of
+        the batch."""
         if len(self.admitted) == self._num_places:
             return None
         waiting = [*self._waiting]
@@ -95,6 +79,7 @@ class Scheduler:
 
         def rank(row: Row) -> tuple[int, int, int]:
             client = row.request.client
+            # A client without admissions ranks as if admitted when its request came.
             latest, count = self.latest_admissions.get(client, (self._waiting[row], 0))
             is_for_oldest = not self._is_open or count % OLDEST_EVERY == 0
             return num_rows[client], latest, 0 if is_for_oldest else len(row.prompt_ids)
@@ -122,24 +107,22 @@ class Scheduler:
         if not num_left:
             del self.unread[b]
 
-    def turn(self, active: Sequence[bool]) -> Iterator[Chunk | Start | Step]:
-        """Yields the work of one turn. `active[b]`: row b has its first token, and can decode."""
-        has_started = [*active]  # before this turn, which changes `active`
-        if self.unread:
-            yield Chunk(self._next_to_read())
-            # A closed run reads all prompts before it starts rows, unless some decode already.
-            interleaves = any(has_started) and not self._is_offloaded
-            if self.unread and not (self._is_open or interleaves):
-                return
-        ready = [b for b in self.admitted if not has_started[b] and b not in self.unread]
-        if ready:
-            yield Start(ready)
-        if any(has_started):
-            yield Step()
-
-    def _next_to_read(self) -> int:
-        """The row whose prompt is read next: the oldest, or in open runs mostly the shortest."""
+    def next_to_read(self) -> int | None:
+        """The row of the batch whose prompt is read next, or None: the oldest request, or in an
+        open run mostly the one with the fewest tokens left to read."""
+        if not self.unread:
+            return None
         self._num_chunks += 1
         if self._is_open and self._num_chunks % OLDEST_EVERY:
             return min(self.unread, key=self.unread.__getitem__)
         return next(iter(self.unread))
+
+    def reads_first(self, active: Sequence[bool]) -> bool:
+        """Whether prompts are left that are read before any row starts or decodes: in a closed run,
+        unless `active` rows decode already and K and V are on the device."""
+        interleaves = self._is_open or (any(active) and not self._is_offloaded)
+        return bool(self.unread) and not interleaves
+
+    def ready(self, active: Sequence[bool]) -> list[int]:
+        """Rows of the batch to start: their prompts are read, and they are not yet `active`."""
+        return [b for b in self.admitted if not active[b] and b not in self.unread]

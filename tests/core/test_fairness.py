@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from minitri.core.requests import Request, Row
-from minitri.core.scheduler import Chunk, Scheduler, Start, Step
+from minitri.core.scheduler import Scheduler
 from minitri.core.settings import GenerationConfig, SamplingParams, SpeculationConfig
 from minitri.core.shape import MemoryShape
 
@@ -47,16 +47,14 @@ class Run(Iterator[Event]):
         while True:
             while (row := self.scheduler.next_row()) is not None:
                 self.scheduler.admit(self.scheduler.free_places[0], row)
-            for work in self.scheduler.turn(self.active):
-                match work:
-                    case Chunk(b):
-                        size = CHUNK if any(self.active) else 4 * CHUNK
-                        self.scheduler.note_read(b, max(self.scheduler.unread[b] - size, 0))
-                        yield "read", self.scheduler.admitted[b].number
-                    case Start(rows):
-                        yield from self.emit(rows)
-                    case Step():
-                        yield from self.emit([b for b, on in enumerate(self.active) if on])
+            can_decode = any(self.active)
+            if (b := self.scheduler.next_to_read()) is not None:
+                size = CHUNK if can_decode else 4 * CHUNK
+                self.scheduler.note_read(b, max(self.scheduler.unread[b] - size, 0))
+                yield "read", self.scheduler.admitted[b].number
+            yield from self.emit(self.scheduler.ready(self.active))
+            if can_decode:
+                yield from self.emit([b for b, on in enumerate(self.active) if on])
 
     def emit(self, rows: list[int]) -> Iterator[Event]:
         for b in rows:
