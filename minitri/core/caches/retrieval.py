@@ -102,8 +102,7 @@ class RetrievalCache(Cache):
         """Updates row b by the T tokens that the target has just read and kept, with their rotated
         queries; returns whether the row was rebuilt. `prepare` copies their K and V."""
         row = self.rows[b]
-        # `hold(b, slots, tokens)` drops the guessed block and keeps the rest.
-        self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
+        self.crop_row(b, row.num_committed)  # drops the block that was guessed
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
         if not row.is_planned and self._is_due(row, known):
             row.is_planned = True
@@ -112,9 +111,10 @@ class RetrievalCache(Cache):
         if row.is_planned:
             self._copy_window(b)
             M = self._settings.chunk_size
-            held = known // M * M  # tokens after the last whole chunk are copied by `prepare`
-            self.rows[b] = RetrievedRow(row.budget, 0, held, known, is_used=False)
-            self.hold(b, row.budget, held)
+            num_whole = known // M * M  # tokens in whole chunks; `prepare` copies those after them
+            self.rows[b] = RetrievedRow(row.budget, 0, num_whole, known, is_used=False)
+            # The chunks that were chosen fill the budget, and stand for all whole chunks.
+            self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
         return row.is_planned
 

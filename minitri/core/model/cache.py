@@ -93,10 +93,15 @@ class Cache:
         """Called before a step of the active rows, which then take what another cache has."""
 
     def crop(self, num_tokens: list[int]) -> None:
-        """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
-        for b, (row, most) in enumerate(zip(self._filled, num_tokens, strict=True)):
-            num_kept = min(row.num_slots, most - row.num_left_out)
-            self.hold(b, num_kept, num_kept + row.num_left_out)
+        """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""
+        for b, most in enumerate(num_tokens):
+            self.crop_row(b, most)
+
+    def crop_row(self, b: int, num_tokens: int) -> None:
+        """Cuts row b to at most the first `num_tokens` tokens of its text."""
+        row = self._filled[b]
+        num_kept = min(row.num_slots, num_tokens - row.num_left_out)
+        self.hold(b, num_kept, num_kept + row.num_left_out)
 
     def reset(self, b: int) -> None:
         self.hold(b, 0, 0)
