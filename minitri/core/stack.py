@@ -105,43 +105,43 @@ class Stack:
         cache = memory.retrieval_cache
         prompt = row.prompt_ids
         self.stats.num_prompt_tokens += len(prompt)
-        last = max_reused = len(prompt) - 1
-        watch = max_queries = None
-        if cache:
-            watch = functools.partial(cache.observe, b)
-            max_queries = cache.max_prompt_queries
-            # Tokens whose queries choose what the retrieval cache holds are always read.
-            max_reused -= max_queries or last
-        scores = row.prompt_scores if row.request.score_prompt else None
-        if scores is not None:
-            max_reused = 0
-        num_read = memory.prefix.take(b, self.sequences, max(0, max_reused))
-        row.stats.num_cached_tokens = num_read
-        generation = self.shape.generation
-
-        def size() -> int:  # shorter chunks while other rows wait for their next token
-            most = generation.prefill_chunk
-            return min(most, generation.shared_chunk) if self._busy else most
-
-        for num_done in prefill(
+        row.stats.num_cached_tokens = num_read = self._reuse(b, row)
+        decodes_between = self._is_open or not memory.full.is_hosted
+        for num_held in prefill(
             self.target,
             prompt,
             memory.full,
             b,
-            chunk=generation.prefill_chunk,
-            watch=watch,
-            max_queries=max_queries,
-            scores=scores,
+            chunk=self.shape.generation.prefill_chunk,
+            watch=functools.partial(cache.observe, b) if cache else None,
+            max_queries=cache.max_prompt_queries if cache else None,
+            scores=row.prompt_scores if row.request.score_prompt else None,
             num_top=row.request.generation.logprobs or 0,
-            size=size if self._is_open or not memory.full.is_hosted else None,
+            size=self._chunk_size if decodes_between else None,
         ):
-            self.stats.num_prefilled_tokens += num_done - num_read
-            num_read = num_done
-            if num_read < last:
+            self.stats.num_prefilled_tokens += num_held - num_read
+            num_read = num_held
+            if num_read < len(prompt) - 1:
                 yield num_read
-        self.stats.num_prefilled_tokens += 1
-        memory.prefix.publish(b, prompt[:last])
+        self.stats.num_prefilled_tokens += 1  # the last token, which `start` reads
+        memory.prefix.publish(b, prompt[:-1])
         yield len(prompt)
+
+    def _reuse(self, b: int, row: Row) -> int:
+        """Fills row b with K and V of earlier texts that begin like its prompt: how many tokens."""
+        cache = self.memory.retrieval_cache
+        most = len(row.prompt_ids) - 1
+        if row.request.score_prompt:
+            most = 0
+        elif cache:  # tokens whose queries choose what the retrieval cache holds are always read
+            most -= cache.max_prompt_queries or most
+        return self.memory.prefix.take(b, self.sequences, max(0, most))
+
+    def _chunk_size(self) -> int:
+        """Tokens of a prompt's next chunk: fewer while other rows wait for their next token."""
+        generation = self.shape.generation
+        most = generation.prefill_chunk
+        return min(most, generation.shared_chunk) if self._busy else most
 
     def start(self, rows: list[int]) -> dict[int, Emitted]:
         """Samples the first token of each of these rows, whose prompts have been read."""
@@ -198,7 +198,8 @@ class Stack:
             self.tuner.prior_seconds = self.prior_seconds(lengths)
 
     def _part(self, rows: list[int]) -> tuple[Cascade, int]:
-        """A cascade over the shortest span of rows that has all of `rows`, and the span's start."""
+        """A cascade over the shortest span of rows that has all of `rows`, and the span's start.
+        Rows outside it would only cost time in passes."""
         span = slice(min(rows), max(rows) + 1)
         is_fixed = self.memory.graphs or self.memory.full.is_hosted  # rows cannot be cut
         if is_fixed or span == slice(0, len(self.sequences)):
@@ -210,7 +211,8 @@ class Stack:
         cache = self.memory.retrieval_cache
         for b, row in emitted.items():
             if cache and row.tokens:
-                # The target's pass left its queries here: last token, then all but one.
+                # Queries of the tokens that the target's pass read and kept: the last of the text
+                # before it, and the new ones but the last, which the next pass reads.
                 queries_LTHD = cache.queries_LBTHD[:, b, : len(row.tokens)]
                 try:
                     self.stats.num_rebuilds += cache.commit(b, queries_LTHD)
