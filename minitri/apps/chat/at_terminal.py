@@ -1,7 +1,6 @@
 """The chat at a terminal: a line editor of prompt_toolkit, and answers drawn by rich as Markdown.
 
-Imported at a terminal alone, as the libraries take a moment.
-"""
+Imported at a terminal alone, as the libraries take a moment."""
 
 import atexit
 import contextlib

@@ -1,8 +1,7 @@
 """The program `minitri chat`: questions and answers, about documents that are read once.
 
 The conversation stays in the KV cache. Answers go to standard output, all else to standard error.
-Where one of them is no terminal, each line of standard input is a question.
-"""
+Where one of them is no terminal, each line of standard input is a question."""
 
 import contextlib
 import os
@@ -225,11 +224,10 @@ class Chat:
         """Lets the model write `num_new` tokens, and prints them if `show`."""
         reserve = min(self._engine.config.context_length, len(self.talk.beginning) + TALK_TOKENS)
         limits = {"max_new_tokens": num_new, "stop": self.talk.stops, "reserve": reserve}
-        is_random = self._settings["temperature"] > 0
         run = self._engine.generate(
             prompt,
             generation=arguments.taken(GenerationConfig, self._args),
-            speculation=arguments.speculation_of(self._args, is_random=is_random),
+            speculation=arguments.speculation_of(self._args, self._settings["temperature"]),
             **self._settings | limits,
         )
         with self._output() as file:

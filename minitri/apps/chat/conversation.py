@@ -2,8 +2,7 @@
 
 A system message and documents come first, then turns of a question and an answer. Where the context
 is full the oldest turns go, never the documents. The chat template is rendered once, with marks in
-the places of questions and answers, and cut there. A model without one gets plain questions.
-"""
+the places of questions and answers, and cut there. A model without one gets plain questions."""
 
 import bisect
 import functools

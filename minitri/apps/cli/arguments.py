@@ -1,8 +1,7 @@
 """Command line flags that programs share, and the settings that they stand for.
 
 A flag takes type and default from a field of a settings class, and its help from the text below the
-field. Imports nothing of PyTorch.
-"""
+field. Imports nothing of PyTorch."""
 
 import argparse
 import dataclasses
@@ -277,7 +276,7 @@ def model_of(args: argparse.Namespace) -> dict[str, Any]:
     return options
 
 
-def speculation_of(args: argparse.Namespace, *, is_random: bool = False) -> SpeculationConfig:
-    """Speculation by the flags. Measured times count only without --seed, and if no text
-    `is_random`: a printed seed repeats its text. Raises `InputError`."""
-    return taken(SpeculationConfig, args, timed=args.seed is None and not is_random)
+def speculation_of(args: argparse.Namespace, temperature: float = 0) -> SpeculationConfig:
+    """Speculation by the flags; it may use measured times if no seed, given or drawn, is to repeat
+    the text. Raises `InputError`."""
+    return taken(SpeculationConfig, args, timed=args.seed is None and temperature == 0)

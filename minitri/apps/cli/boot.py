@@ -74,12 +74,12 @@ def start_run(
     args: Namespace, engine: "minitri.Engine", requests: Sequence[minitri.Request]
 ) -> "Iterator[minitri.Generation]":
     """A run of the flags over requests. Its end logs statistics, and writes the --save-kv file."""
-    is_random = any(request.sampling.temperature for request in requests)
+    hottest = max(request.sampling.temperature for request in requests)
     with engine.stream(
         requests,
         batch_size=args.batch_size,
         generation=taken(GenerationConfig, args),  # of the run; a `Request` has those of its text
-        speculation=speculation_of(args, is_random=is_random),
+        speculation=speculation_of(args, hottest),
     ) as run:
         yield run
     log.info(report.outline(run))

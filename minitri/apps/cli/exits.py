@@ -1,7 +1,6 @@
 """How a program starts and ends: with an exit code and at most one line on standard error.
 
-Imports next to nothing, so that Ctrl-C is answered with a line from the first milliseconds on.
-"""
+Imports next to nothing, so that Ctrl-C is answered with a line from the first milliseconds on."""
 
 import atexit
 import contextlib
@@ -110,10 +109,8 @@ def leave(*_: object) -> None:
 
 def import_pytorch(*, huge_pages: bool = True) -> None:
     """Imports PyTorch and all that loads models, which takes seconds; a second call does nothing.
-
     `huge_pages`: large tensors are in pages of 2 MB, which Linux reads 5 % faster, but with which
-    short texts of a server take much memory. Variables of the environment that are set win.
-    """
+    short texts of a server take much memory. Variables of the environment that are set win."""
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", str(int(huge_pages)))
     warnings.filterwarnings("ignore", "Failed to initialize NumPy")  # an error follows
     gc.disable()  # modules stay: to look for cycles in them takes 0.15 s

@@ -60,8 +60,8 @@ def encode(
     args: Namespace,
     num_new: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only text is
-    cut, to --max-prompt-tokens or what fits of `args.usual_tokens`. Raises `InputError`."""
+    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Text is cut,
+    not its chat template: to --max-prompt-tokens, or `usual_tokens` if set. Raises `InputError`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):
@@ -77,9 +77,14 @@ def encode(
     most = args.max_prompt_tokens or usual
     if len(empty) < most < len(ids):
         log.info("prompt: only its first %d of %d tokens are read", most, len(ids))
-        rest = empty[num_common(ids, empty) :]
-        end = len(ids) - num_common(ids[::-1], rest[::-1])
-        ids = ids[: most + end - len(ids)] + ids[end:]
+        num_last = num_after_text(ids, empty)
+        ids = ids[: most - num_last] + ids[len(ids) - num_last :]
     ways = [f"keep its first {room} tokens with max_prompt_tokens={room}"] if room > 0 else []
     check_prompt(ids, engine.config, num_new, *ways)
     return ids
+
+
+def num_after_text(ids: list[int], empty: list[int]) -> int:
+    """How many of the last `ids` a chat template adds after the text, of which `empty` has none."""
+    after = empty[num_common(ids, empty) :]
+    return num_common(ids[::-1], after[::-1])

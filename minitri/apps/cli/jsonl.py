@@ -2,8 +2,7 @@
 
 Each line is an object with a `prompt` and whatever differs from the flags (`KNOWN`); an `id` comes
 back in the answer. A text that ends is written at once as a line of JSON, as is an `error`. With
---output FILE the file of answers is the only state: what it answers is not asked again.
-"""
+--output FILE the file of answers is the only state: what it answers is not asked again."""
 
 import functools
 import json

@@ -2,8 +2,7 @@
 
 Each replica is a Ray actor with an engine, and takes the next group of prompts, in alphabetical
 order, when it is idle. Ray restarts a replica that dies, and gives it its group again. Texts are
-coupled, so that a seed gives one text on every replica.
-"""
+coupled, so that a seed gives one text on every replica."""
 
 import os
 from argparse import Namespace
