@@ -56,7 +56,7 @@ class Engine(AbstractContextManager["Engine"]):
         self.config = model.config
         self.tokenizer = tokenizer
         self.sampling_defaults = sampling_defaults
-        """Sampling that `load` found recommended; all texts but those of a `Request` begin here."""
+        """Sampling that the model's files recommend, by default for all but a `Request`."""
         self.snapshot_note = ""
         pool = MemoryPool(Models(model, retrieval_model or model, draft, drafter, TreeLevel))
         self._memory: MemoryPool | None = pool

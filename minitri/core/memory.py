@@ -45,7 +45,7 @@ class Models:
     retrieval: Llama  # the target, or a copy of it in fewer bits
     draft: Llama | None = None  # a small model of the same vocabulary, or none
     drafter: Drafter | None = None  # instead of `draft`; without either, lookup in the text
-    level_type: type[Level] = Level  # of all levels; `minitri.trees` has one that guesses trees
+    level_type: type[Level] = Level  # of all levels; an engine has `TreeLevel` of `minitri.trees`
     lock: Any = field(default_factory=threading.RLock)  # held by the thread that computes
     process: int = field(default_factory=os.getpid)  # id of the process that loaded the models
 
@@ -129,11 +129,14 @@ def allocate(
     host: HostMemory | None = None,
 ) -> Memory:
     """Allocates caches and captures passes for runs of this shape, with the cache `full` and texts
-    `held` of an earlier run, if given; no passes over host memory. Raises `InputError`."""
+    `held` of an earlier run, if given. Passes of the target are not captured if its cache is in
+    host memory. Raises `InputError`."""
     target = models.target
     speculation = shape.speculation
     if not full:
         full = allocate_full_cache(target, demand_of(models, shape), host)
+    # Decoding rounds K and V otherwise than prefill does. So they are not reused where a text has
+    # the bits of a fresh run: those of a pass that is row-invariant.
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held:  # before captures overwrite the first slots of empty rows
@@ -146,7 +149,7 @@ def allocate(
     cache: RetrievalCache | None = None
     if models.draft and shape.uses_drafter:
         window = StreamingCache(models.draft, shape.num_rows, speculation)
-        # Without trees `Level.capture` captures whole rounds instead of single passes.
+        # Only trees need single passes; whole rounds of chains are captured later, by the level.
         sizes = {speculation.max_block} if speculation.tree else set[int]()
         passes = Passes(models.draft, window, filters, V)
         runners["draft"] = DraftRunner(passes, graphs=graphs, block_sizes=sizes)
@@ -177,7 +180,9 @@ class MemoryPool:
         self.store: Store | None = None
         self.runs: weakref.WeakSet[Any] = weakref.WeakSet()  # `Generation`s that use this pool
         self._kept: Memory | None = None
-        self._latest: int | None = None  # `id` of the memory in use: only its run keeps it alive
+        self._latest: int | None = None
+        """`id` of the memory of the latest run, by which `put` knows it; a reference would keep it
+        from being freed."""
 
     def acquire(self, shape: MemoryShape, prompts: Sequence[list[int]]) -> Memory:
         """Memory for a run of this shape, kept or newly allocated. Raises `InputError`."""
@@ -203,8 +208,9 @@ class MemoryPool:
         return shape
 
     def put(self, memory: Memory, *, was_interrupted: bool = False) -> None:
-        """Takes back `memory` from the latest run, to keep it for the next one; except K and V in
-        host memory that an interruption may have cut short, or whose placement fits one text."""
+        """Takes back `memory` from the latest run, to keep it for the next one. A cache in host
+        memory is not kept if an interruption may have cut its copies short, or if the layers on the
+        device were chosen for the lengths of this run."""
         generation = memory.shape.generation
         is_fitted = generation.on_chip is None and not generation.reserve
         is_spent = memory.full.is_hosted and (is_fitted or was_interrupted)

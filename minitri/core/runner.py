@@ -73,12 +73,14 @@ class Passes:
 
     def draft(self, packed_4BT: Tensor, numbers_BN: Tensor) -> tuple[Tensor, Tensor]:
         """Drafts N tokens (B, N) of each row, one by one; also their distributions (B, N, V)."""
+        # Id, position and slot of each row's last token.
         last_4B1 = packed_4BT.take_along_dim(packed_4BT[3:, :, :1], 2)
         hidden_B1E = self.forward(packed_4BT, packed_4BT[0, :, :0])
         tokens, probs = list[Tensor](), list[Tensor]()
         for i, numbers_B in enumerate(numbers_BN.unbind(1)):
             if i > 0:
-                hidden_B1E = self.forward_one(last_4B1 + i, tokens[-1])  # replaces the id
+                # Position and slot are i later; `forward_one` replaces the id.
+                hidden_B1E = self.forward_one(last_4B1 + i, tokens[-1])
             probs.append(self.probs(self.head(hidden_B1E))[:, 0])
             tokens.append(sample_by_number(probs[-1], numbers_B))
         return torch.stack(tokens, 1), torch.stack(probs, 1)

@@ -44,7 +44,9 @@ class WeightPlan(NamedTuple):
     """The form of a model's weights in memory, decided once before they are read."""
 
     in_blocks: bool  # whether matrices stay quantized as in a GGUF file
-    proposer: str  # guesses with the retrieval cache: blocks, or as for `retrieval_copy`
+    proposer: str
+    """Weights that guess with the retrieval cache: `blocks`, as in the GGUF file, or a value of
+    --draft-weights."""
 
 
 class OpenModel:

@@ -31,7 +31,7 @@ class PrefixCache:
 
     def __init__(self, full: FullCache, num_guarded: int, *, reuses_generated: bool) -> None:
         """Passes of other rows overwrite the first `num_guarded` slots of an empty row. Without
-        `reuses_generated` only prefilled tokens are reused: decoding may round differently."""
+        `reuses_generated` only prompts are reused, not K and V that decoding computed."""
         num_rows = len(full.lengths)
         self._full = full
         self._num_guarded = num_guarded

@@ -43,7 +43,7 @@ class Autotuner:
         self._timed: set[tuple[str, int]] = set()  # stage and number of guesses of past rounds
         # Tested and accepted guesses by stage; older ones weigh less.
         self._guesses = {s: (FIRST_TESTED, FIRST_TESTED * rate) for s, rate in FIRST_RATES.items()}
-        # Steps since a stage was used, minus those that its catch-up time is worth.
+        # Steps since a stage was used, minus those that must pass before it gets a bonus.
         self._num_unused = dict.fromkeys(FIRST_RATES, 0.0)
         self._num_unread = WINDOW  # tokens of a row that the drafter reads before its next guess
         self._num_choices = 0
@@ -60,7 +60,7 @@ class Autotuner:
                     self.plan = best
             self._num_choices += 1
         used = _proposers(self.plan)
-        if "draft" in used:
+        if "draft" in used:  # see RARITY
             num_steps = RARITY * unread_seconds / self._cost("target", 0)
             self._num_unused["draft"] = min(self._num_unused["draft"], -num_steps)
         self._num_unread = 0 if "draft" in used else min(self._num_unread + 1, WINDOW)
@@ -99,8 +99,10 @@ class Autotuner:
         return expected_tokens(rate, length) / (seconds + self._cost("target", num_guesses))
 
     def _value(self, plan: StepPlan, unread_seconds: float) -> float:
+        """Predicted tokens per second, with the bonus of unused stages, less the catch-up time."""
         num_steps = max((0, *(self._num_unused[stage] for stage in _proposers(plan))))
         speed = self.tokens_per_second(plan) * EXPLORATION ** min(num_steps, self.num_left)
+        # As if a drafter read its unread tokens CAUTION times during the rest of the text.
         return speed / (1 + CAUTION * unread_seconds * plan.uses_drafter * speed / self.num_left)
 
     def _rate(self, proposer: str) -> float:

@@ -26,7 +26,7 @@ class Stage:
         self.name = name  # draft, retrieval or target
         self.stats = LevelStats(name)
         meter.stats.stages.append(self.stats)
-        self.gamma = 1  # least tokens of a proposal (the last round may exceed it); target: 1
+        self.gamma = 1  # tokens to propose, which a last round may exceed; the target proposes none
         self.below: Stage | None = None  # stage that guesses; `Cascade` sets both before a step
         self._meter = meter
 
@@ -63,17 +63,18 @@ class Level(Stage):
         """Proposes at least `gamma` tokens per active row, by rounds with the stage below."""
         if not self.below:
             return self._draft(sequences, active)
-        texts = [[*sequence] for sequence in sequences]  # which rounds extend
+        texts = [[*sequence] for sequence in sequences]  # extended by rounds, unlike `sequences`
         probs: list[list[Tensor]] = [[] for _ in texts]
         origins: list[list[str]] = [[] for _ in texts]
         failed = set[int]()
         unfinished = active
         while any(unfinished):
             for b, row in enumerate(self.round(texts, unfinished, unfinished)):
-                if unfinished[b] and not row.tokens:
-                    failed.add(b)
                 probs[b].append(row.probs_NV)
-                origins[b] += [*row.origins[:-1], self.name][: len(row.tokens)]
+                if row.tokens:  # this level sampled the last one, recovered or bonus, itself
+                    origins[b] += [*row.origins[:-1], self.name]
+                elif unfinished[b]:
+                    failed.add(b)
             unfinished = [
                 on and len(origins[b]) < self.gamma and b not in failed
                 for b, on in enumerate(active)
@@ -126,7 +127,8 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that each row's grammar forces, as guesses, since others may spell the same."""
+        """Tokens that each row's grammar forces, to be verified as guesses: other tokens may spell
+        the same text."""
         assert self.below
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):

@@ -1,7 +1,8 @@
 """Random sources: the random numbers of a cascade, from one seed per row of the batch.
 
 No independent number is used twice: a test that shares its number with the guess it tests is
-biased. Coupled noise may be shared: a level emits its argmax. Legend: B rows, N guesses, V vocab.
+biased. Levels may share coupled noise: each emits argmax(log p + noise), and no test is random.
+Legend: B rows, N guesses, V vocab.
 """
 
 import copy

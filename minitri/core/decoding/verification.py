@@ -189,7 +189,7 @@ def verify_block(p_BNV: Tensor, uniforms_BN: Tensor, guesses: Guesses) -> Verdic
     recovered token comes. So the next token follows p_{i+1}."""
     q_BNV = guesses.q_BNV
     N = q_BNV.shape[1]
-    if not N:
+    if not N:  # as for the first token of a text: no row has a guess
         return verify(p_BNV, uniforms_BN, guesses)
     ratios_BN = guesses.token_probs_BN(p_BNV).double() / guesses.token_probs_BN(q_BNV).double()
     logs_BN = ratios_BN.log().cumsum(1)
