@@ -37,7 +37,7 @@ def main() -> None:
     list(prefill(target, TEXT[:1000], full, 0, chunk=128))
     verifier.next_probs([TEXT[:1000]], [True])
     small.commit(0, small.queries_LBTHD[:, 0, :1])
-    small.prepare([True])
+    small.take_committed([True])
     for end in range(4, 1001, 4):  # the drafter reads a few tokens at once
         drafter.prepare([TEXT[:end]], [True])
         drafter.next_probs([TEXT[:end]], [True])

@@ -46,7 +46,7 @@ def main() -> None:
         full.write(0, 0, KEYS[:, :end], KEYS[:, :end])
         full.restore(0, end)
         was_rebuilt = cache.commit(0, query_D.expand(1, CHUNK, 1, D))
-        cache.prepare([True])
+        cache.take_committed([True])
         given, held = attention(query_D, end), held_tokens(cache, end)
         ends = float(given[:4].sum() + given[end - BUDGET + 4 :].sum())
         chunks = "".join(".#"[bool(it.any())] for it in held[:512].split(CHUNK))

@@ -195,7 +195,7 @@ class ModelRunner:
 
     def prepare(self, sequences: Rows, active: Active) -> None:
         """Called before a step: shows cache and text filters what the last step has committed."""
-        self.cache.prepare(active)
+        self.cache.take_committed(active)
         for filters, sequence, on in zip(self.text_filters, sequences, active, strict=True):
             if filters and on:
                 filters.extend(sequence)

@@ -112,7 +112,7 @@ class Continuation:
             queries_LTHD = self.queries_LNHD[:, first : num_tokens - self.num_prompt]
             self.full.advance([queries_LTHD.shape[1]])
             cache.commit(0, queries_LTHD)
-            cache.prepare([True])
+            cache.take_committed([True])
 
         return self._probs(runners, commit, gamma)
 

@@ -50,7 +50,7 @@ class RetrievalCache(Cache):
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]
     ) -> None:
-        """Allocates an empty cache, which `commit` and `prepare` fill with tokens of `full`."""
+        """Allocates an empty cache; `commit` and `take_committed` fill it with tokens of `full`."""
         L = model.config.num_layers
         _, B, K, _, D = full.keys.shape
         self._full = full
@@ -100,7 +100,7 @@ class RetrievalCache(Cache):
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
         """Updates row b by the T tokens that the target has just read and kept, with their rotated
-        queries; returns whether the row was rebuilt. `prepare` copies their K and V."""
+        queries; returns whether the row was rebuilt. `take_committed` copies their K and V."""
         row = self.rows[b]
         self.crop_row(b, row.num_committed)  # drops the block that was guessed
         known = self._full.lengths[b] - queries_LTHD.shape[1]  # tokens before the target's pass
@@ -111,14 +111,14 @@ class RetrievalCache(Cache):
         if row.is_planned:
             self._copy_window(b)
             M = self._settings.chunk_size
-            num_whole = known // M * M  # tokens in whole chunks; `prepare` copies those after them
+            num_whole = known // M * M  # `take_committed` copies the tokens after the whole chunks
             self.rows[b] = RetrievedRow(row.budget, 0, num_whole, known, is_used=False)
             # The chunks that were chosen fill the budget, and stand for all whole chunks.
             self.hold(b, row.budget, num_whole)
         self.observe(b, queries_LTHD)
         return row.is_planned
 
-    def prepare(self, active: Sequence[bool]) -> None:
+    def take_committed(self, active: Sequence[bool]) -> None:
         for b, is_active in enumerate(active):
             if is_active:
                 self._copy_window(b)

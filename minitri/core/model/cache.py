@@ -89,8 +89,8 @@ class Cache:
             row.num_slots += count
             assert row.num_slots <= self.capacity
 
-    def prepare(self, active: Sequence[bool]) -> None:
-        """Called before a step of the active rows, which then take what another cache has."""
+    def take_committed(self, active: Sequence[bool]) -> None:
+        """Called before a step: active rows copy new committed tokens from another cache."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts each row b to at most the first `num_tokens[b]` tokens of its text."""

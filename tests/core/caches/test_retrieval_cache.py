@@ -47,7 +47,7 @@ class Bench:
         """Both caches read on, after guesses; returns whether the retrieval cache was rebuilt."""
         self.cache.advance([count])
         was_rebuilt = self.cache.commit(0, self._advance(count))
-        self.cache.prepare([True])
+        self.cache.take_committed([True])
         return was_rebuilt
 
     def _advance(self, count: int) -> torch.Tensor:
