@@ -135,8 +135,8 @@ def allocate(
     speculation = shape.speculation
     if not full:
         full = allocate_full_cache(target, demand_of(models, shape), host)
-    # Decoding rounds K and V otherwise than prefill does. So they are not reused where a text has
-    # the bits of a fresh run: those of a pass that is row-invariant.
+    # Decoding rounds K and V otherwise than prefill does. Where kernels promise that a text has the
+    # same bits as in a fresh run, only K and V of prompts are reused.
     reuses_generated = not target.execution.is_row_invariant
     prefix = PrefixCache(full, speculation.max_block, reuses_generated=reuses_generated)
     if held:  # before captures overwrite the first slots of empty rows

@@ -127,8 +127,7 @@ class Level(Stage):
         return emitted
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that each row's grammar forces, to be verified as guesses: other tokens may spell
-        the same text."""
+        """Tokens that a row's grammar forces, taken as guesses: others may spell the same text."""
         assert self.below
         rows: Rows = [[] for _ in sequences]
         for b, filters in enumerate(self.runner.text_filters):
