@@ -35,8 +35,8 @@ class GraphPool:
 
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
-        """Calls the function on inputs, tensors or tuples of tensors; replays the graph of their
-        shapes, captured first while the pool is open. Raises `InputError` if a capture fails."""
+        """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
+        While the pool is open, it is captured first. Raises `InputError` if this fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
@@ -94,7 +94,7 @@ def clear_workspaces() -> None:
 
 
 def filters_of(wanted: list[SamplingParams], model: Llama, run: GenerationConfig) -> SamplingParams:
-    """The sampling settings that captured graphs apply: one of `wanted`, if possible above 0.
+    """Chooses sampling settings for captured graphs: of `wanted`, if possible one that is random.
     Raises `InputError` if settings differ in the filters that are on."""
     forms = {sampling.form: sampling for sampling in wanted if sampling.temperature > 0}
     first, *others = forms.values() or wanted[:1]

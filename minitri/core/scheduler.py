@@ -47,8 +47,8 @@ class Scheduler:
         is_offloaded: bool = False,
         is_captured: bool = False,
     ) -> None:
-        """`is_open`: requests may follow. `is_offloaded`: K and V are in host memory, and a closed
-        run does not decode while it reads prompts. `is_captured`: all rows sample alike."""
+        """Queues the requests `rows`, which others may follow if `is_open`.
+        `is_offloaded`: a closed run reads all prompts first. `is_captured`: rows sample alike."""
         self.running: dict[int, Row] = {}
         """Admitted requests by row of the batch, the oldest first."""
         self.unread: dict[int, int] = {}

@@ -90,7 +90,7 @@ class Cache:
             assert row.num_slots <= self.capacity
 
     def prepare(self, active: Sequence[bool]) -> None:
-        """Called before a step of the active rows, which then take what another cache has."""
+        """Called before a step of the active rows, for caches that copy K and V from another."""
 
     def crop(self, num_tokens: list[int]) -> None:
         """Cuts row b to at most the first `num_tokens[b]` tokens of its text."""
@@ -113,7 +113,7 @@ class Cache:
         return self.of_rows(slice(b, b + 1))
 
     def keep_path(self, b: int, path: list[int]) -> None:
-        """Moves the tokens at the rising places `path` of row b's block right after its first."""
+        """Keeps one path of a tree: moves tokens at `path` in row b's block after its first one."""
         for slots in (self.keys, self.values):
             gather_path(slots, b, self.lengths[b], path)
 
