@@ -8,8 +8,8 @@ MAX_COUNT = 2**31 - 1
 
 
 class InputError(ValueError):
-    """Bad input: a file, a flag, a setting or a prompt; settings are named as in `budget=30`
-    or `budget is 30`. `ways` are remedies; a program drops those without a flag."""
+    """Bad input: a wrong file, flag, setting or prompt. `ways` are remedies.
+    Settings read `budget=30` or `budget is 30`; a program drops `ways` without a flag."""
 
     def __init__(self, message: str, *ways: str) -> None:
         choice = " or ".join(filter(None, (", ".join(ways[:-1]), *ways[-1:])))

@@ -33,7 +33,7 @@ class Matcher(Protocol):
         """Boolean (V,): tokens that may not follow committed text and `path`; None: it failed."""
 
     def forced(self, path: list[int]) -> list[int]:
-        """Tokens that must follow the committed text and `path`; none where there is a choice."""
+        """Tokens of the only text that may follow committed text and `path`; none for a choice."""
 
 
 class TextFilters:
@@ -153,8 +153,8 @@ def paths_of(
     blocks: Rows,
     above: Rows | None = None,
 ) -> list[Rows]:
-    """For each row and place of its block, the guesses between the committed text and that place:
-    the first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
+    """For each row and place of its block, the guesses between committed text and that place.
+    The first n guesses for place n of a chain, in a tree those at the places `above[n]`."""
     paths = list[Rows]()
     for row_filters, sequence, on, block in zip(filters, sequences, active, blocks, strict=True):
         row = Rows()
