@@ -17,7 +17,7 @@ DEMO_PROMPT_TOKENS = 4000  # without another flag: read in seconds on a laptop
 
 
 def find_prompt(args: Namespace) -> tuple[str, str]:
-    """Prompt of the flags, a pipe or the demo, and a phrase on its source. Raises `InputError`."""
+    """The prompt by flags, from a pipe or the demo; a phrase on its source. Raises `InputError`."""
     if args.prompt is not None:
         return read_prompt(None, args.prompt), ""
     file = args.prompt_file
@@ -60,8 +60,8 @@ def encode(
     args: Namespace,
     num_new: int | None = None,
 ) -> list[int]:
-    """Token ids of a prompt by the flags, with room for `num_new` or --max-new-tokens. Only text is
-    cut, to --max-prompt-tokens or what fits of `args.usual_tokens`. Raises `InputError`."""
+    """Token ids of a prompt, with room for `num_new` or --max-new-tokens. Raises `InputError`.
+    The text alone is cut: to --max-prompt-tokens, or by default to any `args.usual_tokens`."""
 
     def ids_of(text: str) -> list[int]:
         if not vars(args).get("chat"):
