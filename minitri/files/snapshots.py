@@ -68,7 +68,7 @@ class Origin:
 
 
 def origin_of(model: Llama) -> Origin:
-    """The origin of a model's K and V. Raises `InputError` if snapshots of it are impossible."""
+    """What K and V of a model's snapshots depend on. Raises `InputError` if it can have none."""
     execution = model.execution
     if execution.ranks.count > 1 or not (fingerprint := execution.fingerprint):
         raise InputError(

@@ -75,7 +75,7 @@ class TreeLevel(Level):
         )
 
     def forced(self, sequences: Rows, guessing: Active) -> Rows:
-        """Tokens that a grammar forces, for chains; none for trees, whose shape all rows share."""
+        """Tokens forced by grammars, in a chain; none in trees, whose shape all rows share."""
         return [[] for _ in sequences] if self.shape() else super().forced(sequences, guessing)
 
     def draw(

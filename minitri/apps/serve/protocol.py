@@ -72,7 +72,7 @@ class Protocol(NamedTuple):
         return Call(requests, asked, chat)
 
     def sampling_of(self, asked: Asked) -> SamplingParams:
-        """Sampling of each text, whose grammar is the form of the answer. Raises `InputError`."""
+        """Sampling settings by a body, with a grammar of the answer's form. Raises `InputError`."""
         given = without_null(vars(asked)) | {"grammar": read_form(asked.response_format)}
         return changed(self.sampling, given)
 

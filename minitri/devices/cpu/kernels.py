@@ -84,7 +84,7 @@ class Kernels:
         *,
         is_short: bool = False,
     ) -> Tensor:
-        """Attention as `Attend` says; row-invariant among short blocks, and among long ones."""
+        """Attention by a compiled kernel; row-invariant among short blocks, and among long ones."""
         B, T, H, D = q_BTHD.shape
         out_BTHD = q_BTHD.new_empty(B, T, H, D)
         arguments = abi.AttentionArguments(q=q_BTHD, out=out_BTHD, H=H)
@@ -124,7 +124,7 @@ class Kernels:
     def make_slots(
         self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
     ) -> tuple[Slots, Slots]:
-        """Keys and values (..., S, D), in tiles where the kernels can read them."""
+        """Empty keys and values (..., S, D), in tiles where the kernels can read them."""
         *_, S, D = shape
         if D % COLUMNS == S % BLOCK == 0:
             return tiled_slots(shape, dtype, 1 + (dtype == self.paired))
@@ -210,7 +210,7 @@ class KernelNorm(RMSNorm):
 
 @dataclass(frozen=True)
 class KernelRotary(Rotary):
-    """Rotary embedding by a compiled kernel, of the first heads of each token in a (B, T, X, D)."""
+    """Rotary embedding by a compiled kernel, of the first heads of each token."""
 
     kernels: Kernels
 

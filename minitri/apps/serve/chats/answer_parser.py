@@ -90,7 +90,7 @@ class AnswerParser:
         return self._cut(len(self._rest) - len(head) + len(tag)) if is_next else ""
 
     def _pass_to(self, tag: str, kind: str) -> Generator[Piece | None, None, str]:
-        """Passes text on up to a tag, or to the end. Returns the tag, if it comes."""
+        """Yields text as pieces up to a tag, or to the end; returns the tag, if it comes."""
         while True:
             place = self._rest.find(tag) if tag else -1
             held = 0 if self._is_last else overlap(self._rest, tag)
