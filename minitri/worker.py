@@ -58,7 +58,7 @@ class Worker:
     """Runs jobs in a thread of its own, those of one kind at the same time."""
 
     def __init__(self, open_run: Callable[[Any], Generation], run: Generation | None = None):
-        """`open_run` opens a run for jobs of a kind; `run`, if given, is open for kind None."""
+        """Makes a worker; `open_run` opens a run for jobs of a kind, `run` is one for kind None."""
         self.problem = ""  # why requests fail at present; empty if they do not
         self._open = open_run
         self._run = run

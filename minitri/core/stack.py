@@ -28,7 +28,7 @@ class Stack:
     """The texts of a run, and the cascade of stages that extends them by speculative decoding."""
 
     def __init__(self, memory: Memory, shape: MemoryShape, *, is_open: bool = False) -> None:
-        """`memory` has empty caches with room for a run of this `shape`. Raises `InputError`."""
+        """Makes the stack of a run of this `shape`, over empty caches. Raises `InputError`."""
         models = memory.models
         speculation = shape.speculation
         self.memory = memory

@@ -30,7 +30,7 @@ class GrammarMatcher:
     """The state of one text in its grammar; implements `Matcher` of the core."""
 
     def __init__(self, start: Any, config: ModelConfig) -> None:
-        """`start` is a matcher of llguidance at the start of a text."""
+        """Makes the state at the start of a text; `start` is llguidance's matcher there."""
         self._matcher = start
         self._config = config  # its vocabulary may be smaller than the tokenizer's
         self._path: list[int] = []  # tokens that the library has read after the committed ones

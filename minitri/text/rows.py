@@ -17,8 +17,7 @@ from minitri.text.tokenizer import Tokenizer
 
 
 def make_rows(requests: Sequence[Request], model: Llama, tokenizer: Tokenizer) -> list[Row]:
-    """One `Row` per request, numbered from 0. Raises `InputError`.
-    The error names the request if there are several."""
+    """One `Row` per request, numbered from 0. Raises `InputError`, which names the request."""
     rows = []
     for number, request in enumerate(requests):
         try:

@@ -109,8 +109,7 @@ class Tokenizer:
         return self._pipeline.id_to_token(number)
 
     def token_bytes(self, number: int) -> bytes:
-        """The bytes that a token writes, which may be a part of a character.
-        A control token writes its spelling."""
+        """Bytes of a token, maybe a part of a character; of a control token, its spelling."""
         piece = self.token(number) or ""
         if number in self._added:
             return piece.encode()

@@ -43,7 +43,7 @@ class Chat:
         archive: Archive = Archive(),  # noqa: B008 (of no files)
         output: Callable[[], Any] = contextlib.nullcontext,
     ) -> None:
-        """Writes each answer to a file that `output` opens, by default standard output."""
+        """Begins a chat; answers go to a file that `output` opens, or to standard output."""
         self.talk = talk
         self._archive = archive
         self._output = output

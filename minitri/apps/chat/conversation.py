@@ -56,8 +56,7 @@ class Conversation:
 
     @functools.cached_property
     def _frame(self) -> tuple[str, str, str]:
-        """Texts around questions: before the first, between an answer and the next, and after one.
-        Raises `InputError` if the chat template refuses."""
+        """Texts before the first question, after answers, after questions. Raises `InputError`."""
         template = self.tokenizer.chat_template
         if template is None:
             return f"{self.system}\n\n" if self.system else "", QUESTION, ANSWER

@@ -113,7 +113,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are `InputError`s of one line, without the usage."""
 
     def __init__(self, program: str = "", **settings: Any) -> None:
-        """`program` is the word after `minitri`; help.txt describes it, with examples."""
+        """Makes a parser for a `program` (the word after `minitri`) that help.txt describes."""
         if program:
             settings |= {"prog": f"minitri {program}", "usage": "%(prog)s [flags]"}
             [about, *examples] = re.findall(rf"^(?:minitri|) +{program} .*", HELP, re.MULTILINE)

@@ -33,7 +33,7 @@ class Autotuner:
         *,
         use_clock: bool,
     ) -> None:
-        """`prior_seconds(stage, num_guesses)` predicts the seconds of one round of a stage.
+        """Makes a tuner; `prior_seconds(stage, num_guesses)` predicts the seconds of a round.
         With `use_clock` measured times count, and `plans[0]` is used until the target is timed."""
         self.plan = plans[0]
         self._plans = plans

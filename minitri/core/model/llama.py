@@ -61,7 +61,7 @@ class Llama(nn.Module):
         target: "Llama | None" = None,
         attend: Attend = attend_math,
     ) -> None:
-        """`target` lends its embedding table to a drafter that has none (`config.draft_of`)."""
+        """Makes the network without weights; `target` lends a drafter its embedding table."""
         super().__init__()
         self.config = config
         self.dtype = dtype

@@ -60,8 +60,7 @@ class ChatPrompt:
         self._tags = {"thinks": self._thinks, "may_think": THINK in source, "controls": controls}
 
     def grammar(self, form: Grammar | None) -> Grammar | None:
-        """Grammar of a chat's answer that may call functions, or else has the form asked for.
-        It is in llguidance's dialect of Lark. Raises `InputError`."""
+        """Grammar of an answer of this form, or that may call functions. Raises `InputError`."""
         if self._form is None:
             return form
         if form and not form.kind.startswith("json"):
