@@ -36,7 +36,7 @@ class GraphPool:
     @torch.inference_mode()
     def run(self, function: Function, *inputs: Any) -> Any:
         """Calls a function, by its CUDA graph for inputs of these shapes if that is captured.
-        While the pool is open, it is captured first. Raises `InputError` if this fails."""
+        Else captures it first, while that is allowed. Raises `InputError` if this fails."""
         key = function, *((tensor.shape, tensor.dtype) for tensor in tree_leaves(inputs))
         if self.is_open and key not in self._captured:
             self._captured[key] = self.capture(function, *inputs)
