@@ -128,8 +128,8 @@ def allocate(
     graphs: GraphPool | None = None,
     host: HostMemory | None = None,
 ) -> Memory:
-    """Allocates caches and captures passes for runs of this shape, with the cache `full` and texts
-    `held` of an earlier run, if given; no passes over host memory. Raises `InputError`."""
+    """Allocates caches and captures passes for runs of this shape. Raises `InputError`.
+    `full` and its texts `held` are of an earlier run. Passes over host memory are not captured."""
     target = models.target
     speculation = shape.speculation
     if not full:

@@ -99,8 +99,8 @@ class RetrievalCache(Cache):
                 self._select(layer, b, end, query_HD, keys_BKSD[b], values_BKSD[b])
 
     def commit(self, b: int, queries_LTHD: Tensor) -> bool:
-        """Updates row b by the T tokens that the target has just read and kept, with their rotated
-        queries; returns whether the row was rebuilt. `prepare` copies their K and V."""
+        """Updates row b by T tokens that the target read and kept; returns whether it was rebuilt.
+        The queries are the rotated ones of these tokens; `prepare` copies their K and V."""
         row = self.rows[b]
         # `hold(b, slots, tokens)` drops the guessed block and keeps the rest.
         self.hold(b, row.num_committed - self._filled[b].num_left_out, row.num_committed)
