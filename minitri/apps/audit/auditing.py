@@ -142,7 +142,7 @@ def figures(test: Martingale) -> dict[str, float]:
 
 
 def departures(bursts: Bursts, power: float) -> Sequence[Martingale]:
-    """Tests sampled tokens by three scores, against reported probabilities to a power."""
+    """Statistical tests that tokens follow the reported probabilities, raised to `power`."""
     import numpy as np  # with 100 ms of imports, which --help does not need
 
     likelihood, learned, copied = (Martingale() for _ in range(3))

@@ -45,7 +45,7 @@ class RetrievedRow:
 
 
 class RetrievalCache(Cache):
-    """KV cache of `budget` tokens selected from each row of a full cache, and of one block."""
+    """KV cache of `budget` relevant tokens of each row of a full cache, and of one new block."""
 
     def __init__(
         self, full: FullCache, model: Llama, speculation: SpeculationConfig, budgets: list[int]

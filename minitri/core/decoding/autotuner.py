@@ -50,7 +50,7 @@ class Autotuner:
         self.num_left = math.inf  # tokens to come of a row, on average
 
     def choose(self) -> StepPlan:
-        """Chooses the plan of the next step by predicted speed; with a clock first `plans[0]`."""
+        """Chooses the plan of the next step, by predicted tokens per second of decoding."""
         unread_seconds = self._num_unread and self._cost("draft", self._num_unread)
         if not self._use_clock or "target" in self._factors:
             if _proposers(self.plan) or self._num_choices % PAUSE == 0:
